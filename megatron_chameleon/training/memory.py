@@ -14,11 +14,7 @@ from megatron_chameleon.checkpoint.state import random_states, set_random_states
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.memory import (
-    TrainingSetup,
-    estimate_memory,
-    fullest_stage,
-)
+from megatron_chameleon.model.memory import TrainingSetup, estimate_memory, peak_bytes_per_rank
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, check_layout
 from megatron_chameleon.training.hook import TrainingHook
@@ -76,15 +72,17 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
         "peak memory of each rank"
     )
     stages = estimate_memory(setup)
-    fullest = max(stages, key=lambda memory: memory.total)
-    for name, size in [*fullest.parts.items(), ("total", fullest.total)]:
-        print(f"  {name.replace('_', ' '):<14}{size / GB:10.2f} GB{size / fullest.total:7.0%}")
-    others = [f"stage {m.stage} {m.total / GB:.2f}" for m in stages if m is not fullest]
+    totals = [sum(stage.values()) for stage in stages]
+    total = max(totals)
+    fullest = totals.index(total)
+    for name, size in [*stages[fullest].items(), ("total", total)]:
+        print(f"  {name.replace('_', ' '):<14}{size / GB:10.2f} GB{size / total:7.0%}")
+    others = [f"stage {n} {size / GB:.2f}" for n, size in enumerate(totals) if n != fullest]
     if others:
-        print(f"of stage {fullest.stage}, the fullest; in GB: {', '.join(others)}")
+        print(f"of stage {fullest}, the fullest; in GB: {', '.join(others)}")
     if options.device_memory_gb is None:
         return 0
-    left = options.device_memory_gb - fullest.total / GB
+    left = options.device_memory_gb - total / GB
     if left > 0:
         print(
             f"fits in {options.device_memory_gb:g} GB: {left:.2f} GB are left, including CUDA's own"
@@ -115,7 +113,7 @@ def explain_out_of_memory(
         yield
     except torch.OutOfMemoryError as error:
         setup = training_setup(plan.options, plan.shape, layout.world_size)
-        stages = {memory.stage: dict(memory.parts) for memory in estimate_memory(setup)}
+        stages = dict(enumerate(estimate_memory(setup)))
         for stage, parts in stages.items():
             parts |= hook.extra_bytes(setup, stage, len(plan.data.names)) if hook else {}
         stage, parts = max(stages.items(), key=lambda item: sum(item[1].values()))
@@ -140,7 +138,7 @@ def check_host_memory(plan: TrainingPlan, layout: Layout) -> None:
     setup = training_setup(plan.options, plan.shape, layout.world_size)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     require_host_memory(
-        ranks * fullest_stage(setup).total,
+        ranks * peak_bytes_per_rank(setup),
         f"training on {ranks} rank(s) of this machine",
         MEMORY_HINT,
     )

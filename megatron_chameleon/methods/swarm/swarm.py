@@ -50,7 +50,7 @@ from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_toke
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.methods.swarm.options import SwarmOptions
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.model.memory import TrainingSetup, fullest_stage
+from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
 from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
@@ -263,7 +263,7 @@ def concurrency(
     def member_bytes(size: int) -> int:
         passes = options.global_batch_size // size
         setup = TrainingSetup(shape, TrainingParallelOptions(), 1, size, passes, options.bf16)
-        return PROCESS_BYTES + fullest_stage(setup).total
+        return PROCESS_BYTES + peak_bytes_per_rank(setup)
 
     size, at_once = options.micro_batch_size, options.members_at_once
     if size is None:

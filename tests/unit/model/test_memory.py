@@ -6,7 +6,12 @@ import dataclasses
 
 import pytest
 
-from megatron_chameleon.model.memory import TrainingSetup, fullest_stage, stage_parameters
+from megatron_chameleon.model.memory import (
+    TrainingSetup,
+    estimate_memory,
+    peak_bytes_per_rank,
+    stage_parameters,
+)
 from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
 from megatron_chameleon.parallel.options import RecomputeOptions, TrainingParallelOptions
 from tests.peak_memory import peak_of_training
@@ -54,7 +59,7 @@ def test_the_estimate_is_near_the_measured_peak(one_rank, name):
         one_rank, use_distributed_optimizer=setup.parallel.use_distributed_optimizer
     )
     measured = peak_of_training(setup, layout)
-    assert fullest_stage(setup).total == pytest.approx(measured, rel=TOLERANCE)
+    assert peak_bytes_per_rank(setup) == pytest.approx(measured, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["1m", "684m", "1.2b"])
@@ -71,11 +76,11 @@ def test_the_parameters_of_all_ranks_are_those_of_the_shape(name):
 
 def test_states_are_sharded_and_main_weights_are_of_bf16_alone():
     setup = dataclasses.replace(PLAIN, bf16=True)
-    whole = fullest_stage(setup)
-    sharded = fullest_stage(laid_out(setup, data_parallel_size=4, use_distributed_optimizer=True))
-    count = stage_parameters(PLAIN, 0)
-    assert (whole.parameters, whole.gradients) == (2 * count, 4 * count)
-    assert (whole.main_weights, whole.moments) == (4 * count, 8 * count)
-    assert (sharded.parameters, sharded.gradients) == (whole.parameters, whole.gradients)
-    assert sharded.moments == pytest.approx(whole.moments / 4, rel=1e-3)
-    assert fullest_stage(PLAIN).main_weights == 0
+    (plain,), (whole,) = estimate_memory(PLAIN), estimate_memory(setup)
+    sharded = laid_out(setup, data_parallel_size=4, use_distributed_optimizer=True)
+    count, own = stage_parameters(PLAIN, 0), stage_parameters(PLAIN, 0) / 4
+    for found, states in ((whole, (2 * count, 4 * count)), (plain, (4 * count, 4 * count))):
+        assert (found["parameters"], found["gradients"]) == states
+    assert (whole["main_weights"], whole["moments"]) == (4 * count, 8 * count)
+    assert plain["main_weights"] == 0
+    assert estimate_memory(sharded)[0]["moments"] == pytest.approx(8 * own, rel=1e-3)
