@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import json
 import tomllib
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -17,17 +16,13 @@ from megatron_chameleon.parallel.cpu import unusable_gpu
 from megatron_chameleon.parallel.triton_probe import triton_problem
 
 State = Literal["active", "available", "unused", "absent", "broken", "wrong package"]
-Place = Literal["real device", "pretended device", "never"]
 
 COVERAGE_TABLE = Path("tests/cuda_coverage.toml")
 GPU_TESTS, RESULTS = "tests/gpu", "benchmarks/results"
 # NVIDIA's Apex has these subpackages; the unrelated project of that name has neither.
 APEX_SUBPACKAGES = ("optimizers", "normalization")
-_HEADINGS: dict[Place, str] = {
-    "real device": "Has run on a CUDA device:",
-    "pretended device": "Has run on a pretended CUDA device only (tests/pretended_cuda):",
-    "never": "Has never run on a CUDA device:",
-}
+ON_GPU, ON_PRETENDED = "a CUDA device", "a pretended CUDA device only (tests/pretended_cuda)"
+UNTESTED = "no device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,22 +36,13 @@ class Feature:
 
 
 @dataclasses.dataclass(frozen=True)
-class Coverage:
-    """A CUDA feature, where it has run, and the names of the devices if they were real."""
-
-    feature: str
-    place: Place
-    device: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class AccelerationReport:
-    """Acceleration features, devices and GPU test coverage."""
+    """Acceleration features, devices, and the CUDA features tested on each kind of device."""
 
     torch_version: str
-    cuda_devices: tuple[str, ...]
-    features: tuple[Feature, ...]
-    coverage: tuple[Coverage, ...] = ()
+    cuda_devices: list[str]
+    features: list[Feature]
+    coverage: dict[str, list[str]]
 
 
 def acceleration_report(root: Path) -> AccelerationReport:
@@ -65,35 +51,59 @@ def acceleration_report(root: Path) -> AccelerationReport:
     Args:
         root: checkout with the recorded results of the GPU tests.
     """
-    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    count, torch_cuda = torch.cuda.device_count(), torch.version.cuda
+    cuda: tuple[State, str] = "active", f"CUDA {torch_cuda}, {count} device(s)"
+    bf16: tuple[State, str] = "absent", "no CUDA device"
+    flash: tuple[State, str] = "absent", "no CUDA device; torch's CPU kernel is used"
+    nccl: tuple[State, str] = "absent", "this torch was built without it"
+    if torch.cuda.is_available():
+        bf16 = "absent", "the device has no bf16 units"
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            bf16 = "available", "pass --bf16 to train with it"
+        flash = "unused", "this torch was built without it"
+        if torch.backends.cuda.is_flash_attention_available():
+            flash = "available", "torch's, for --bf16; fp32 uses another kernel"
+    elif problem := unusable_gpu():
+        cuda = "broken", problem
+    elif torch_cuda is None:
+        cuda = "absent", "this torch is built for the CPU only"
+    else:
+        cuda = "absent", f"torch is built for CUDA {torch_cuda} but sees no device"
+    if torch.distributed.is_nccl_available():
+        nccl = "unused", "fewer than two CUDA devices here"
+        if count > 1:
+            nccl = "active", ".".join(map(str, torch.cuda.nccl.version()))
+    triton = _package("triton", "the cross entropy, pooling, --compile-layers")
+    if triton[0] == "available" and (problem := triton_problem()):
+        triton = "broken", problem
+    # The layers are megatron-core's plain ones, with torch's norms.
+    transformer_engine = _package(
+        "transformer_engine.pytorch", "megatron-core uses only its FusedAdam"
+    )
     return AccelerationReport(
         torch_version=torch.__version__,
-        cuda_devices=tuple(
+        cuda_devices=[
             f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB"
-            for device in devices
-        ),
-        features=(
-            Feature("CUDA", *_cuda(), "everything runs on the CPU over gloo, for smoke tests only"),
+            for device in map(torch.cuda.get_device_properties, range(count))
+        ],
+        features=[
+            Feature("CUDA", *cuda, "everything runs on the CPU over gloo, for smoke tests only"),
             # parallel/layout.py disables it, whatever the container sets.
             Feature("TF32", "unused", "the tools disable it", "use --bf16 for speed"),
-            *_torch_kernels(),
-            # The layers are megatron-core's plain ones, with torch's norms.
-            Feature(
-                "Transformer Engine",
-                *_package("transformer_engine.pytorch", "megatron-core uses only its FusedAdam"),
-                "no FP8 or context parallelism",
-            ),
+            Feature("bf16", *bf16, "train in fp32, at half the speed or less"),
+            Feature("flash attention", *flash, "slower kernels with the same result"),
+            Feature("Transformer Engine", *transformer_engine, "no FP8 or context parallelism"),
             nvidia_apex(),
-            Feature("Triton", *_triton(), "no --compile-layers; slower cross entropy and pooling"),
+            Feature("Triton", *triton, "no --compile-layers; slower cross entropy and pooling"),
             Feature("fused Adam", *_fused_adam(), "parameters are updated one after the other"),
-            Feature("NCCL", *_nccl(), "ranks communicate over gloo: use a single GPU"),
-        ),
+            Feature("NCCL", *nccl, "ranks communicate over gloo: use a single GPU"),
+        ],
         coverage=cuda_coverage(root),
     )
 
 
 def format_report(report: AccelerationReport) -> str:
-    """Format the report: a line per feature, the cost of its absence, then what has run where."""
+    """Format the report: a line per feature, the cost of its absence, then the test coverage."""
     lines = [f"torch {report.torch_version}"]
     lines += [f"  device {index}: {name}" for index, name in enumerate(report.cuda_devices)]
     lines.append("")
@@ -101,16 +111,14 @@ def format_report(report: AccelerationReport) -> str:
         lines.append(f"{feature.name:20} {feature.state:14} {feature.detail}")
         if feature.state not in ("active", "available"):
             lines.append(f"{'':21}without it: {feature.without}")
-    for place, heading in _HEADINGS.items():
-        covered = [row for row in report.coverage if row.place == place]
-        if covered:
-            lines += ["", heading]
-            lines += [f"  - {row.feature} {row.device}".rstrip() for row in covered]
+    for device, features in report.coverage.items():
+        if features:
+            lines += ["", f"Tested on {device}:", *(f"  - {name}" for name in features)]
     return "\n".join(lines)
 
 
 def nvidia_apex() -> Feature:
-    """Find NVIDIA's Apex, as opposed to the unrelated project of that name, without an import."""
+    """Find NVIDIA's Apex without importing the unrelated project of that name."""
     name, without = "NVIDIA's Apex", "no fused norms, no gradient_accumulation_fusion"
     spec = importlib.util.find_spec("apex")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
@@ -124,16 +132,14 @@ def nvidia_apex() -> Feature:
     return Feature(name, *_package("apex.optimizers", used_for), without)
 
 
-def cuda_coverage(root: Path) -> tuple[Coverage, ...]:
-    """Read the table of CUDA features and their tests, and the recorded outcomes of GPU tests.
+def cuda_coverage(root: Path) -> dict[str, list[str]]:
+    """List the CUDA features tested on a real device, on a pretended one, and on none.
 
-    A feature has run on a real device if all of its GPU tests passed on one.
-
-    Args:
-        root: a checkout of the repository; the result is empty in any other folder.
+    A feature is tested on a real device if all of its GPU tests passed on one, by the recorded
+    outcomes in ``root``, a checkout of the repository. Empty for any other folder.
     """
     if not (root / COVERAGE_TABLE).is_file():
-        return ()
+        return {}
     table = tomllib.loads((root / COVERAGE_TABLE).read_text(encoding="utf-8"))
     # Device -> outcome by test, as written by benchmarks/gpu_tests.py.
     outcomes: dict[str, dict[str, str]] = {}
@@ -147,7 +153,7 @@ def cuda_coverage(root: Path) -> tuple[Coverage, ...]:
         names = (name for name in by_test if name == path or name.startswith(f"{path}["))
         return {by_test[name] for name in names} == {"passed"}
 
-    found = []
+    coverage: dict[str, list[str]] = {ON_GPU: [], ON_PRETENDED: [], UNTESTED: []}
     for row in table["feature"]:
         devices = [
             device
@@ -155,43 +161,10 @@ def cuda_coverage(root: Path) -> tuple[Coverage, ...]:
             if row["gpu"] and all(passed(test, by_test) for test in row["gpu"])
         ]
         if devices:
-            found.append(Coverage(row["name"], "real device", f"({', '.join(devices)})"))
+            coverage[ON_GPU].append(f"{row['name']} ({', '.join(devices)})")
         else:
-            found.append(Coverage(row["name"], "pretended device" if row["pretended"] else "never"))
-    return tuple(found)
-
-
-def _cuda() -> tuple[State, str]:
-    if torch.cuda.is_available():
-        return "active", f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} device(s)"
-    if problem := unusable_gpu():
-        return "broken", problem
-    if torch.version.cuda is None:
-        return "absent", "this torch is built for the CPU only"
-    return "absent", f"torch is built for CUDA {torch.version.cuda} but sees no device"
-
-
-def _torch_kernels() -> tuple[Feature, Feature]:
-    """Report bf16 and flash attention."""
-    bf16: tuple[State, str] = "absent", "no CUDA device"
-    flash: tuple[State, str] = "absent", "no CUDA device; torch's CPU kernel is used"
-    if torch.cuda.is_available():
-        bf16 = "absent", "the device has no bf16 units"
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            bf16 = "available", "pass --bf16 to train with it"
-        flash = "unused", "this torch was built without it"
-        if torch.backends.cuda.is_flash_attention_available():
-            flash = "available", "torch's, for --bf16; fp32 uses another kernel"
-    return (
-        Feature("bf16", *bf16, "train in fp32, at half the speed or less"),
-        Feature("flash attention", *flash, "slower kernels with the same result"),
-    )
-
-
-def _triton() -> tuple[State, str]:
-    state, detail = _package("triton", "the cross entropy, pooling, --compile-layers")
-    problem = triton_problem() if state == "available" else None
-    return ("broken", problem) if problem else (state, detail)
+            coverage[ON_PRETENDED if row["pretended"] else UNTESTED].append(row["name"])
+    return coverage
 
 
 def _fused_adam() -> tuple[State, str]:
@@ -205,14 +178,6 @@ def _fused_adam() -> tuple[State, str]:
     return "active", f"{adam.__module__}.{adam.__name__}"
 
 
-def _nccl() -> tuple[State, str]:
-    if not torch.distributed.is_nccl_available():
-        return "absent", "this torch was built without it"
-    if torch.cuda.device_count() < 2:
-        return "unused", "fewer than two CUDA devices here"
-    return "active", ".".join(map(str, torch.cuda.nccl.version()))
-
-
 def _package(module: str, used_for: str) -> tuple[State, str]:
     """Check that a package's ``module`` imports; ``used_for``: its purpose on a CUDA device."""
     package = module.partition(".")[0]
@@ -222,10 +187,7 @@ def _package(module: str, used_for: str) -> tuple[State, str]:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         return "broken", f"does not import: {_first_line(error)}"
-    try:
-        version = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        version = "unknown version"
+    version = getattr(importlib.import_module(package), "__version__", "unknown version")
     if not torch.cuda.is_available():
         return "unused", f"{version}, but there is no CUDA device"
     return "available", f"{version}: {used_for}"

@@ -13,7 +13,10 @@ import torch
 
 from megatron_chameleon.parallel.acceleration import (
     COVERAGE_TABLE,
+    ON_GPU,
+    ON_PRETENDED,
     RESULTS,
+    UNTESTED,
     acceleration_report,
     cuda_coverage,
     format_report,
@@ -49,7 +52,7 @@ def test_nvidias_apex_is_not_confused_with_another(tmp_path, monkeypatch, module
 def test_the_doctor_reports_a_machine_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = acceleration_report(ROOT)
-    assert {row.place for row in report.coverage} >= {"pretended device", "never"}
+    assert report.coverage[ON_PRETENDED]
     states = {feature.name: feature.state for feature in report.features}
     assert states["CUDA"] == states["bf16"] == states["flash attention"] == "absent"
     assert "active" not in states.values()
@@ -78,11 +81,11 @@ def test_every_test_that_covers_a_cuda_feature_exists():
 def test_a_feature_has_run_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
     (tmp_path / "tests").mkdir()
     features = {  # GPU tests, tests on the pretended device, where it has run
-        "all cases": (["a.py::test_a"], [], "real device"),
-        "one case": (["a.py::test_b[x]"], [], "real device"),
-        "a failed case": (["a.py::test_b"], ["b.py::test_c"], "pretended device"),
-        "not run": (["a.py::test_b[x]", "a.py::test_c"], [], "never"),
-        "no tests": ([], [], "never"),
+        "all cases": (["a.py::test_a"], [], ON_GPU),
+        "one case": (["a.py::test_b[x]"], [], ON_GPU),
+        "a failed case": (["a.py::test_b"], ["b.py::test_c"], ON_PRETENDED),
+        "not run": (["a.py::test_b[x]", "a.py::test_c"], [], UNTESTED),
+        "no tests": ([], [], UNTESTED),
     }
     (tmp_path / COVERAGE_TABLE).write_text(
         "\n".join(
@@ -96,6 +99,10 @@ def test_a_feature_has_run_on_a_device_if_all_its_gpu_tests_passed_there(tmp_pat
     (tmp_path / RESULTS).mkdir(parents=True)
     rows = [{"machine": {"device": "H100"}, "tests": tests}]
     (tmp_path / RESULTS / "tests-h100.json").write_text(json.dumps({"rows": rows}))
-    places = {row.feature: row.place for row in cuda_coverage(tmp_path)}
-    assert places == {name: place for name, (_, _, place) in features.items()}
-    assert cuda_coverage(tmp_path / "tests") == ()
+    names = {
+        place: [name for name, (_, _, found) in features.items() if found == place]
+        for place in (ON_GPU, ON_PRETENDED, UNTESTED)
+    }
+    names[ON_GPU] = [f"{name} (H100)" for name in names[ON_GPU]]
+    assert cuda_coverage(tmp_path) == names
+    assert cuda_coverage(tmp_path / "tests") == {}
