@@ -16,10 +16,12 @@ import importlib.util
 import logging
 import os
 import sys
+import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
     from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
     from megatron_chameleon.evaluation.tasks import LoadedTask
 
-MODEL_NAME = "megatron_chameleon"
-
 
 def require_lm_eval() -> str:
     """Return the version of lm-eval.
@@ -66,15 +66,6 @@ def require_lm_eval() -> str:
     return metadata.version("lm_eval")
 
 
-def register_model() -> None:
-    """Register our model with lm-eval by name, imported lazily."""
-    from lm_eval.api.registry import model_registry
-
-    if MODEL_NAME not in model_registry:
-        target = "megatron_chameleon.evaluation.lm_eval_model:CheckpointLM"
-        model_registry.register(MODEL_NAME, target=target)
-
-
 def main() -> None:
     """Run lm-eval's command. User errors exit with status 2 and a one-line message."""
     if int(os.environ.get("RANK", "0")) > 0:
@@ -82,8 +73,11 @@ def main() -> None:
     try:
         require_lm_eval()
         from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
 
-        register_model()
+        model_registry.register(
+            "megatron_chameleon", target="megatron_chameleon.evaluation.lm_eval_model:CheckpointLM"
+        )
         cli_evaluate()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,24 +93,20 @@ class DownstreamPlan:
         checkpoint: the evaluated one.
         protocol: recorded in the result.
         provenance: recorded in the result.
-        settings: task -> number of shots -> settings that determine the part.
-        parts: task -> number of shots -> finished part. Rank 0 adds the missing ones.
+        settings: of each part: a task with a number of shots.
+        parts: finished parts by their settings. Rank 0 adds the missing ones.
     """
 
     options: DownstreamOptions
     checkpoint: CheckpointRecord
     protocol: DownstreamProtocol
     provenance: Provenance
-    settings: dict[str, dict[int, PartSettings]]
-    parts: dict[str, dict[int, DownstreamPart]]
+    settings: list[PartSettings]
+    parts: dict[PartSettings, DownstreamPart]
 
-    def missing(self) -> dict[str, list[PartSettings]]:
-        """Tasks with the settings of their missing parts."""
-        return {
-            task: missing
-            for task, by_shots in self.settings.items()
-            if (missing := [each for n, each in by_shots.items() if n not in self.parts[task]])
-        }
+    def missing(self) -> list[PartSettings]:
+        """Settings of the missing parts."""
+        return [each for each in self.settings if each not in self.parts]
 
 
 def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
@@ -175,16 +165,14 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
         dtype=options.evaluation_dtype,
     )
     common = {k: v for k, v in vars(protocol).items() if k != "shots"}
-    settings: dict[str, dict[int, PartSettings]] = {}
-    parts: dict[str, dict[int, DownstreamPart]] = {}
-    for task in options.tasks:
-        data = library.data_of(task)
-        settings[task] = {
-            n: PartSettings(checkpoint_hash=record.hash, task=task, shots=n, data=data, **common)
-            for n in options.shots
-        }
-        found = {n: find_part(options.parts_dir, each) for n, each in settings[task].items()}
-        parts[task] = {n: part for n, part in found.items() if part is not None}
+    data = {task: library.data_of(task) for task in options.tasks}
+    settings = [
+        PartSettings(checkpoint_hash=record.hash, task=task, shots=n, data=data[task], **common)
+        for task in options.tasks
+        for n in options.shots
+    ]
+    found = {each: find_part(options.parts_dir, each) for each in settings}
+    parts = {each: part for each, part in found.items() if part is not None}
     inputs = {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}
     plan = DownstreamPlan(options, record, protocol, provenance(options, inputs), settings, parts)
     if plan.missing():
@@ -197,30 +185,32 @@ def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
     from megatron_chameleon.evaluation.tasks import TaskLibrary, TaskUnavailableError
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every default
-    missing = plan.missing()
-    library = TaskLibrary(list(missing), plan.options.data_dir)
+    missing, start = plan.missing(), time.monotonic()
+    tasks = list(dict.fromkeys(each.task for each in missing))
+    library, loaded = TaskLibrary(tasks, plan.options.data_dir), None
     gaps: list[Gap] = []
-    for number, (task, settings) in enumerate(missing.items(), 1):
+    for done, each in enumerate(missing, 1):
+        if (each.task, None) in [(gap.task, gap.shots) for gap in gaps]:
+            continue
+        shots = None  # a task that cannot be loaded leaves one gap
         try:
-            loaded = library.load(task)
+            if loaded is None or loaded.name != each.task:
+                loaded = library.load(each.task)
+            shots = each.shots
+            part = evaluate_part(model, loaded, each)
         except TaskUnavailableError as error:
-            gaps.append(Gap(task, None, str(error)))
+            gaps.append(Gap(each.task, shots, str(error)))
             print(f"not evaluated: {gaps[-1]}", flush=True)
             continue
-        for each in settings:
-            try:
-                part = evaluate_part(model, loaded, each)
-            except TaskUnavailableError as error:
-                gaps.append(Gap(task, each.shots, str(error)))
-                print(f"not evaluated: {gaps[-1]}", flush=True)
-                continue
-            part.save(part_path(plan.options.parts_dir, task, each.shots))
-            plan.parts[task][each.shots] = part
-            print(
-                f"{task}, {each.shots}-shot: {part.metric} {_percent(Accuracy.of(part.values))} of "
-                f"{len(part.answers):,} questions (task {number} of {len(missing)})",
-                flush=True,
-            )
+        part.save(part_path(plan.options.parts_dir, each.task, each.shots))
+        plan.parts[each] = part
+        left = (time.monotonic() - start) / done * (len(missing) - done)
+        print(
+            f"{done} of {len(missing)}: {each.task}, {each.shots}-shot: {part.metric} "
+            f"{_percent(Accuracy.of(part.values))} of {len(part.answers):,} questions; "
+            f"{tqdm.format_interval(left)} left",
+            flush=True,
+        )
     return gaps
 
 
@@ -281,8 +271,9 @@ def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
     """
     tasks: dict[str, TaskScore] = {}
     cost = Cost()
-    for task, found in plan.parts.items():
-        parts = dict(sorted(found.items()))
+    for task in plan.options.tasks:
+        found = ((each.shots, part) for each, part in plan.parts.items() if each.task == task)
+        parts = dict(sorted(found, key=lambda item: item[0]))
         if len({part.questions_hash for part in parts.values()}) > 1:
             reason = (
                 "its questions differ between numbers of shots, since its data set has changed; "
@@ -301,7 +292,7 @@ def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
                 for shots, part in parts.items()
             }
             means = [sum(v) / len(v) for v in zip(*(p.values for p in parts.values()), strict=True)]
-            mean = Accuracy.of(means) if len(parts) == len(plan.settings[task]) else None
+            mean = Accuracy.of(means) if len(parts) == len(plan.protocol.shots) else None
             tasks[task] = TaskScore(first.metric, first.version, first.shots_from, by_shots, mean)
             cost = sum((part.cost for part in parts.values()), cost)
     if not tasks:

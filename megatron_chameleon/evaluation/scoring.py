@@ -1,9 +1,8 @@
 """Log-likelihoods of continuations and greedy generation by a model in any parallel layout.
 
 Sequences that share a prefix, such as the answers to one question, are packed into one row, which
-computes the prefix once: a prefix tree with a tree attention mask. Each
-token attends to the earlier tokens of its own sequence only, at the position it has there, so the
-result equals that of the sequence alone.
+computes the prefix once: a prefix tree with a tree attention mask. Each token has its position in
+its own sequence and attends to that sequence only, so packing does not change its result.
 
 lm-eval runs on rank 0: it loads the tasks and samples the few-shot examples there only, so that
 ranks cannot disagree on the requests. The other ranks :meth:`Scorer.serve`.
@@ -29,13 +28,12 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, head_forward_flops, layer_forward_flops
 from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import from_main
 from megatron_chameleon.progress import progress_bar
 
 Tokens = NDArray[np.int32]
 
-# Every row of a batch fills at least this fraction of the longest one.
+# Every row of a batch has at least this fraction of the tokens of the longest.
 MIN_FILL = 0.75
 # Logits computed at a time; on a CPU few enough to spare its memory bandwidth.
 LOGITS_ON_CPU, LOGITS_ON_GPU = 1 << 23, 1 << 28
@@ -89,8 +87,8 @@ class Row:
     """A tree of sequences: segments of tokens, each of which continues a path through earlier ones.
 
     Attributes:
-        segments: tokens of each segment, and the places in the row of the path before it, in order.
-        predicting: number of each sequence, and the places of its predicting tokens.
+        segments: tokens of each segment, and the places in the row of the path that it continues.
+        predicting: index of each sequence, and the places of its tokens that predict something.
         length: tokens in the row.
         is_chain: whether causal attention suffices: each token attends to all earlier ones.
     """
@@ -101,7 +99,7 @@ class Row:
     is_chain: bool = True
 
     def add(self, new: Tokens, before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Append the segment ``new`` after the path ``before``; return the places of the path."""
+        """Append the segment ``new`` to the path ``before``; return the extended path."""
         places = np.arange(self.length, self.length + len(new))
         if len(new):
             self.is_chain &= len(before) == self.length
@@ -110,47 +108,20 @@ class Row:
         return np.concatenate([before, places])
 
 
-@dataclasses.dataclass(frozen=True)
-class Packing:
-    """Cost model that decides whether a sequence shares the row of the previous one.
+def pack(
+    sequences: Sequence[Tokens], predicting: Sequence[int], longest: int, pairs_per_token: int
+) -> list[Row]:
+    """Pack every sequence into a row. Sequences share a row where that saves work.
 
-    Attributes:
-        longest: maximum tokens of a row of several sequences.
-        token_work: work per token, in any unit.
-        pair_work: work per pair of tokens; a row of n tokens takes n * n.
-    """
-
-    longest: int
-    token_work: float
-    pair_work: float
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> Packing:
-        """Work in forward FLOPs of one layer; rows of at most twice the sequence length."""
-        return cls(
-            longest=2 * shape.max_sequence_length,
-            token_work=layer_forward_flops(shape, seq_length=0),  # without attention
-            pair_work=4 * shape.size.hidden_size,
-        )
-
-    def joins(self, row_length: int, sequence_length: int, shared: int) -> bool:
-        """Whether a sequence joins a row with which it shares a prefix of ``shared`` tokens."""
-        together = row_length + sequence_length - shared
-        more_pairs = together**2 - row_length**2 - sequence_length**2
-        return (
-            shared > 0
-            and together <= self.longest
-            and more_pairs * self.pair_work < shared * self.token_work
-        )
-
-
-def pack(sequences: Sequence[Tokens], predicting: Sequence[int], packing: Packing) -> list[Row]:
-    """Pack every sequence into a row.
+    A shared prefix is computed once, but attention costs as much as over the whole row: a row of n
+    tokens takes n * n pairs.
 
     Args:
         sequences: at least one non-negative token each.
         predicting: for each sequence, how many of its last tokens predict something.
-        packing: when sequences share a row.
+        longest: maximum tokens of a row of several sequences.
+        pairs_per_token: pairs of tokens whose attention costs as much as the rest of a layer costs
+            for one token.
     """
     rows: list[Row] = []
     previous, path = np.empty(0, np.int32), np.empty(0, np.int64)
@@ -161,7 +132,10 @@ def pack(sequences: Sequence[Tokens], predicting: Sequence[int], packing: Packin
         length = min(len(previous), len(tokens))
         differs = previous[:length] != tokens[:length]
         shared = int(differs.argmax()) if differs.any() else length
-        if not rows or not packing.joins(rows[-1].length, len(tokens), shared):
+        before = rows[-1].length if rows else 0
+        together = before + len(tokens) - shared
+        more_pairs = together**2 - before**2 - len(tokens) ** 2
+        if not shared or together > longest or more_pairs >= shared * pairs_per_token:
             rows.append(Row())
             shared = 0
         path = rows[-1].add(tokens[shared:], path[:shared])
@@ -170,25 +144,30 @@ def pack(sequences: Sequence[Tokens], predicting: Sequence[int], packing: Packin
     return rows
 
 
-def batches(rows: Sequence[Row], tokens_at_once: int, multiple: int = 1) -> Iterator[list[Row]]:
-    """Batches of rows of similar lengths, longest first: a batch too large for memory fails early.
+def batches(
+    rows: Sequence[Row], tokens_at_once: int, multiple: int
+) -> Iterator[tuple[list[Row], int]]:
+    """Batches of rows of similar lengths, and the width that they are padded to.
+
+    The longest come first, so that a batch too large for the memory fails early.
 
     Args:
         rows: rows to batch.
         tokens_at_once: maximum tokens of a batch, padding included; a longer row is a batch alone.
-        multiple: the longest row of a batch is padded to a multiple of it.
+        multiple: widths are multiples of it.
     """
     batch: list[Row] = []
+    width = 0
     for row in sorted(rows, key=lambda row: -row.length):
-        if batch:
-            longest = batch[0].length
-            is_full = (len(batch) + 1) * padded_length(longest, multiple) > tokens_at_once
-            if is_full or row.length < MIN_FILL * longest:
-                yield batch
-                batch = []
+        is_full = (len(batch) + 1) * width > tokens_at_once
+        if batch and (is_full or row.length < MIN_FILL * batch[0].length):
+            yield batch, width
+            batch = []
+        if not batch:
+            width = padded_length(row.length, multiple)
         batch.append(row)
     if batch:
-        yield batch
+        yield batch, width
 
 
 def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
@@ -241,18 +220,6 @@ def prediction_tensors(batch: Sequence[Row], questions: Sequence[Question], widt
     places, rows = np.unique(at[order], return_inverse=True)
     arrays = {"places": places, "rows": rows, "labels": labels[order], "questions": owners[order]}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def batch_flops(shape: ModelShape, batch: Sequence[Row], width: int) -> float:
-    """Forward FLOPs of a batch as computed.
-
-    Padding is included, each token attends to its whole row, and the output layer runs at the
-    places that predict something.
-    """
-    packing = Packing.of(shape)
-    layer = len(batch) * (width * packing.token_work + width**2 * packing.pair_work)
-    places = sum(len(np.unique(np.concatenate([at for _, at in r.predicting]))) for r in batch)
-    return shape.size.num_layers * layer + places * head_forward_flops(shape)
 
 
 class Scorer:
@@ -325,14 +292,14 @@ class Scorer:
     def _score(self, questions: Sequence[Question], description: str) -> Answers:
         layout, shape = self.layout, self.reader.shape
         predicting = [len(question.continuation) for question in questions]
-        rows = pack([self._model_input(q) for q in questions], predicting, Packing.of(shape))
+        # Projections take 4h(2h + f) FLOPs per token, and attention 4h per pair of tokens.
+        pairs_per_token = 2 * shape.size.hidden_size + shape.size.ffn_hidden_size
+        sequences = [self._model_input(question) for question in questions]
+        rows = pack(sequences, predicting, 2 * self.max_length, pairs_per_token)
         # Log-likelihoods, and the number of tokens that are not the most likely.
         sums = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device)
-        flops, multiple = 0.0, length_multiple(layout)
-        all_batches = [
-            (batch, padded_length(batch[0].length, multiple))
-            for batch in batches(rows, self.sequences_at_once * self.max_length, multiple)
-        ]
+        flops, tokens_at_once = 0.0, self.sequences_at_once * self.max_length
+        all_batches = list(batches(rows, tokens_at_once, length_multiple(layout)))
         own = (
             {**batch_tensors(batch, width), **prediction_tensors(batch, questions, width)}
             for batch, width in all_batches[layout.data_rank :: layout.data_size]
@@ -341,7 +308,12 @@ class Scorer:
         bar = progress_bar(len(questions), " requests", description, quiet=is_quiet, delay=2.0)
         with bar, read_ahead(own, layout.device) as ahead:
             for number, (batch, width) in enumerate(all_batches):
-                flops += batch_flops(shape, batch, width)
+                # Each token attends to its whole row, twice the causal half of a row. The output
+                # layer runs at the distinct places that predict.
+                layer = len(batch) * width * layer_forward_flops(shape, 2 * width)
+                predicted = [np.concatenate([at for _, at in row.predicting]) for row in batch]
+                places = sum(len(np.unique(at)) for at in predicted)
+                flops += shape.size.num_layers * layer + places * head_forward_flops(shape)
                 if number % layout.data_size == layout.data_rank:
                     self._score_batch(next(ahead), sums)
                 bar.update(sum(len(row.predicting) for row in batch))
@@ -396,10 +368,11 @@ class Scorer:
         """Continue ``sequences_at_once`` prompts of similar lengths at a time."""
         layout, size = self.layout, self.sequences_at_once
         order = sorted(range(len(prompts)), key=lambda n: len(prompts[n].context))
-        new: list[list[int]] = [[] for _ in prompts]
+        new: dict[int, list[int]] = {}
         flops = 0.0
         starts = range(size * layout.data_rank, len(prompts), size * layout.data_size)
         for numbers in (order[start : start + size] for start in starts):
+            new |= {n: [] for n in numbers}
             while left := [n for n in numbers if not self._is_finished(prompts[n], new[n])]:
                 rooms = [self.max_length - prompts[n].max_new_tokens for n in left]
                 sequences = [
@@ -413,15 +386,12 @@ class Scorer:
                 # The output layer reads one state per sequence.
                 unread = (positions - len(left)) * head_forward_flops(self.reader.shape)
                 flops += forward_flops(self.reader.shape, positions, width) - unread
-        # The ranks of one replica have the same results; one of them reports them.
-        reports = layout.tensor_rank == 0 and layout.is_last_stage
-        everywhere: list[tuple[list[list[int]], float]] = [([], 0.0)] * layout.world_size
-        dist.all_gather_object(everywhere, (new, flops) if reports else ([], 0.0))
-        found = [tokens for tokens, _ in everywhere if tokens]
-        merged: list[list[int]] = [
-            next((t for t in each if t), []) for each in zip(*found, strict=True)
-        ]
-        return merged, sum(each for _, each in everywhere)
+        # The ranks of one replica have the same results; one of them counts the FLOPs.
+        is_counted = layout.tensor_rank == 0 and layout.is_last_stage
+        everywhere: list[Any] = [None] * layout.world_size
+        dist.all_gather_object(everywhere, (new, flops if is_counted else 0.0))
+        merged = {n: tokens for each, _ in everywhere for n, tokens in each.items()}
+        return [merged[n] for n in range(len(prompts))], sum(each for _, each in everywhere)
 
     def _is_finished(self, prompt: Prompt, new: list[int]) -> bool:
         if len(new) >= prompt.max_new_tokens or new[-1:] == [self.eod_id]:

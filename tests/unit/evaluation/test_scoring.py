@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -16,13 +14,10 @@ from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import scoring
-from megatron_chameleon.evaluation.scoring import Packing, Question, Scorer, batch_tensors, pack
+from megatron_chameleon.evaluation.scoring import Question, Scorer, batch_tensors, pack
 from tests.text_checkpoint import POSITIONS
 
 TOLERANCE = 1e-4
-
-ALWAYS = Packing(longest=10_000, token_work=1.0, pair_work=0.0)
-NEVER = Packing(longest=0, token_work=1.0, pair_work=0.0)
 
 # Few tokens, so that prefixes are often shared; 300 takes two bytes.
 SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 2, 300]), min_size=1, max_size=6), min_size=1)
@@ -43,12 +38,12 @@ def attended(row):
 
 
 @pytest.mark.parametrize(
-    "packing", [ALWAYS, NEVER, Packing(longest=8, token_work=10.0, pair_work=1.0)]
+    ("longest", "pairs_per_token"), [(10_000, 10**9), (0, 10**9), (8, 10)], ids=str
 )
 @given(lists=SEQUENCES, data=st.data())
-def test_each_token_attends_to_its_own_sequence_only(packing, lists, data):
+def test_each_token_attends_to_its_own_sequence_only(longest, pairs_per_token, lists, data):
     counts = [data.draw(st.integers(0, len(each))) for each in lists]
-    rows = pack(arrays(lists), counts, packing)
+    rows = pack(arrays(lists), counts, longest, pairs_per_token)
     found = {number: (row, places) for row in rows for number, places in row.predicting}
     assert sorted(found) == list(range(len(lists)))
     for number, each in enumerate(lists):
@@ -131,8 +126,8 @@ def test_scores_equal_those_of_each_question_alone(
 def test_sharing_prefixes_saves_flops_and_keeps_scores(scorer, questions, monkeypatch):
     shared = scorer(8).score(questions)
 
-    def alone_in_rows(sequences, predicting, packing):
-        return pack(sequences, predicting, dataclasses.replace(packing, longest=0))
+    def alone_in_rows(sequences, predicting, longest, pairs_per_token):
+        return pack(sequences, predicting, 0, pairs_per_token)
 
     monkeypatch.setattr(scoring, "pack", alone_in_rows)
     alone = scorer(8).score(questions)
