@@ -383,22 +383,20 @@ def comparison_table(compared: MethodComparison) -> Table:
         "flops": ("FLOPs to obtain the mixture", lambda n: format_flops(n) if n else "0"),
         "device_seconds": ("device-seconds to obtain the mixture", "{:,.1f}".format),
     }
-    for unit, label in UNITS.items() if reference is not None else ():
-        assert reference is not None
-        rows[f"{unit}_by_reference"] = (
-            f"{label} / {reference.label}'s",
-            lambda ratio: f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x",
-        )
+    if reference is not None:
+        ratio = "{:.2f}x".format
+        rows |= {
+            f"{key}_by_reference": (f"{unit} / {reference.label}'s", ratio)
+            for key, unit in UNITS.items()
+        }
     summary = []
     for key, (label, form) in rows.items():
         values = [details[key] for details in compared.details.values()]
-        cells = cells_of(values, form, min if key == "average_perplexity" else None)
         if key in ("less_baseline", "standard_error", "domains_better"):
-            cells[compared.mixtures.index(baseline)] = MISSING
+            values[compared.mixtures.index(baseline)] = None
+        cells = cells_of(values, form, min if key == "average_perplexity" else None)
         if key in UNITS:
-            cells = [
-                UNKNOWN if value is None else c for value, c in zip(values, cells, strict=True)
-            ]
+            cells = [UNKNOWN if cell == MISSING else cell for cell in cells]
         summary.append([label, *cells])
     weights = [each.mixture.weights for each in compared.mixtures]
     return Table.of(
@@ -412,15 +410,10 @@ def comparison_table(compared: MethodComparison) -> Table:
 
 def domain_table(compared: MethodComparison) -> Table:
     """Per domain: mean perplexity over seeds, and its standard deviation."""
-    means, deviations = (
-        pd.DataFrame(figures, [each.name for each in compared.mixtures], compared.domains).T
-        for figures in (
-            compared.perplexities.mean(axis=1),
-            compared.perplexities.std(axis=1, ddof=1),
-        )
-    )
+    labels, found = [each.label for each in compared.mixtures], compared.perplexities
+    means = pd.DataFrame(found.mean(axis=1), labels, compared.domains).T
+    deviations = pd.DataFrame(found.std(axis=1, ddof=1), labels, compared.domains).T
     texts = formatted(means, format_perplexity, min, deviations)
-    texts.columns = [each.label for each in compared.mixtures]
     note = "Mean over seeds ± standard deviation; the lowest mean of each row is marked."
     return Table.by_row("Held-out perplexity by domain", "domain", texts, notes=[note])
 
@@ -437,9 +430,7 @@ def notes(compared: MethodComparison) -> list[str]:
         "each with the same weight."
     ]
     spread = compared.spread
-    if spread is None:
-        sentences.append("All of these mixtures have the same weights and show the same models.")
-    else:
+    if spread is not None:
         verdict = "the mixtures are distinguishable"
         if not spread["are_distinguishable"]:
             verdict = "the mixtures are not distinguishable: train longer, or more base models"

@@ -315,18 +315,13 @@ def seed_table(comparison: Comparison) -> Table | None:
     groups = seed_groups(comparison)
     if all(len(group.runs) == 1 for group in groups):
         return None
-    runs = {g.label: comparison.perplexity[[run.label for run in g.runs]] for g in groups}
-    means = pd.DataFrame({label: found.mean(axis=1) for label, found in runs.items()})
-    deviations = pd.DataFrame({label: found.std(axis=1) for label, found in runs.items()})
+    found = comparison.perplexity
+    found = pd.concat([found, found.mean().to_frame("").T])  # the last row is the average
+    by_group = {g.label: found[[run.label for run in g.runs]] for g in groups}
+    means = pd.DataFrame({label: each.mean(axis=1) for label, each in by_group.items()})
+    deviations = pd.DataFrame({label: each.std(axis=1) for label, each in by_group.items()})
     texts = formatted(means, format_perplexity, min, deviations)
-    averages = [group.averages for group in groups]
-    average = cells_of(
-        [each.mean() for each in averages],
-        format_perplexity,
-        min,
-        [each.std() for each in averages],
-    )
-    summary = [["average", *average]]
+    summary = [["average", *texts.iloc[-1]]]
     if comparison.baseline is not None and len(groups) > 1:
         reference = groups[0]
         better = [comparison.domains_better(group.runs, reference.runs) for group in groups[1:]]
@@ -342,10 +337,8 @@ def loss_table(comparison: Comparison) -> Table:
     """Per domain: predicted tokens, the loss of every run, and the others' minus the baseline's."""
     runs, baseline = comparison.runs, comparison.baseline
     tokens = pd.Series({n: f"{d.tokens:,}" for n, d in runs[0].result.domains.items()})
-    losses, errors = (
-        comparison.by_domain(lambda d: d.loss),
-        comparison.by_domain(lambda d: d.loss_error),
-    )
+    losses = comparison.by_domain(lambda d: d.loss)
+    errors = comparison.by_domain(lambda d: d.loss_error)
     columns: list[pd.DataFrame | pd.Series[str]] = [
         tokens.rename("tokens"),
         formatted(losses, "{:.4f}".format, errors=errors).add_prefix("loss "),

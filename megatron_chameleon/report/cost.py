@@ -21,10 +21,10 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.swarm import SwarmRecord
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.run_folder import BASE, EMBEDDINGS, MIXTURE, PROXY, STAGES, RunFolder
+from megatron_chameleon.report.run_folder import BASE, EMBEDDINGS, MIXTURE, PROXY, RunFolder
 from megatron_chameleon.report.tables import MISSING, UNKNOWN, Table, format_flops, format_hours
 
-# Costs of other mixtures are divided by that of the first mixture of the first of these methods.
+# Costs are shown relative to a mixture of one of these methods, the first that is there.
 REFERENCE_METHODS = ("chameleon-pretrain", "chameleon-finetune")
 
 
@@ -120,12 +120,9 @@ def ledger_of(folder: RunFolder) -> Ledger:
         mixtures[name] = MixtureCost(mixture, {entry: mixture.cost, **parts}, tuple(missing))
         entries |= mixtures[name].parts
 
-    def stage_of(entry: str) -> int:
-        stage = entry.partition("/")[0]
-        return STAGES.index(stage) if stage in STAGES else len(STAGES)
-
-    names = sorted((name for name in entries if name not in folder.uncounted), key=stage_of)
-    return Ledger({name: entries[name] for name in names}, mixtures)
+    # By stage; artifacts outside of the run folder come last.
+    keys = sorted(entries, key=lambda key: (key.startswith("/"), key.partition("/")[0]))
+    return Ledger({key: entries[key] for key in keys if key not in folder.uncounted}, mixtures)
 
 
 def cost_tables(folder: RunFolder) -> list[Table]:

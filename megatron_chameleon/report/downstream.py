@@ -50,7 +50,7 @@ class DownstreamComparison:
     Attributes:
         runs: at least one.
         baseline: one of ``runs``.
-        tasks: all tasks that any run was to be evaluated on, in order.
+        tasks: every task that some run was evaluated on, or reports as missing.
     """
 
     runs: tuple[DownstreamRun, ...]

@@ -21,15 +21,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
-from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import (
     BASELINE_METHOD,
     RunFolder,
+    distinct_runs,
     run_labels,
-    uniform_first,
 )
 from megatron_chameleon.report.tables import display_width, shortened
 from megatron_chameleon.report.weights import SweptAxis, mode_of
@@ -51,7 +49,6 @@ PAGE_COLORS = {
 # In SVG, more points than these become an image instead of an element each.
 MOST_POINTS = 3000
 IMAGE_DPI = 200
-_SVG_NUMBER = re.compile(r"-?\d+\.\d+")
 # Text on a coloured cell, the same in light and dark pages.
 DARK_TEXT, LIGHT_TEXT = "#111111", "#FDFDFD"
 DPI = 130
@@ -63,7 +60,7 @@ LEGEND_ROWS, LEGEND_ROW_HEIGHT = 3, 0.21
 CELLS_WITH_NUMBERS, NAMES_ON_AN_AXIS = 12, 60
 # Domains with a panel of losses, and with bars.
 MOST_PANELS, MOST_BARS = 24, 60
-# A curve of this many independent points can be followed by eye.
+# A running mean leaves about this many independent points of a curve.
 SMOOTH_POINTS = 25
 # Domains of a sweep, or of a map of windows, that have a colour and marker of their own.
 MOST_NAMED = 3 * len(COLORS)
@@ -96,8 +93,13 @@ def pdf(figure: Figure) -> bytes:
 
 
 def _saved(figure: Figure, **options: Any) -> bytes:
+    """The figure as a file; its first file determines the layout of the others."""
     stream = io.BytesIO()
-    figure.savefig(stream, **options)
+    with warnings.catch_warnings():
+        # matplotlib warns of each character that it has no font for.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(stream, **options)
+    figure.set_layout_engine("none")
     return stream.getvalue()
 
 
@@ -110,8 +112,8 @@ def svg_content(figure: Figure, name: str) -> str:
         name: salts the ids, so that several figures can be in one page.
     """
     no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    # Browsers scale images of as many pixels as their data without smoothing; points in an image
-    # could not change colour.
+    # Interpolation "none" embeds a pixel for each entry, and the page scales it without smoothing.
+    # Points stay shapes, unless they are many: an image cannot follow the page's colours.
     images = [i for axes in figure.axes for i in axes.images if i.get_interpolation() == "nearest"]
     points = [line for axes in figure.axes for line in axes.lines if line.get_rasterized()]
     are_many = sum(np.size(line.get_xdata()) for line in points) > MOST_POINTS
@@ -121,9 +123,7 @@ def svg_content(figure: Figure, name: str) -> str:
         line.set_rasterized(are_many)
     # Points of a long curve that would be closer than a pixel are left out.
     settings = {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify_threshold": 1.0}
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        # The reader's browser has more fonts than matplotlib.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+    with matplotlib.rc_context(settings):
         text = _saved(figure, format="svg", dpi=IMAGE_DPI, metadata=no_metadata).decode("utf-8")
     text = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
     # Its style would leak into the page; ids of groups repeat in every figure and are never
@@ -138,34 +138,8 @@ def _restyled(tag: str) -> str:
     """The page's colours and font, fewer digits, and no line breaks in attributes."""
     tag = re.sub(r"font-family: [^;\"]*(; |)", "", tag)
     tag = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda found: PAGE_COLORS.get(found[0], found[0]), tag)
-    tag = re.sub(r' transform="rotate\(-?0 [^)]*\)"', "", tag)
-    if "base64" in tag:
-        return re.sub(r"\s+", "", tag.replace(" ", "\0")).replace("\0", " ").replace("xlink:", "")
-    is_curved = re.search(r' d="[^"]*[A-KN-Ya-kn-y]', tag)
-    places = 4 if "matrix" in tag else 1 if " d=" in tag and not is_curved else 2
-    tag = _SVG_NUMBER.sub(lambda found: f"{float(found[0]):.{places}f}", tag)
-    # Points after the first are implicit line commands.
-    return re.sub(r"\s+", " ", tag).replace("xlink:href", "href").replace(" L ", " ")
-
-
-def freeze_layout(figure: Figure) -> None:
-    """Lay out ``figure`` once for all files that are made of it."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-
-
-def weights_picture(folder: RunFolder) -> Picture | None:
-    """A bar per domain and mixture; None where there is only uniform."""
-    title, mixtures = "Weight of each domain", charted_mixtures(folder)
-    if not mixtures:
-        return None
-    count = bar_domains(mixtures)[1]
-    caption = "Share of training tokens by each mixture; the dashed line is uniform."
-    if any(mixture.intervals for mixture in mixtures.values()):
-        caption += " Whiskers are bootstrap intervals."
-    if count > MOST_BARS:
-        caption += f" Of {count} domains the {MOST_BARS} with the largest weights are shown."
-    return Picture("weights", title, caption, weights_figure(mixtures))
+    tag = re.sub(r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.3f}", tag)
+    return tag.replace("\n", "")
 
 
 def charted_mixtures(folder: RunFolder) -> dict[str, Mixture]:
@@ -175,34 +149,33 @@ def charted_mixtures(folder: RunFolder) -> dict[str, Mixture]:
     return {name: m for name, m in mixtures.items() if m.method != BASELINE_METHOD}
 
 
-def bar_domains(mixtures: Mapping[str, Mixture]) -> tuple[list[str], int]:
-    """The domains with bars, by decreasing weight in the first mixture, and how many there are.
-
-    Of more than ``MOST_BARS``, those with the largest weight in any mixture.
-    """
-    names = list(dict.fromkeys(name for mixture in mixtures.values() for name in mixture.weights))
-    columns = {label: mixture.weights for label, mixture in mixtures.items()}
-    weights = pd.DataFrame(columns, index=names).fillna(0.0)
-    largest = weights.max(axis=1).sort_values(ascending=False, kind="stable").index[:MOST_BARS]
-    shown = weights.loc[weights.index.isin(largest)].iloc[:, 0]
-    return list(shown.sort_values(ascending=False, kind="stable").index), len(names)
-
-
-def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
+def weights_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
     """Horizontal bars, a group per domain with one bar per mixture, and the intervals.
 
+    Of more than ``MOST_BARS`` domains, those with the largest weight in any mixture are shown. The
+    largest weight of the first mixture is on top.
+
     Args:
-        mixtures: label -> mixture, at least one; ``bar_domains`` are shown, the largest on top.
+        mixtures: label -> mixture; without any, None is returned.
     """
-    names, count = bar_domains(mixtures)
+    if not mixtures:
+        return None
+    domains = list(dict.fromkeys(name for mixture in mixtures.values() for name in mixture.weights))
+    columns = {label: mixture.weights for label, mixture in mixtures.items()}
+    table = pd.DataFrame(columns, domains).fillna(0.0)
+    largest = table.max(axis=1).sort_values(ascending=False, kind="stable").index[:MOST_BARS]
+    table = table[table.index.isin(largest)]
+    table = table.sort_values(table.columns[0], ascending=False, kind="stable")
+    names, count = list(table.index), len(domains)
     thickness = 0.8 / len(mixtures)
     figure = new_figure(8.0, 1.6 + min(len(names) * max(0.34, 0.19 * len(mixtures)), 22.0))
     axes = figure.add_subplot()
     handles: list[Artist] = []
     for i, mixture in enumerate(mixtures.values()):
         positions = np.arange(len(names)) + (i + 0.5) * thickness - 0.4
-        weights = [mixture.weights.get(name, 0.0) for name in names]
-        handles.append(axes.barh(positions, weights, thickness * 0.92, color=color_of(i))[0])
+        handles.append(
+            axes.barh(positions, table.iloc[:, i], thickness * 0.92, color=color_of(i))[0]
+        )
         intervals = mixture.intervals or {}
         there = [k for k, name in enumerate(names) if name in intervals]
         if there:
@@ -216,38 +189,25 @@ def weights_figure(mixtures: Mapping[str, Mixture]) -> Figure:
     axes.grid(axis="x", color=GRID_COLOR)
     tidy(axes)
     legend_above(figure, handles, [*mixtures, f"uniform (1/{count})"])
-    return figure
+    caption = "Share of training tokens by each mixture; the dashed line is uniform."
+    if any(mixture.intervals for mixture in mixtures.values()):
+        caption += " Whiskers are bootstrap intervals."
+    if count > MOST_BARS:
+        caption += f" Of {count} domains the {MOST_BARS} with the largest weights are shown."
+    return Picture("weights", "Weight of each domain", caption, figure)
 
 
-def affinity_picture(folder: RunFolder) -> Picture | None:
-    """Heat map of the first mixture that has an affinity matrix."""
-    title, mixtures = "Affinity of the domains", charted_mixtures(folder).items()
-    label, mixture = next(((n, m) for n, m in mixtures if m.affinity is not None), ("", None))
-    if mixture is None:
-        return None
-    names, rows = list(mixture.weights), mixture.affinity or []
-    if [len(row) for row in rows] != [len(names)] * len(names):
-        raise UserError(
-            f"the {label} mixture in 4-mixture: field affinity is not {len(names)} x "
-            f"{len(names)}, as its weights require; run tools/compute_mixture.py again"
-        )
-    affinity = np.array(rows, dtype=np.float64)
-    return Picture(
-        "affinity",
-        title,
-        f"Inner products of the domains' embeddings, of the {label} mixture: red where two "
-        "domains are similar, blue where they are opposite, white where neither.",
-        affinity_figure(affinity, names),
-    )
-
-
-def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figure:
-    """Heat map of the domain affinity [k, k]: white is 0, red positive, blue negative.
+def affinity_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
+    """Heat map of the affinity matrix of the first mixture that has one; None without any.
 
     The colour scale spans the entries off the diagonal, since the diagonal is often far larger;
     entries beyond it have the end's colour. It spans at least a tenth of the largest entry, so that
     nearly orthogonal domains look so.
     """
+    label = next((name for name, m in mixtures.items() if m.affinity is not None), None)
+    if label is None:
+        return None
+    affinity, names = np.array(mixtures[label].affinity), list(mixtures[label].weights)
     count, sizes = len(names), np.abs(affinity)
     largest = float(sizes.max(initial=0.0))
     off_diagonal = float(sizes[~np.eye(count, dtype=bool)].max(initial=0.0))
@@ -276,7 +236,11 @@ def affinity_figure(affinity: NDArray[np.float64], names: Sequence[str]) -> Figu
     bar.solids.set_rasterized(True)  # one image instead of 256 shapes
     bar.set_label("affinity (inner product of domain embeddings)")
     bar.outline.set_visible(False)
-    return figure
+    caption = (
+        f"Inner products of the domains' embeddings, of the {label} mixture: red where two domains "
+        "are similar, blue where they are opposite, white where neither."
+    )
+    return Picture("affinity", "Affinity of the domains", caption, figure)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -338,10 +302,11 @@ def panel_domains(runs: Sequence[RunCurves]) -> pd.Series[float]:
 
 def loss_picture(folder: RunFolder) -> Picture | None:
     """Loss curves of the base runs and the proxies; None where no run has metrics."""
-    title = "Training loss"
-    labels = run_labels(folder.base_runs, folder.base_runs)
-    runs = [run_curves(labels[n], folder.base_runs[n]) for n in uniform_first(folder.base_runs)]
-    proxies = [run_curves(f"proxy {name}", run) for name, run in folder.proxies.items()]
+    names = distinct_runs(folder, folder.base_runs)
+    labels = run_labels(folder.base_runs, names)
+    runs = [run_curves(labels[name], folder.base_runs[name]) for name in names]
+    names = distinct_runs(folder, folder.proxies)
+    proxies = [run_curves(f"proxy {name}", folder.proxies[name]) for name in names]
     if not any(len(run.total) for run in (*runs, *proxies)):
         return None
     caption = (
@@ -354,7 +319,7 @@ def loss_picture(folder: RunFolder) -> Picture | None:
             f" Panels show {MOST_PANELS} of {count} domains: those whose last losses (of the "
             "running mean) differ most between the runs."
         )
-    return Picture("loss", title, caption, loss_figure(runs, proxies))
+    return Picture("loss", "Training loss", caption, loss_figure(runs, proxies))
 
 
 def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) -> Figure:
@@ -379,9 +344,7 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
         _draw_curve(axes, run.total, PROXY_COLOR, LINE_STYLES[(i + 1) % len(LINE_STYLES)])
         for i, run in enumerate(proxies)
     ]
-    is_smoothed = any(smoothing_window(run.total) > 1 for run in (*runs, *proxies))
-    bold = " (bold: running mean)" if is_smoothed else ""
-    axes.set_title(f"Training loss, all domains{bold}", fontsize=11, loc="left")
+    axes.set_title("Training loss, all domains (bold: running mean)", fontsize=11, loc="left")
     axes.grid(color=GRID_COLOR)
     axes.margins(x=0.01)
     axes.set_ylabel("loss (nats per token)")
@@ -429,23 +392,13 @@ def _draw_curve(
     return line
 
 
-def sweep_picture(swept: Sequence[SweptAxis]) -> Picture:
-    """A panel per hyperparameter of a sweep, at least one."""
-    caption = (
-        "A panel for each hyperparameter, a line for each domain: flat lines are weights that do "
-        "not depend on it. The dashed line is the centre of the sweep."
-    )
-    figure = sweep_figure(swept)
-    return Picture("stability", "Stability of the weights", caption, figure)
-
-
-def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:
+def sweep_picture(axes: Sequence[SweptAxis]) -> Picture:
     """Weights [n, k] over the values of each hyperparameter, with their intervals as thin bars.
 
     Values are evenly spaced. All panels share one scale; a dashed line marks the common centre.
 
     Args:
-        axes: at least one, of the same domains.
+        axes: at least one, of the same domains; a panel each.
     """
     first = axes[0]
     by_weight = np.argsort(-first.weights[first.centre], kind="stable")
@@ -485,11 +438,13 @@ def sweep_figure(axes: Sequence[SweptAxis]) -> Figure:
         tidy(panel)
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("weight (share of training tokens)")
-    has_bars = not all(np.isnan(axis.intervals).all() for axis in axes)
-    bars = "; bars: bootstrap intervals" if has_bars else ""
-    figure.supxlabel(f"flat lines: stable weights{bars}", fontsize=9)
+    figure.supxlabel("flat lines: stable weights; bars: bootstrap intervals, if any", fontsize=9)
     legend_above(figure, handles, labels)
-    return figure
+    caption = (
+        "A panel for each hyperparameter, a line for each domain: flat lines are weights that do "
+        "not depend on it. The dashed line is the centre of the sweep."
+    )
+    return Picture("stability", "Stability of the weights", caption, figure)
 
 
 def new_figure(width: float, height: float) -> Figure:

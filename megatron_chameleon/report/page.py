@@ -11,7 +11,6 @@ import os
 import re
 import textwrap
 import unicodedata
-import warnings
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from megatron_chameleon.artifacts import Provenance, Sweep
+from megatron_chameleon.artifacts import Sweep
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import package_versions
 from megatron_chameleon.errors import UserError
@@ -71,50 +70,26 @@ _FILE_NAME = re.compile(rf"[\w-]+\.\w+|{TABLES_FOLDER}/[\w-]+\.csv")
 PACKAGES_OF_A_REPORT = ("megatron-chameleon", "numpy", "pandas", "matplotlib")
 HASH_DIGITS = 12
 NOT_EVALUATED = (
-    f"There is no perplexity evaluation in {EVALUATION}, so what depends on it is left out. Run "
+    f"{EVALUATION} holds no perplexity evaluation, so the report does not compare runs. Run "
     "tools/evaluate.py perplexity for each base run, then make the report again."
 )
 # Name of a section -> its heading and introduction, in the order of the page.
 SECTIONS = {
     "result": (
         "Held-out perplexity",
-        "Each model on text that it was not trained on. Lower is better.",
+        "On text held out from training. Lower is better.",
     ),
-    "loss": ("Held-out loss", "Mean loss of each model on the same text, with standard errors."),
-    "bits-per-byte": (
-        "Bits per byte",
-        "Loss per byte of the same text, comparable across tokenizers.",
-    ),
-    "weights": (
-        "Weights",
-        "The share of its training tokens that a model takes from each domain.",
-    ),
-    "downstream": (
-        "Downstream tasks",
-        "Accuracy of each model on tasks that it was not trained for.",
-    ),
+    "loss": ("Held-out loss", "Mean loss on the same text, with standard errors."),
+    "bits-per-byte": ("Bits per byte", "Loss per byte of text, comparable across tokenizers."),
+    "weights": ("Weights", "Each domain's share of the training tokens."),
+    "downstream": ("Downstream tasks", "Accuracy of each model on benchmark tasks."),
     "cost": ("Cost", "The cost to obtain each mixture, and that of every stage."),
     "curves": ("Loss curves", "The loss during training, over all domains and on each."),
-    "tokens": (
-        "Target and actual tokens",
-        "Tokens of each domain: the target from the weights, and the tokens sampled in training.",
-    ),
-    "affinity": (
-        "Affinity",
-        "Similarity of the domains, from the embeddings that the weights were computed with.",
-    ),
-    "stability": (
-        "Stability",
-        "Change of the weights over the hyperparameters of the sweep.",
-    ),
-    "windows": (
-        "Map of windows",
-        "The embedded windows of text, in two dimensions.",
-    ),
-    "paper": (
-        "The paper's numbers",
-        "Results printed in the paper for these domains, next to those of these runs.",
-    ),
+    "tokens": ("Target and actual tokens", "Tokens by weight, and as sampled in training."),
+    "affinity": ("Affinity", "Similarity of the domains' embeddings."),
+    "stability": ("Stability", "Change of the weights over the hyperparameters of the sweep."),
+    "windows": ("Map of windows", "The embedded windows of text, in two dimensions."),
+    "paper": ("The paper's numbers", "Results printed in the paper, next to those of these runs."),
 }
 
 
@@ -188,11 +163,8 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     Raises:
         UserError: if an artifact is missing or damaged, or if evaluations cannot be compared.
     """
-    with warnings.catch_warnings():
-        # matplotlib warns each time that it draws a character that it has no font for.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        report = load_report(runs, baseline)
-        files = rendered(report)
+    report = load_report(runs, baseline)
+    files = rendered(report)
     folder = runs[0] / REPORT if output is None else output
     write_report(folder, files)
     print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
@@ -219,7 +191,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
         if baseline is not None and baseline not in evaluated:
             choices = f"choose from {', '.join(evaluated)}, or " if evaluated else ""
             raise UserError(
-                f"--baseline {baseline}: {folder.root / EVALUATION} has no result of it; "
+                f"--baseline {baseline}: no result of this run in {folder.root / EVALUATION}; "
                 f"{choices}run tools/evaluate.py perplexity for each base run first"
             )
     else:
@@ -227,6 +199,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
         tables["loss"] = [loss_table(comparison)]
         tables["bits-per-byte"] = [bits_per_byte_table(comparison)]
     swept = [] if folder.sweep is None else swept_axes(folder.sweep)
+    mixtures = figures.charted_mixtures(folder)
     tables["weights"] = [*weight_tables(folder)]
     tables["downstream"] = [*downstream_tables(folder, baseline)]
     tables["cost"] = [*cost_tables(folder)]
@@ -234,9 +207,9 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
     tables["stability"] = [*map(sweep_table, swept)]
     tables["paper"] = [*paper_tables(folder, comparison, baseline)]
     pictures = {
-        "weights": figures.weights_picture(folder),
+        "weights": figures.weights_picture(mixtures),
         "curves": figures.loss_picture(folder),
-        "affinity": figures.affinity_picture(folder),
+        "affinity": figures.affinity_picture(mixtures),
         "stability": figures.sweep_picture(swept) if swept else None,
         "windows": windows_picture(folder),
     }
@@ -262,16 +235,7 @@ def _origins_section(
     folder: RunFolder, comparison: Comparison | None, runs: Sequence[Path]
 ) -> Section:
     """Provenance of the report: folders, corpus, protocol, software and dates of its artifacts."""
-    made: list[Provenance] = [
-        artifact.provenance
-        for found in (
-            {"corpus": folder.corpus} if folder.corpus else {},
-            *(folder.proxies, folder.embeddings, folder.mixtures, folder.base_runs),
-            *(folder.evaluations, folder.downstream),
-        )
-        for artifact in found.values()
-        if artifact.provenance is not None
-    ]
+    made = [a.provenance for a in folder.artifacts.values() if a.provenance is not None]
     days = sorted(each.created[:10] for each in made)
     versions = {f"{p} {v}": None for each in made for p, v in each.versions.items()}
     corpus, baseline = folder.corpus, comparison.baseline if comparison else None
@@ -315,7 +279,6 @@ def rendered(report: Report) -> dict[str, bytes]:
     """Path below the report's folder -> content, for every file of the report."""
     files: dict[str, bytes] = {}
     for picture in report.pictures:
-        figures.freeze_layout(picture.figure)
         files[f"{picture.name}.png"] = figures.png(picture.figure)
         files[f"{picture.name}.pdf"] = figures.pdf(picture.figure)
     for table, name in report.names.items():
@@ -414,7 +377,7 @@ def report_stability(sweep: Sweep) -> None:
         UserError: if a mixture cannot be read or the figure cannot be written.
     """
     axes, stem = swept_axes(sweep), sweep.root / REPORT / "stability"
-    figure = figures.sweep_figure(axes)
+    figure = figures.sweep_picture(axes).figure
     for suffix, content in ((".png", figures.png(figure)), (".pdf", figures.pdf(figure))):
         with replacing(stem.with_suffix(suffix)) as temporary:
             temporary.write_bytes(content)

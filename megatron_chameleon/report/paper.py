@@ -1,8 +1,7 @@
 """A run's tables with the figures printed in Chameleon's paper, if both have the same setting.
 
-paper_results.json has the figures as printed; averages and counts are recomputed from the rows. The
-paper's weights and the FLOPs to obtain them are in
-``artifacts.published``.
+paper_results.json has the figures as printed; averages and counts are recomputed from its rows. The
+paper's weights and the FLOPs to obtain them are in ``artifacts.published``.
 """
 
 from __future__ import annotations
@@ -84,6 +83,13 @@ class Setting:
         """Assumed training tokens."""
         return ASSUMED_STEPS * self.batch_size * ASSUMED_SEQ_LENGTH
 
+    def matches(self, run: TrainingRun | None) -> bool:
+        """Whether ``run`` has this model, about as many tokens, and started likewise."""
+        if run is None or run.model.get("size") != self.model:
+            return False
+        is_near = self.tokens / TOKEN_FACTOR <= run.tokens <= self.tokens * TOKEN_FACTOR
+        return is_near and self.fine_tuned == ("pretrained checkpoint" in run.provenance.inputs)
+
     @property
     def columns(self) -> dict[str, PublishedColumn]:
         """Method -> printed weights, with the FLOPs to obtain them."""
@@ -140,10 +146,9 @@ def paper_tables(
 ) -> list[Table]:
     """Each of the run's tables with the paper's columns next to its own.
 
-    The setting is that of the corpus's domains (in any spelling), the model's size and, roughly,
-    the training tokens; without evaluated runs, it is matched to the runs with downstream results,
-    or all base runs. Where only the domains match, one table lists the differences and none of
-    the paper's figures are shown.
+    A setting matches if it has the corpus's domains (in any spelling), the model's size and, within
+    a factor of two, the training tokens. Without evaluated runs, it is compared with the runs with
+    downstream results, or with all base runs.
 
     Args:
         folder: of the run.
@@ -151,7 +156,7 @@ def paper_tables(
         baseline: name of the baseline run, used where ``comparison`` has none.
 
     Returns:
-        The tables; none for other domains than the paper's.
+        The tables; none if no setting of the paper matches.
 
     Raises:
         UserError: if an artifact is damaged, or downstream results cannot be compared.
@@ -159,29 +164,18 @@ def paper_tables(
     domains = [*comparison.domains, *comparison.left_out] if comparison else []
     if folder.corpus is not None:
         domains = folder.corpus.names
-    candidates = [
-        (setting, names)
-        for setting in paper_settings().values()
-        if (names := paper_names(setting, domains)) is not None
-    ]
-    if not candidates:
-        return []
     runs: list[TrainingRun | None]
     if comparison is not None:
         runs = [run.run for run in comparison.runs]
     else:
         runs = [folder.base_runs.get(base_run_of(folder, name)) for name in folder.downstream]
         runs = runs or list(folder.base_runs.values())
-    sizes = [None if run is None else run.model.get("size") for run in runs]
-    fitting = [pair for pair in candidates if all(size == pair[0].model for size in sizes)]
-    setting, names = (fitting or candidates)[0]
-    known = [run for run in runs if run is not None]
-    tokens = [run.tokens for run in known]
-    started = {"pretrained checkpoint" in run.provenance.inputs for run in known}
-    least, most = setting.tokens / TOKEN_FACTOR, setting.tokens * TOKEN_FACTOR
-    is_near = all(least <= count <= most for count in tokens)
-    if not (fitting and is_near and started <= {setting.fine_tuned}):
-        return [_settings_table(setting, runs)]
+    settings = paper_settings().values()
+    fitting = (setting for setting in settings if all(map(setting.matches, runs)))
+    found = ((setting, paper_names(setting, domains)) for setting in fitting)
+    setting, names = next(((s, names) for s, names in found if names is not None), (None, {}))
+    if setting is None:
+        return []
     tables = [] if comparison is None else [_perplexity_table(setting, names, comparison)]
     if setting.downstream:
         if comparison is not None and comparison.baseline is not None:
@@ -189,39 +183,6 @@ def paper_tables(
         tables += _downstream_table(setting, folder, baseline)
     tables.append(_weights_table(setting, names, folder, comparison))
     return tables + _cost_table(setting, folder)
-
-
-def _settings_table(setting: Setting, runs: Sequence[TrainingRun | None]) -> Table:
-    """The settings of the runs and of the paper, shown where they differ."""
-
-    def model_of(run: TrainingRun | None) -> str:
-        if run is None:
-            return "unknown"
-        size = run.model.get("size")
-        shape = ""
-        if isinstance(size, dict):
-            shape = f"{size.get('num_layers')} layers of width {size.get('hidden_size')}, "
-        return f"{shape}{run.parameters:,} parameters"
-
-    start = {True: "trained weights", False: "random weights"}
-    known = [run for run in runs if run is not None]
-    started = ("pretrained checkpoint" in run.provenance.inputs for run in known)
-    layers, width = setting.model["num_layers"], setting.model["hidden_size"]
-    rows = {
-        "model": (map(model_of, runs), f"{setting.size}: {layers} layers of width {width}"),
-        "training tokens": ((f"{run.tokens:,}" for run in known), f"{setting.tokens:,} (assumed)"),
-        "start": ((start[each] for each in started), start[setting.fine_tuned]),
-    }
-    note = (
-        f"{_content()['source']}, has results for {setting.label}. The setting of these runs "
-        "differs, so they are not shown."
-    )
-    return Table.of(
-        f"{TITLE}different setting",
-        ["setting", "these runs", "the paper"],
-        [[name, ", ".join(dict.fromkeys(here)), paper] for name, (here, paper) in rows.items()],
-        notes=[note],
-    )
 
 
 def _perplexity_table(setting: Setting, names: Mapping[str, str], comparison: Comparison) -> Table:

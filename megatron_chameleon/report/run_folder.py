@@ -59,7 +59,7 @@ class RunFolder:
 
     Attributes:
         paths: key in the ledger, like ``5-base/name`` -> path of the artifact.
-        copies: path of an identical artifact of a merged folder -> key of the one that is listed.
+        copies: path of an artifact that is not listed -> key of the identical one that is.
         roots: merged folder -> suffix of its names where they collide.
     """
 
@@ -88,14 +88,7 @@ class RunFolder:
 
         def inside(stage: str, suffix: str = "") -> list[Path]:
             """The folders of a stage, or its files with ``suffix``."""
-            try:
-                found = sorted((root / stage).iterdir())
-            except FileNotFoundError:
-                return []
-            except OSError as error:
-                raise UserError(
-                    f"cannot list {root / stage}: {error.strerror}; make it a readable folder"
-                ) from None
+            found = sorted((root / stage).iterdir()) if (root / stage).is_dir() else []
             if suffix:
                 return [path for path in found if path.suffix == suffix and path.is_file()]
             return [path for path in found if path.is_dir()]
@@ -128,35 +121,43 @@ class RunFolder:
             roots={root: ""},
             **artifacts,
         )
-        if not folder.costs():
+        if not folder.artifacts:
             raise UserError(
                 f"{root} holds no artifact of any stage; pass a folder with {', '.join(STAGES)}"
             )
         return folder
 
-    def costs(self) -> dict[str, Cost]:
-        """Cost of each artifact, in stage order, by keys like ``5-base/name``.
-
-        An artifact with several names, by links or copies, is listed once.
-        """
-        found = {CORPUS: self.corpus.cost} if self.corpus is not None else {}
+    @functools.cached_property
+    def artifacts(self) -> dict[str, Any]:
+        """Key in the ledger, like ``5-base/name`` -> artifact, in stage order."""
+        found: dict[str, Any] = {} if self.corpus is None else {CORPUS: self.corpus}
         for field, prefix in _PREFIXES.items():
-            found |= {f"{prefix}{name}": a.cost for name, a in getattr(self, field).items()}
-        return {entry: cost for entry, cost in found.items() if entry not in self.uncounted}
+            found |= {f"{prefix}{name}": a for name, a in getattr(self, field).items()}
+        return found
+
+    def costs(self) -> dict[str, Cost]:
+        """Cost of each artifact by its key; an artifact with links or copies is listed once."""
+        return {key: a.cost for key, a in self.artifacts.items() if key not in self.uncounted}
 
     @functools.cached_property
     def entries(self) -> Mapping[Path, str]:
-        """Resolved path of an artifact -> its key in the ledger; of a link, its target's key."""
+        """Resolved path of an artifact -> its key; links and copies have that of the original."""
         found: dict[Path, str] = {}
         # Stable: targets before links.
-        for entry in sorted(self.paths, key=lambda entry: self.paths[entry].is_symlink()):
-            found.setdefault(self.paths[entry].resolve(), entry)
-        return found | {p: found[self.paths[e].resolve()] for p, e in self.copies.items()}
+        for key in sorted(self.paths, key=lambda key: self.paths[key].is_symlink()):
+            copied = (
+                other
+                for other in found.values()
+                if self.paths[other].name == self.paths[key].name
+                and _is_same(self.artifacts[other], self.artifacts[key])
+            )
+            found.setdefault(self.paths[key].resolve(), next(copied, key))
+        return found | {p: found[self.paths[key].resolve()] for p, key in self.copies.items()}
 
     @functools.cached_property
     def uncounted(self) -> frozenset[str]:
         """Keys of links to and copies of other artifacts, which cost nothing."""
-        return frozenset(e for e, path in self.paths.items() if self.entries[path.resolve()] != e)
+        return frozenset(k for k, path in self.paths.items() if self.entries[path.resolve()] != k)
 
 
 def require_one_corpus(folders: Sequence[RunFolder]) -> None:
@@ -210,8 +211,8 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
     """Merge ``folders`` into one run folder; a single folder is returned as it is.
 
     If different artifacts have the same name, each gets its folder's name appended, as in
-    ``uniform-seed0 (run-b)``; the results of a base run are renamed with it. Identical artifacts
-    with the same name are listed and counted once. ``root`` is the first folder's.
+    ``uniform-seed0 (run-b)``; a base run and its results are renamed together. Other identical
+    artifacts are listed once. ``root`` is the first folder's.
 
     Args:
         folders: at least one, with distinct roots.
@@ -241,7 +242,7 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
         for name, artifact in getattr(folder, field).items()
     ]
     by_name: dict[tuple[str, str], Any] = {}
-    # Results of a run are renamed with it.
+    # A run and its results are renamed together.
     colliding = {
         _stem(folder, field, name)
         for field, folder, name, artifact in sources
@@ -303,9 +304,11 @@ def first_uniform(folder: RunFolder, names: Iterable[str]) -> str | None:
     return next(uniform, None)
 
 
-def uniform_first(runs: Mapping[str, TrainingRun]) -> list[str]:
-    """Names of ``runs``, uniform ones first, so that a run keeps its colour throughout."""
-    return sorted(runs, key=lambda name: runs[name].mixture_method != BASELINE_METHOD)
+def distinct_runs(folder: RunFolder, runs: Mapping[str, TrainingRun]) -> list[str]:
+    """Names of ``runs`` of ``folder`` without links and copies; uniform ones come first."""
+    originals_first = sorted(runs, key=lambda name: (runs[name].root.is_symlink(), name))
+    names = {folder.entries[runs[n].root.resolve()]: n for n in reversed(originals_first)}
+    return sorted(names.values(), key=lambda n: (runs[n].mixture_method != BASELINE_METHOD, n))
 
 
 def run_labels(runs: Mapping[str, TrainingRun], names: Iterable[str]) -> dict[str, str]:

@@ -214,7 +214,7 @@ def markdown_table(table: Table, level: int = 2) -> str:
 
 
 def csv_table(table: Table) -> str:
-    """All rows of ``table``.
+    """``table`` as CSV.
 
     Cells like '1.20 ± 0.03' and '0.1 to 0.2' take two columns; thousands have no comma, and missing
     values are empty.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Mixture, Sweep
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.run_folder import RunFolder, run_labels, uniform_first
+from megatron_chameleon.report.run_folder import RunFolder, distinct_runs, run_labels
 from megatron_chameleon.report.tables import MISSING, Table, format_weight, formatted
 
 # With more runs than this, a single table shows the extremes of each run.
@@ -106,8 +106,8 @@ def token_tables(folder: RunFolder) -> list[Table]:
     With more than ``MOST_TABLES`` runs, a single table shows each run's largest difference and most
     epochs.
     """
-    runs = {n: folder.base_runs[n] for n in uniform_first(folder.base_runs)}
-    runs = {name: run for name, run in runs.items() if run.domain_tokens}
+    names = distinct_runs(folder, folder.base_runs)
+    runs = {name: run for name in names if (run := folder.base_runs[name]).domain_tokens}
     labels = run_labels(folder.base_runs, runs)
     percent, count = "{:+.2%}".format, "{:,.0f}".format
     tables, extremes = [], []
@@ -168,7 +168,7 @@ class SweptAxis:
         centre: index of the centre's value.
         names: k domains.
         weights: [n, k].
-        intervals: [n, k, 2], the ends of the bootstrap intervals; NaN where there is none.
+        intervals: [n, k, 2], the ends of the bootstrap intervals; NaN without intervals.
     """
 
     label: str
@@ -188,19 +188,6 @@ class SweptAxis:
         """[n]: total-variation distance to the centre, half the sum of all absolute changes."""
         distances: Array = np.abs(self.changes).sum(axis=1) / 2
         return distances
-
-    @property
-    def sentence(self) -> str:
-        """The largest change of a weight and of the mixture, as a sentence without a full stop."""
-        value, domain = np.unravel_index(np.abs(self.changes).argmax(), self.changes.shape)
-        change, distance = self.changes[value, domain], self.distances.max()
-        if not distance:
-            return f"Over {self.label} no weight changes"
-        return (
-            f"Over {self.label} a weight changes by {abs(change):.4f} at most "
-            f"({self.names[domain]} {change:+.4f} at {self.values[value]}), the mixture by "
-            f"{distance:.4f} in total variation"
-        )
 
 
 def swept_axes(sweep: Sweep) -> list[SweptAxis]:
@@ -249,5 +236,5 @@ def sweep_table(axis: SweptAxis) -> Table:
         "domain",
         formatted(weights[weights.index.isin(shown)], format_weight),
         [[name, *map(format_weight, (*each, each.max()))] for name, each in summary.items()],
-        [*([f"{hidden} other domains change less."] if hidden else []), f"{axis.sentence}."],
+        [f"{hidden} other domains change less."] if hidden else [],
     )

@@ -19,7 +19,7 @@ from megatron_chameleon.report.tables import shortened
 
 # UMAP takes about 7 s for this many, plus some 15 s to import and compile.
 MOST_WINDOWS = 2000
-# A plane through fewer points shows nothing.
+# No map is drawn of fewer.
 FEWEST_WINDOWS = 3
 SEED = 0
 # umap-learn's defaults.

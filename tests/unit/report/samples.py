@@ -10,64 +10,41 @@ import numpy as np
 import pandas as pd
 
 from megatron_chameleon.artifacts import (
-    CheckpointRecord,
     Clusters,
     Corpus,
     Cost,
-    Domain,
     DomainLoss,
-    DomainSplit,
     EmbeddingRecipe,
     EmbeddingStore,
     EvaluationResult,
     Mixture,
     Protocol,
-    Provenance,
     SampledTokens,
     SettingValue,
     Sweep,
     SweepPoint,
-    TokenizerIdentity,
     TrainingRun,
 )
 from megatron_chameleon.artifacts.checkpoint import hash_files
-from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.artifacts.downstream_result import (
     Accuracy,
     DownstreamProtocol,
     DownstreamResult,
-    Gap,
     ShotScore,
     TaskScore,
 )
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
-from megatron_chameleon.report.comparison import compare, perplexity_table
-from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import Table
-from tests.unit.artifacts.artifact_samples import write_metrics
+from tests.unit.artifacts import artifact_samples
 
-PROVENANCE = Provenance(
-    command=["sample"], options={}, inputs={}, versions={}, git_commit=None, created="2026-01-01"
-)
+PROVENANCE = dataclasses.replace(artifact_samples.PROVENANCE, options={}, inputs={})
 PROTOCOL = Protocol(split="test", window_length=64)
 NAMES = ["code", "a|b_<x>", "prose"]
 
 
 def write_corpus(root: Path, names: list[str]) -> Corpus:
-    """A corpus of one document and ten tokens per split, all of them zero."""
-    root.mkdir(parents=True)
-    domains = {}
-    for i, name in enumerate(names):
-        splits = {}
-        for split in ("train", "valid", "test"):
-            prefix = f"{i}-{split}"
-            (root / f"{prefix}.bin").write_bytes(bytes(20))
-            (root / f"{prefix}.idx").write_bytes(bytes(index_file_bytes(1)))
-            splits[split] = DomainSplit(prefix, 1, 10, 40, sha256=prefix)
-        domains[name] = Domain(**splits)
-    tokenizer = TokenizerIdentity("tokenizers", "tokenizer.json", "0", 100, 0)
-    cost = Cost(0.0, 4.5, 4.5, 1)
-    corpus = Corpus(root, tokenizer, "uint16", domains, PROVENANCE, cost)
+    corpus = artifact_samples.corpus_in(root, tuple(names))
+    corpus = dataclasses.replace(corpus, cost=Cost(0.0, 4.5, 4.5, 1))
     corpus.save()
     return corpus
 
@@ -99,47 +76,20 @@ def random_mixture(
 def write_training_run(
     root: Path, weights: dict[str, float], method: str, **changes: Any
 ) -> TrainingRun:
-    run = TrainingRun(
-        root=root,
-        status="finished",
-        step=200,
-        train_iters=200,
-        tokens=200 * 8 * 64,
-        model={"num_layers": 2},
-        parameters=1_000_000,
-        mixture=weights,
-        mixture_phases=[],
-        mixture_method=method,
-        domain_tokens={},
-        checkpoints=[],
-        provenance=PROVENANCE,
-        cost=Cost(1.25e13, 60.0, 30.0, 2),
-    )
-    run = dataclasses.replace(run, **changes)
+    values: dict[str, Any] = {"status": "finished", "step": 200, "train_iters": 200}
+    values |= {"tokens": 200 * 8 * 64, "domain_tokens": {}, "checkpoints": []}
+    values |= {"mixture": weights, "mixture_phases": [], "mixture_method": method}
+    values |= {"provenance": PROVENANCE, "cost": Cost(1.25e13, 60.0, 30.0, 2)} | changes
+    run = dataclasses.replace(artifact_samples.run_in(root), **values)
     run.save()
     return run
 
 
 def write_checkpoint(folder: Path, content: bytes) -> str:
-    """A checkpoint of small files; its hash."""
-    folder.mkdir(parents=True)
-    for name in ("__0_0.distcp", "common.pt", ".metadata", "metadata.json"):
-        (folder / name).write_bytes(content)
-    record = CheckpointRecord(
-        root=folder,
-        model={},
-        step=200,
-        samples=0,
-        domain_samples={},
-        mixture_phases=[],
-        domain_tokens={},
-        tokenizer_hash="0",
-        corpus_hash="0",
-        mixture_hash="0",
-        layout={"device": "cpu", "world_size": 1},
-        files=hash_files(folder),
-        provenance=PROVENANCE,
-    )
+    """A checkpoint with ``content`` as its weights; its hash."""
+    record = artifact_samples.checkpoint_in(folder)
+    (folder / "__0_0.distcp").write_bytes(content)
+    record = dataclasses.replace(record, files=hash_files(folder))
     record.save()
     return record.hash
 
@@ -156,25 +106,14 @@ def write_losses(root: Path, names: list[str], floors: list[float], seed: int) -
     ]
     for record in records[49::50]:
         record["validation_loss"] = {n: x + 0.1 for n, x in record["domain_loss"].items()}
-    write_metrics(root / METRICS_NAME, records)
+    artifact_samples.write_metrics(root / METRICS_NAME, records)
 
 
 def evaluation(names: list[str], losses: list[float], **changes: Any) -> EvaluationResult:
-    domains = {
-        name: DomainLoss(loss, 640, 6.0 + 0.1 * i)
-        for i, (name, loss) in enumerate(zip(names, losses, strict=True))
-    }
-    result = EvaluationResult(
-        checkpoint="checkpoints/200",
-        checkpoint_hash="1",
-        corpus_hash="2",
-        step=200,
-        protocol=PROTOCOL,
-        domains=domains,
-        provenance=PROVENANCE,
-        cost=Cost(2e11, 3.0, 1.5, 2),
-    )
-    return dataclasses.replace(result, **changes)
+    domains = {name: DomainLoss(losses[i], 640, 6.0 + 0.1 * i) for i, name in enumerate(names)}
+    values: dict[str, Any] = {"step": 200, "protocol": PROTOCOL, "domains": domains, "left_out": []}
+    values |= {"provenance": PROVENANCE, "cost": Cost(2e11, 3.0, 1.5, 2)} | changes
+    return dataclasses.replace(artifact_samples.sample_result(), **values)
 
 
 def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Path:
@@ -208,17 +147,6 @@ def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Pat
     return root
 
 
-def perplexity_of(folder: RunFolder, baseline: str | None = None) -> Table:
-    """The table of held-out perplexity."""
-    return perplexity_table(folder, compare(folder, baseline))
-
-
-def columns(table: Table) -> dict[str, tuple[str, ...]]:
-    """Heading -> texts of the column, summary included."""
-    rows = [list(row) for row in (*table.rows, *table.summary)]
-    return dict(zip(table.header, zip(*rows, strict=True), strict=True))
-
-
 def rows_of(table: Table) -> dict[str, list[str]]:
     """Name of a row -> its other cells, summary included."""
     return {row[0]: list(row[1:]) for row in (*table.rows, *table.summary)}
@@ -229,7 +157,7 @@ def edit_evaluation(root: Path, name: str, **changes: Any) -> None:
     dataclasses.replace(EvaluationResult.load(path), **changes).save(path)
 
 
-def write_sweep(root: Path, mixtures: dict[str, list[Mixture]], **changes: Any) -> Sweep:
+def write_sweep(root: Path, mixtures: dict[str, list[Mixture]]) -> Sweep:
     """A sweep of the hyperparameters of ``mixtures`` at 1, 2, ...; in the centre all are at 1."""
     centre: dict[str, SettingValue] = dict.fromkeys(mixtures, 1)
     points: dict[str, SweepPoint] = {}
@@ -242,15 +170,11 @@ def write_sweep(root: Path, mixtures: dict[str, list[Mixture]], **changes: Any) 
             mixture.save(root / file)
             read = Mixture.load(root / file).hash  # of weights that were divided by their sum
             points[file] = SweepPoint(values, file, read, ["2-proxy/tiny-seed1"])
-    sweep = Sweep(
-        root=root,
-        method="chameleon",
-        axes={parameter: list(range(1, len(along) + 1)) for parameter, along in mixtures.items()},
-        points=list(points.values()),
-        provenance=PROVENANCE,
-        cost=Cost(3e12, 7200.0, 3600.0, 2),
-    )
-    sweep = dataclasses.replace(sweep, **changes)
+    axes: dict[str, list[SettingValue]] = {
+        parameter: list(range(1, len(along) + 1)) for parameter, along in mixtures.items()
+    }
+    cost = Cost(3e12, 7200.0, 3600.0, 2)
+    sweep = Sweep(root, "chameleon", axes, list(points.values()), PROVENANCE, cost)
     sweep.save()
     return sweep
 
@@ -260,33 +184,18 @@ DOWNSTREAM_PROTOCOL = DownstreamProtocol("0.4.13", [0, 1], None, 1234, "float32"
 
 def downstream(
     tasks: dict[str, dict[int, float]],
-    gaps: list[Gap] | None = None,
     protocol: DownstreamProtocol = DOWNSTREAM_PROTOCOL,
     **changes: Any,
 ) -> DownstreamResult:
     """Of task -> number of shots -> accuracy, with standard errors of 1%, of the mean of 2%."""
-    scores = {
-        task: TaskScore(
-            metric="acc",
-            version="1.0",
-            shots_from="train",
-            by_shots={n: ShotScore(a, 0.01, 100, 0, f"{task} {n}") for n, a in found.items()},
-            mean=Accuracy(sum(found.values()) / len(found), 0.02)
-            if set(found) == set(protocol.shots)
-            else None,
-        )
-        for task, found in tasks.items()
-    }
-    result = DownstreamResult(
-        checkpoint="run",
-        checkpoint_hash="x",
-        step=200,
-        protocol=protocol,
-        tasks=scores,
-        gaps=gaps or [],
-        provenance=PROVENANCE,
-        cost=Cost(1e12, 8.0, 4.0, 2),
-    )
+    scores = {}
+    for task, found in tasks.items():
+        shots = {n: ShotScore(a, 0.01, 100, 0, f"{task} {n}") for n, a in found.items()}
+        mean = Accuracy(sum(found.values()) / len(found), 0.02)
+        is_complete = set(found) == set(protocol.shots)
+        scores[task] = TaskScore("acc", "1.0", "train", shots, mean if is_complete else None)
+    cost = Cost(1e12, 8.0, 4.0, 2)
+    result = DownstreamResult("run", "x", 200, protocol, scores, [], PROVENANCE, cost)
     return dataclasses.replace(result, **changes)
 
 

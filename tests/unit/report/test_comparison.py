@@ -11,8 +11,6 @@ import pytest
 from megatron_chameleon.artifacts import (
     Clusters,
     DomainLoss,
-    EvaluationResult,
-    TrainingRun,
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import (
@@ -22,6 +20,7 @@ from megatron_chameleon.report.comparison import (
     compare,
     findings,
     loss_table,
+    perplexity_table,
     seed_table,
 )
 from megatron_chameleon.report.run_folder import RunFolder
@@ -31,7 +30,6 @@ from tests.unit.report.samples import (
     PROTOCOL,
     edit_evaluation,
     evaluation,
-    perplexity_of,
     random_mixture,
     random_weights,
     rows_of,
@@ -47,15 +45,11 @@ def root(tmp_path):
     return write_run_folder(tmp_path / "run")
 
 
-def edit_run(root, name, **changes):
-    run = TrainingRun.load(root / "5-base" / name)
-    dataclasses.replace(run, **changes).save()
-
-
 def test_averages_and_counts_are_over_domains(root):
     edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [1.0, 2.0, 3.0]).domains)
     edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [0.9, 2.1, 3.0]).domains)
-    table = perplexity_of(RunFolder.load(root))
+    folder = RunFolder.load(root)
+    table = perplexity_table(folder, compare(folder))
     average, better = (list(row) for row in table.summary)
     uniform = (math.e + math.e**2 + math.e**3) / 3
     chameleon = (math.exp(0.9) + math.exp(2.1) + math.exp(3.0)) / 3
@@ -67,7 +61,7 @@ def test_averages_and_counts_are_over_domains(root):
     assert marks == [[False, True], [True, False], [True, True]]
     assert [is_best(cell) for cell in table.summary[0][-2:]] == [True, False]
     change = 100 * (chameleon / uniform - 1)
-    assert findings(compare(RunFolder.load(root)))[-1] == (
+    assert findings(compare(folder))[-1] == (
         f"Chameleon has an average perplexity of {chameleon:.2f}, Uniform of {uniform:.2f} "
         f"(+{change:.1f}%); Chameleon is lower in 1 of 3 domains."
     )
@@ -78,8 +72,10 @@ def test_intervals_of_a_recomputed_mixture_are_not_shown(root, rng):
         root / "4-mixture/chameleon-pretrain.json"
     )
     folder = RunFolder.load(root)
-    assert not any("interval" in heading for heading in perplexity_of(folder).header)
-    (sentence,) = caveats(folder, compare(folder))
+    comparison = compare(folder)
+    header = perplexity_table(folder, comparison).header
+    assert not any("interval" in heading for heading in header)
+    (sentence,) = caveats(folder, comparison)
     assert "4-mixture/chameleon-pretrain.json has changed" in sentence
 
 
@@ -94,19 +90,18 @@ def test_intervals_of_a_recomputed_mixture_are_not_shown(root, rng):
 def test_evaluations_that_cannot_be_compared_are_rejected(root, changes, message):
     edit_evaluation(root, "uniform-seed1", **changes)
     with pytest.raises(UserError, match=message):
-        perplexity_of(RunFolder.load(root))
+        compare(RunFolder.load(root))
 
 
 RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 TOKENS = [20, 30, 50]
 
 
-def domain(losses, text_bytes=(60, 90, 150)):
+def domain(losses):
     """A domain of three documents with these mean losses."""
     sums = [loss * tokens for loss, tokens in zip(losses, TOKENS, strict=True)]
-    clusters = Clusters(sums, TOKENS, list(text_bytes) if text_bytes else None)
-    size = sum(text_bytes) if text_bytes else None
-    return DomainLoss(sum(sums) / sum(TOKENS), sum(TOKENS), 6.0, size, clusters)
+    clusters = Clusters(sums, TOKENS)
+    return DomainLoss(sum(sums) / sum(TOKENS), sum(TOKENS), 6.0, None, clusters)
 
 
 @pytest.fixture
@@ -118,31 +113,13 @@ def losses():
     return {RUNS[0]: hard, RUNS[1]: {name: hard[name] + shifts[name] for name in NAMES}}
 
 
-@pytest.fixture
-def documents(tmp_path, losses):
-    root = write_run_folder(tmp_path / "run")
+def test_losses_and_paired_differences_have_their_errors(root, losses):
     for run in RUNS:
-        path = root / f"6-evaluation/{run}.json"
         domains = {name: domain(losses[run][name]) for name in NAMES}
-        dataclasses.replace(EvaluationResult.load(path), domains=domains).save(path)
-    return root
-
-
-def figure_of(text):
-    """Value and standard error of a cell."""
-    value, _, error = text.partition(" ± ")
-    return float(value), float(error)
-
-
-def test_losses_and_paired_differences_have_their_errors(documents, losses):
-    table = loss_table(compare(RunFolder.load(documents)))
-    assert table.header == (
-        "domain",
-        "tokens",
-        "loss Uniform",
-        "loss Chameleon",
-        "Chameleon minus Uniform",
-    )
+        edit_evaluation(root, run, domains=domains)
+    table = loss_table(compare(RunFolder.load(root)))
+    columns = ("loss Uniform", "loss Chameleon", "Chameleon minus Uniform")
+    assert table.header == ("domain", "tokens", *columns)
     weights = np.array(TOKENS) / sum(TOKENS)
     for name in NAMES:
         tokens, *cells = rows_of(table)[name]
@@ -151,7 +128,7 @@ def test_losses_and_paired_differences_have_their_errors(documents, losses):
         for cell, values in zip(cells, (first, second, second - first), strict=True):
             mean = weights @ values
             error = math.sqrt(3 / 2 * ((weights * (values - mean)) ** 2).sum())
-            assert figure_of(cell) == pytest.approx((mean, error), abs=6e-5)
+            assert tuple(map(float, cell.split(" ± "))) == pytest.approx((mean, error), abs=6e-5)
 
 
 EVEN = dict.fromkeys(NAMES, 1 / 3)
@@ -159,40 +136,28 @@ SKEWED = dict(zip(NAMES, (0.5, 0.3, 0.2), strict=True))
 
 
 @pytest.fixture
-def run_of(tmp_path):
-    """Makes an evaluated run with these perplexities per domain."""
-
-    def make(name, perplexities, weights=EVEN, method="uniform", label=None):
-        run = write_training_run(tmp_path / name, weights, method)
-        result = evaluation(NAMES, [math.log(p) for p in perplexities])
-        return Evaluated(name, label or name, result, run)
-
-    return make
-
-
-@pytest.fixture
-def seeded(run_of):
+def seeded(tmp_path):
     """Three seeds of uniform and of Chameleon, of which two are the same."""
-    uniform = [(1, 20.0), (2, 22.0), (3, 24.0)]
-    other = [(2, 19.0), (3, 20.0), (4, 21.0)]
-    runs = [run_of(f"uniform-seed{s}", [p - 3, p, p + 3]) for s, p in uniform]
-    for seed, p in other:
-        figures = [p - 3, p + 3, p]
-        runs.append(run_of(f"chameleon-seed{seed}", figures, SKEWED, "chameleon-pretrain"))
+    runs = []
+    for name, averages, weights, signs in (
+        ("uniform", {1: 20.0, 2: 22.0, 3: 24.0}, EVEN, (-3, 0, 3)),
+        ("chameleon", {2: 19.0, 3: 20.0, 4: 21.0}, SKEWED, (-3, 3, 0)),
+    ):
+        for seed, average in averages.items():
+            run = write_training_run(tmp_path / f"{name}-seed{seed}", weights, name)
+            result = evaluation(NAMES, [math.log(average + sign) for sign in signs])
+            runs.append(Evaluated(run.root.name, run.root.name, result, run))
     return Comparison(tuple(runs), runs[0])
 
 
 def test_seeds_are_reported_by_mean_and_deviation_and_paired(seeded):
-    # Uniform 20, 22, 24; Chameleon 19, 20, 21; of seeds 2 and 3 -3 and -4.
+    # Averages: Uniform 20, 22, 24; Chameleon 19, 20, 21; of seeds 2 and 3 -3 and -4.
     (sentence,) = findings(seeded)
     assert sentence == (
         "Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, Uniform of "
         "22.00 ± 2.00 over 3 seeds (-9.1%, -3.50 ± 0.71 paired by 2 seeds); Chameleon is lower in "
         "2 of 3 domains."
     )
-
-
-def test_the_table_over_seeds_has_a_column_for_each_method(seeded):
     table = seed_table(seeded)
     assert table is not None
     assert table.header == ("domain", "perplexity Uniform", "perplexity Chameleon")
@@ -204,9 +169,4 @@ def test_the_table_over_seeds_has_a_column_for_each_method(seeded):
         ["average", "22.00 ± 2.00", "20.00 ± 1.00"],
         ["domains better than Uniform", "-", "2 of 3"],
     ]
-    assert [[is_best(cell) for cell in row[1:]] for row in table.rows] == [
-        [False, True],
-        [True, False],
-        [False, True],
-    ]
-    assert table.notes[0].endswith("; seeds: Uniform 3, Chameleon 3.")
+    assert [is_best(row[2]) for row in table.rows] == [True, False, True]

@@ -25,6 +25,7 @@ from megatron_chameleon.report.page import (
     markdown_page,
     write_report,
 )
+from megatron_chameleon.report.run_folder import STAGES
 from tests.unit.report.html_reading import read_html
 from tests.unit.report.samples import HOSTILE_NAMES, write_full_folder, write_run_folder
 
@@ -50,15 +51,11 @@ def made(tmp_path_factory):
 def test_the_report_writes_and_prints_everything(made):
     report, printed = made
     assert sorted(path.name for path in report.iterdir()) == FILES
-    for title in ("Held-out perplexity", "Weights for pretraining and fine-tuning", "Cost"):
-        assert title in printed
-    for name in ("tables.md", "tables", *(f"{name}.png and .pdf" for name in PICTURES)):
-        assert str(report / name) in printed
+    for text in ("Held-out perplexity", "Cost", "tables.md", "affinity.png and .pdf"):
+        assert text in printed
     assert str(report / "report.html") in printed.splitlines()[-1]
     for name in PICTURES:
-        image = imread(report / f"{name}.png")
-        assert min(image.shape[:2]) > 200
-        assert image[..., :3].std() > 0.05
+        assert imread(report / f"{name}.png")[..., :3].std() > 0.05
         assert (report / f"{name}.pdf").read_bytes().startswith(b"%PDF-")
     listed = json.loads((report / "report_files.json").read_text())["files"]
     assert sorted([*listed, "report_files.json"]) == files_in(report)
@@ -136,31 +133,21 @@ def test_only_the_script_of_the_page_runs_and_nothing_is_fetched(page):
     assert "@import" not in style.text
 
 
-STAGES = ("1-corpus", "2-proxy", "3-embeddings", "4-mixture", "5-base", "6-evaluation")
-
-
-def make_folder(root, *kept):
-    """A run folder of these stages alone."""
-    write_run_folder(root)
-    for stage in set(STAGES) - set(kept):
-        shutil.rmtree(root / stage)
-    return root
-
-
 @pytest.mark.parametrize(
     ("stages", "there"),
     [
         (["1-corpus"], {"cost", "origins"}),
         (["4-mixture"], {"weights", "cost", "affinity", "origins"}),
         (["5-base"], {"cost", "curves", "origins"}),
-        (["1-corpus", "2-proxy", "4-mixture", "5-base"], {"weights", "curves", "affinity"}),
     ],
 )
 def test_incomplete_folder_gets_a_report(tmp_path, stages, there):
-    report = load_report((make_folder(tmp_path, *stages),))
-    assert there <= {section.name for section in report.sections}
-    assert not {"result", "loss", "bits-per-byte"} & {section.name for section in report.sections}
-    assert not report.findings
+    root = write_run_folder(tmp_path / "run")
+    for stage in STAGES:
+        if stage not in stages:
+            shutil.rmtree(root / stage)
+    report = load_report((root,))
+    assert {section.name for section in report.sections} == there
     assert report.caveats == [NOT_EVALUATED]
 
 
@@ -175,26 +162,21 @@ def test_files_of_an_earlier_report_are_removed_and_others_kept(tmp_path):
     assert (folder / "a.png").read_bytes() == b"4"
 
 
-@pytest.mark.parametrize("name", ["../kept", "/{root}/kept"])
-def test_edited_list_removes_nothing_elsewhere(tmp_path, name):
-    folder = tmp_path / "report"
-    (folder / "a/b").mkdir(parents=True)
-    kept = [tmp_path / "kept", folder / "a/b/kept"]
-    for path in kept:
-        path.write_text("kept")
-    listed = name.replace("/{root}", str(tmp_path))
-    (folder / LIST_NAME).write_text(json.dumps({"files": [listed]}))
+def test_edited_list_removes_nothing_elsewhere(tmp_path):
+    folder, kept = tmp_path / "report", tmp_path / "kept"
+    folder.mkdir()
+    kept.write_text("kept")
+    (folder / LIST_NAME).write_text(json.dumps({"files": ["../kept", str(kept)]}))
     write_report(folder, {"a.png": b"1"})
-    assert all(path.read_text() == "kept" for path in kept)
+    assert kept.read_text() == "kept"
 
 
-@pytest.mark.parametrize("content", ["", '{"files": 3}', '{"mine": 1}'])
+@pytest.mark.parametrize("content", ["", '{"files": 3}'])
 def test_damaged_list_is_rejected(tmp_path, content):
     (tmp_path / LIST_NAME).write_text(content)
     with pytest.raises(UserError, match=LIST_NAME):
         write_report(tmp_path, {"a.png": b"1"})
     assert files_in(tmp_path) == [LIST_NAME]
-    assert (tmp_path / LIST_NAME).read_text() == content
 
 
 def test_a_file_of_other_origin_is_not_replaced(tmp_path):
@@ -202,11 +184,7 @@ def test_a_file_of_other_origin_is_not_replaced(tmp_path):
     with pytest.raises(UserError, match=r"a\.png exists"):
         write_report(tmp_path, {"b.png": b"1", "a.png": b"2"})
     assert files_in(tmp_path) == ["a.png"]
-    write_report(tmp_path, {"b.png": b"1"})
-    with pytest.raises(UserError, match=r"a\.png exists"):
-        write_report(tmp_path, {"b.png": b"2", "a.png": b"2"})
     assert (tmp_path / "a.png").read_text() == "mine"
-    assert (tmp_path / "b.png").read_bytes() == b"1"
 
 
 def test_report_after_a_failure_removes_all_earlier_files(tmp_path):

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
-from megatron_chameleon.artifacts.downstream_result import DownstreamProtocol
 from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.paper import (
     paper_names,
@@ -16,20 +15,19 @@ from megatron_chameleon.report.paper import (
     printed_figures,
 )
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import terminal_table
-from tests.unit.report.samples import downstream, edit_evaluation, rows_of, save, write_run_folder
+from tests.unit.report.samples import (
+    DOWNSTREAM_PROTOCOL,
+    downstream,
+    edit_evaluation,
+    rows_of,
+    save,
+    write_run_folder,
+)
 
 UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 SLIMPAJAMA = ["arxiv", "book", "cc", "c4", "github", "stackexchange", "wikipedia"]
-REDPAJAMA = [
-    "RedPajamaArXiv",
-    "RedPajamaBook",
-    "RedPajamaCommonCrawl",
-    "RedPajamaC4",
-    "RedPajamaGithub",
-    "RedPajamaStackExchange",
-    "RedPajamaWikipedia",
-]
+BOOKS = ["ArXiv", "Books", "Common-Crawl", "C4", "GitHub", "stack_exchange", "Wiki"]
+REDPAJAMA = ["ArXiv", "Book", "CommonCrawl", "C4", "Github", "StackExchange", "Wikipedia"]
 TOKENS = 10_000 * 128 * 1024
 
 
@@ -64,11 +62,8 @@ def column_of(table, heading):
 @pytest.mark.parametrize(
     ("names", "data_set"),
     [
-        (REDPAJAMA, "slimpajama"),
-        (
-            ["ArXiv", "Books", "Common-Crawl", "C4", "GitHub", "stack_exchange", "Wiki"],
-            "slimpajama",
-        ),
+        ([f"RedPajama{name}" for name in REDPAJAMA], "slimpajama"),
+        (BOOKS, "slimpajama"),
         ([f"slimpajama/{name}" for name in SLIMPAJAMA], "slimpajama"),
         (["wiki40b.fr", "de", "Italian", "es", "pt", "nl", "pl"], "wiki40b"),
         (["python", "java", "c", "cpp", "golang", "ruby", "php"], "stack"),
@@ -99,9 +94,7 @@ def test_perplexities_are_next_to_the_papers(root):
     assert found["average"] == "22.32"
     assert found["domains better than Uniform"] == "4 of 7"
     result = EvaluationResult.load(root / f"6-evaluation/{UNIFORM}.json")
-    ours = column_of(perplexity, "Uniform")
-    assert ours["book"] == f"{result.domains['book'].perplexity:.2f}"
-    assert ours["average"] == f"{result.mean_perplexity:.2f}"
+    assert column_of(perplexity, "Uniform")["average"] == f"{result.mean_perplexity:.2f}"
 
 
 def test_a_domain_without_text_is_in_no_average_of_either_side(root):
@@ -131,23 +124,14 @@ def test_a_domain_without_text_is_in_no_average_of_either_side(root):
 )
 def test_another_setting_shows_no_figure_of_the_paper(root, changes):
     edit_runs(root, **changes)
-    (table,) = tables_of(root)
-    assert [row[0] for row in table.rows] == ["model", "training tokens", "start"]
-    assert "SlimPajama, 684m" in table.notes[0]
-    for figure in ("42.55", "24.20", "0.164", "1.36e+17"):
-        assert figure not in terminal_table(table)
-
-
-def six_shots(accuracy, **changes):
-    shots = list(range(6))
-    protocol = DownstreamProtocol("0.4.13", shots, None, 1234, "float32")
-    tasks = {task: dict.fromkeys(shots, accuracy) for task in ("sciq", "copa", "own_task")}
-    return downstream(tasks, protocol=dataclasses.replace(protocol, **changes))
+    assert tables_of(root) == []
 
 
 def test_accuracies_are_next_to_the_papers(root):
-    save(root, f"{UNIFORM}-downstream", six_shots(0.5))
-    save(root, f"{CHAMELEON}-downstream", six_shots(0.6))
+    protocol = dataclasses.replace(DOWNSTREAM_PROTOCOL, shots=list(range(6)))
+    for run, accuracy in ((UNIFORM, 0.5), (CHAMELEON, 0.6)):
+        tasks = dict.fromkeys(("sciq", "copa", "own_task"), dict.fromkeys(range(6), accuracy))
+        save(root, f"{run}-downstream", downstream(tasks, protocol))
     _, table, *_ = tables_of(root)
     assert column_of(table, "Chameleon")["sciq"] == "60.0"
     paper = column_of(table, "paper: Chameleon")

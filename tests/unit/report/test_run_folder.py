@@ -12,11 +12,8 @@ from megatron_chameleon.artifacts import Corpus, Cost, Mixture, TrainingRun
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.cost import ledger_of
-from megatron_chameleon.report.run_folder import RunFolder, merge
-from tests.unit.report.samples import (
-    NAMES,
-    write_run_folder,
-)
+from megatron_chameleon.report.run_folder import RunFolder, distinct_runs, merge
+from tests.unit.report.samples import NAMES, edit_evaluation, write_run_folder
 
 UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 
@@ -63,7 +60,17 @@ def test_names_that_collide_get_their_folders(roots):
     costs = [both.base_runs[f"{UNIFORM} ({run})"].cost for run in ("run-a", "run-b")]
     assert [cost.device_seconds for cost in costs] == [60.0, 999.0]
     once = total(RunFolder.load(roots[0])).device_seconds
-    assert total(both).device_seconds == pytest.approx(once + 999.0 + 3.0)  # and the evaluation
+    assert total(both).device_seconds == pytest.approx(once + 999.0)
+
+
+def test_an_identical_run_with_two_evaluations_is_counted_once(roots):
+    edit_evaluation(roots[1], UNIFORM, cost=Cost(1e9, 7.0, 7.0, 1))
+    both, names = merged(roots), [f"{UNIFORM} (run-a)", f"{UNIFORM} (run-b)"]
+    assert list(both.evaluations) == [CHAMELEON, *names]
+    assert all(run.run is not None for run in compare(both).runs)
+    assert distinct_runs(both, both.base_runs) == [names[0], CHAMELEON]
+    once = total(RunFolder.load(roots[0])).device_seconds
+    assert total(both).device_seconds == pytest.approx(once + 7.0)  # the evaluation of run-b
 
 
 def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
@@ -107,13 +114,6 @@ def test_mixtures_of_one_name_are_read_from_their_folders(roots):
     assert "4-mixture/doge/proxy-a (run-a)" in ledger.entries
     assert "4-mixture/doge/proxy-b (run-b)" in ledger.entries
     assert not any(mixture.missing for name, mixture in ledger.mixtures.items() if "doge" in name)
-
-
-def test_stage_that_cannot_be_listed_is_an_error(roots):
-    shutil.rmtree(roots[0] / "5-base")
-    (roots[0] / "5-base").write_text("a file")
-    with pytest.raises(UserError, match=r"cannot list .*5-base: Not a directory"):
-        RunFolder.load(roots[0])
 
 
 def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):

@@ -94,9 +94,7 @@ def test_embeddings_that_are_not_finite_are_reported(tmp_path):
     store.with_domain("prose", vectors, "hash", Cost()).save()
     with pytest.raises(UserError, match="NaN or infinite") as rejected:
         window_map(RunFolder.load(folder.root))
-    assert str(folder.root / "3-embeddings") in str(rejected.value)
     assert "domain 'prose'" in str(rejected.value)
-    assert "delete" in str(rejected.value)
 
 
 @pytest.mark.slow
