@@ -26,7 +26,7 @@ def mean_direct(hidden, lengths):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("shape", "offset"), [((128, 3, 64), 1), ((2000, 1, 2), 6e4)])
 def test_mean_over_the_tokens(dtype, shape, offset):
-    """In float32: sums of float16 around 60,000 would overflow."""
+    """Sums are in float32: float16 would overflow at values around 60,000."""
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(shape, generator=generator) * 4 + offset).to(dtype)
     lengths = torch.randint(1, shape[0] + 1, (shape[1],), generator=generator)
@@ -71,5 +71,4 @@ def test_layouts_masks_and_norm(states):
 
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
-    checked = interpreted("tests.unit.embedding.pooling_kernel_checks")
-    assert len(checked) == 40
+    interpreted("tests.unit.embedding.pooling_kernel_checks")

@@ -31,7 +31,7 @@ def all_windows(document_lengths, window_length, seed=0, name="a"):
 
 
 @given(documents, lengths)
-def test_all_windows_cover_every_token_once_in_nearly_equal_parts(document_lengths, window_length):
+def test_windows_of_nearly_equal_length_cover_every_token_once(document_lengths, window_length):
     windows = all_windows(document_lengths, window_length)
     covered = [np.zeros(length, dtype=int) for length in document_lengths]
     for document, start, end in ranges_of(windows):
@@ -87,7 +87,7 @@ def texts_of(file, windows):
     return [file.get(int(d), int(start), int(n)).tolist() for d, start, n in places]
 
 
-def test_loaded_windows_are_those_of_an_embedding_store(corpus):
+def test_loaded_windows_equal_sampled_ones(corpus):
     for domain in corpus_tokens(corpus).domains:
         tokens, windows = load_windows(domain, 32, 20, seed=7)
         file = open_tokens(corpus, domain.name, "train")

@@ -1,4 +1,4 @@
-"""Plain enumeration of what a protocol predicts: token by token, each with its context."""
+"""Reference of the protocols: list each scored token with its context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCUMENTS = st.lists(
     ),
     max_size=8,
 )
-"""Documents of no token at all, of an end alone, and of more."""
+"""Documents, some empty and some with the end-of-document token only."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ def protocols(draw: st.DrawFn) -> Protocol:
 
 
 def token_file(documents: Sequence[Sequence[int]]) -> TokenFile:
-    """The documents as a split has them."""
+    """The documents as the token file of a split."""
     lengths = np.array([len(document) for document in documents], np.int32)
     tokens = np.array([token for document in documents for token in document], np.uint16)
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
@@ -62,7 +62,7 @@ def token_file(documents: Sequence[Sequence[int]]) -> TokenFile:
 def predictions(
     documents: Sequence[Sequence[int]], protocol: Protocol, eod: int = EOD
 ) -> list[Prediction]:
-    """All that is scored, in the order of the text."""
+    """List every prediction in the order of the text."""
     found = []
     for tokens_in_range in ranges_of(documents, protocol, eod):
         before = [eod] if protocol.first_token == "after-eod" else []
@@ -73,7 +73,7 @@ def predictions(
 def ranges_of(
     documents: Sequence[Sequence[int]], protocol: Protocol, eod: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Ranges of (token, its document) that windows do not run across."""
+    """Ranges of (token, its document); no window crosses their ends."""
     each = [[(token, d) for token in document] for d, document in enumerate(documents)]
     if protocol.packing == "packed":
         yield [pair for document in each for pair in document]
@@ -86,7 +86,7 @@ def ranges_of(
 def windows_over(
     before: list[int], tokens_in_range: list[tuple[int, int]], protocol: Protocol
 ) -> Iterator[Prediction]:
-    """Windows over one range; ``before`` is the context of its first token."""
+    """Predictions of one range; ``before`` is the context of its first token."""
     context = [*before, *(token for token, _ in tokens_in_range)]
     labels = tokens_in_range[1 - len(before) :]
     start = done = 0

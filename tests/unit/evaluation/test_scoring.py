@@ -28,7 +28,7 @@ def arrays(lists):
 
 
 def attended(row):
-    """For each place of a row, the tokens that it attends to, in order, and their positions."""
+    """Tokens and positions that each place of a row attends to."""
     batch = batch_tensors([row], row.length + 2)
     tokens, positions = batch["tokens"][0], batch["positions"][0]
     causal = torch.ones(row.length + 2, row.length + 2, dtype=torch.bool).tril()
@@ -82,14 +82,16 @@ def questions(reader):
     for length in (1, 5, 40, 41, 120, POSITIONS - 3, POSITIONS + 30):
         context = draw(length)
         questions += [question(context, draw(int(rng.integers(1, 12)))) for _ in range(4)]
-        questions += [question(context, [token]) for token in draw(3)]  # as letters are
-        questions += [question([*context[:-1], 7], draw(3))]  # another context with its beginning
+        questions += [
+            question(context, [token]) for token in draw(3)
+        ]  # like the letters of answers
+        questions += [question([*context[:-1], 7], draw(3))]  # shares a prefix
     questions += [questions[0], question(draw(9), []), question(draw(2), draw(POSITIONS))]
     return [questions[number] for number in rng.permutation(len(questions))]
 
 
 def reference_score(reader, question):
-    """(log-likelihood, whether it is greedy), from all logits of a pass over this question."""
+    """(log-likelihood, whether it is greedy) from a forward pass over this question alone."""
     whole = np.concatenate([question.context, question.continuation]).astype(np.int64)
     tokens = torch.from_numpy(whole[-(POSITIONS + 1) :])
     inputs, length = tokens[None, :-1], len(question.continuation)

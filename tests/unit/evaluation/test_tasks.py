@@ -38,10 +38,8 @@ def custom_dataset(**_arguments):
     ("splits", "source"),
     [
         ({"training_split": "train", "test_split": "test"}, "train"),
-        ({"validation_split": "validation", "test_split": "test"}, "validation"),
         ({"test_split": "test"}, "test" + LEFT_OUT),
         ({"validation_split": "test", "fewshot_split": "test"}, "test" + LEFT_OUT),
-        ({"test_split": "test", "fewshot_split": "test"}, "test" + LEFT_OUT),
     ],
 )
 def test_question_is_never_its_own_example(splits, source):

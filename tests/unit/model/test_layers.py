@@ -1,8 +1,6 @@
-"""Attention, layer norm and recomputation against megatron's and against direct formulas."""
+"""Attention compared with megatron's, and recomputation with stored activations."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_chameleon.model.gpt import build_model_chunks
-from megatron_chameleon.model.layers import (
-    SDPACoreAttention,
-    SequenceParallelLayerNorm,
-    additive_mask,
-)
+from megatron_chameleon.model.layers import SDPACoreAttention, additive_mask
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.options import RecomputeOptions
 
@@ -37,7 +31,7 @@ def heads(seed, groups=HEADS, head_dim=HEAD_DIM):
 
 
 def random_mask(*shape):
-    """Masks out half of everything, but never a token's view of itself."""
+    """Mask half of all pairs at random; each token attends at least to itself."""
     mask = torch.rand(*shape, LENGTH, LENGTH, generator=torch.Generator().manual_seed(9)) < 0.5
     return mask & ~torch.eye(LENGTH, dtype=torch.bool)
 
@@ -67,7 +61,6 @@ def test_attention_equals_megatrons_and_its_gradients(one_rank, groups, mask):
 @pytest.mark.parametrize(("head_dim", "multiple"), [(50, 64), (64, 8)])
 @pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "random"])
 def test_padding_heads_changes_nothing(head_dim, multiple, mask):
-    """Neither results nor gradients; the scale is that of the unpadded heads."""
     config = config_of(hidden_size=HEADS * head_dim)
     results = []
     for head_dim_multiple in (1, multiple):
@@ -79,13 +72,6 @@ def test_padding_heads_changes_nothing(head_dim, multiple, mask):
         results.append((context, *torch.autograd.grad(context.square().sum(), inputs)))
     for padded, plain in zip(*results, strict=True):
         torch.testing.assert_close(padded, plain, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_layer_norm_marks_its_parameters(sequence_parallel):
-    norm = SequenceParallelLayerNorm(SimpleNamespace(sequence_parallel=sequence_parallel), 16, 1e-2)
-    assert norm.eps == 1e-2
-    assert {vars(p)["sequence_parallel"] for p in norm.parameters()} == {sequence_parallel}
 
 
 SIZE = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)

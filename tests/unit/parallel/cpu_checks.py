@@ -1,4 +1,4 @@
-"""Checks of the CPU stand-in, which changes torch for the rest of a process; see test_cpu.py."""
+"""Checks of the CPU stand-in, in a process of their own: it changes torch. See test_cpu.py."""
 
 from __future__ import annotations
 
@@ -19,38 +19,20 @@ def check_fp32_is_not_tf32_whatever_the_container_sets() -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-def check_device_calls_and_constructors() -> None:
-    plain = torch.zeros
+def check_installation() -> None:
     with mock.patch("torch.cuda.is_available", return_value=True):
         assert cpu.install_cpu_stand_in() is False
-    assert torch.zeros is plain
     assert cpu.install_cpu_stand_in() is True
     installed = torch.zeros
     assert cpu.install_cpu_stand_in() is True
     assert torch.zeros is installed
-    assert torch.empty(2, device=torch.cuda.current_device()).device == CPU
-    torch.cuda.synchronize(device=0)
-    torch.cuda.set_device(0)
-    torch.cuda.empty_cache()
     for device in ("cuda", "cuda:1", torch.device("cuda", 0)):
         assert torch.tensor([1.5], device=device).device == CPU
-        assert torch.zeros(2, 3, device=device).device == CPU
-        assert torch.ones(2, device=device, dtype=torch.int64).dtype == torch.int64
-        assert torch.empty(2, device=device).shape == (2,)
-        assert torch.empty_like(torch.zeros(4), device=device).shape == (4,)
     assert torch.zeros(2, device="meta").device.type == "meta"
-    tensor = torch.zeros(2, device=None)
-    assert tensor.cuda(0, non_blocking=True) is tensor
-
-
-def check_tensor_types() -> None:
-    assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
-    assert torch.zeros(1).type(torch.float64).dtype == torch.float64
-    assert torch.zeros(1).type(dtype=torch.int32).dtype == torch.int32
 
 
 def check_random_state() -> None:
-    """Streams of megatron's tracker are independent of the default one, and resume."""
+    """Check that streams of megatron's tracker are independent of the default stream."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     torch.cuda.manual_seed(7)
@@ -79,7 +61,7 @@ def check_random_state() -> None:
 
 
 def check_fused_functions() -> None:
-    """A compiled function would run its Python code only once."""
+    """Check that functions are not compiled: compiled ones would run their code only once."""
     calls = []
 
     @torch.compile
@@ -93,8 +75,7 @@ def check_fused_functions() -> None:
 
 
 if __name__ == "__main__":
-    check_device_calls_and_constructors()
+    check_installation()
     check_fp32_is_not_tf32_whatever_the_container_sets()
-    check_tensor_types()
     check_random_state()
     check_fused_functions()

@@ -13,10 +13,8 @@ import torch
 
 from megatron_chameleon.parallel.acceleration import (
     COVERAGE_TABLE,
-    ON_GPU,
     ON_PRETENDED,
     RESULTS,
-    UNTESTED,
     acceleration_report,
     cuda_coverage,
     format_report,
@@ -29,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize(
     ("modules", "state", "detail"),
     [
-        ({}, "absent", "not installed"),
         # The unrelated project is not imported: it could do anything.
         (dict.fromkeys(("", "amqp"), "raise SystemExit"), "wrong package", "pip uninstall apex"),
         (dict.fromkeys(("", "optimizers", "normalization"), ""), "unused", "no CUDA device"),
@@ -78,19 +75,18 @@ def test_every_test_that_covers_a_cuda_feature_exists():
                 assert case is None or case in cases, test
 
 
-def test_a_feature_has_run_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
-    (tmp_path / "tests").mkdir()
-    features = {  # GPU tests, tests on the pretended device, where it has run
-        "all cases": (["a.py::test_a"], [], ON_GPU),
-        "one case": (["a.py::test_b[x]"], [], ON_GPU),
-        "a failed case": (["a.py::test_b"], ["b.py::test_c"], ON_PRETENDED),
-        "not run": (["a.py::test_b[x]", "a.py::test_c"], [], UNTESTED),
-        "no tests": ([], [], UNTESTED),
+def test_a_feature_is_tested_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
+    features = {  # GPU tests, tests on the pretended device
+        "passed": (["a.py::test_a", "a.py::test_b[x]"], []),
+        "failed": (["a.py::test_b"], ["b.py::test_c"]),
+        "not run": (["a.py::test_b[x]", "a.py::test_c"], []),
+        "no tests": ([], []),
     }
+    (tmp_path / "tests").mkdir()
     (tmp_path / COVERAGE_TABLE).write_text(
         "\n".join(
             f'[[feature]]\nname = "{name}"\ngpu = {gpu}\npretended = {pretended}'
-            for name, (gpu, pretended, _) in features.items()
+            for name, (gpu, pretended) in features.items()
         )
     )
     outcomes = {"test_a[1]": "passed", "test_a[2]": "passed"}
@@ -99,10 +95,7 @@ def test_a_feature_has_run_on_a_device_if_all_its_gpu_tests_passed_there(tmp_pat
     (tmp_path / RESULTS).mkdir(parents=True)
     rows = [{"machine": {"device": "H100"}, "tests": tests}]
     (tmp_path / RESULTS / "tests-h100.json").write_text(json.dumps({"rows": rows}))
-    names = {
-        place: [name for name, (_, _, found) in features.items() if found == place]
-        for place in (ON_GPU, ON_PRETENDED, UNTESTED)
-    }
-    names[ON_GPU] = [f"{name} (H100)" for name in names[ON_GPU]]
-    assert cuda_coverage(tmp_path) == names
-    assert cuda_coverage(tmp_path / "tests") == {}
+    on_gpu, on_pretended, untested = cuda_coverage(tmp_path).values()
+    assert on_gpu == ["passed (H100)"]
+    assert on_pretended == ["failed"]
+    assert untested == ["not run", "no tests"]

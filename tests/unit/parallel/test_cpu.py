@@ -1,4 +1,4 @@
-"""The CPU stand-in. Steps by megatron's schedule and optimizer with it: tests/unit/training."""
+"""The CPU stand-in. tests/unit/training trains with it."""
 
 from __future__ import annotations
 
