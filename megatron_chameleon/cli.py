@@ -187,8 +187,9 @@ def parse_options(
 ) -> Options:
     """Parse the options in ``argv``. An unknown flag or a value of the wrong type exits with 2.
 
-    The last occurrence of a repeated flag wins, also for lists of values: so launchers override
-    values for a dry run, and users override theirs. Fields with ``UseAppendAction`` accumulate.
+    The last occurrence of a repeated flag wins, also for lists of values. Launchers thus override
+    values for a dry run, and users override the launchers' values. Fields with ``UseAppendAction``
+    accumulate.
     """
     printed = io.StringIO()
     help_text = sys.stdout if rank == 0 else io.StringIO()
@@ -283,7 +284,7 @@ def field_helps(options_type: type) -> dict[str, str]:
 def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
     """A field's value in ``options``, if that is an instance, else its default.
 
-    MISSING_NONPROP without a default.
+    MISSING_NONPROP if it has none.
     """
     if dataclasses.is_dataclass(options):
         return getattr(options, field.name)

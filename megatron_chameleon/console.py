@@ -63,7 +63,7 @@ class Output(io.TextIOWrapper):
 
 
 class _Descriptor(io.RawIOBase):
-    """Raw writer to an open descriptor: drops what cannot be written, and never closes it."""
+    """Raw writer to a descriptor, which stays open; drops what cannot be written."""
 
     def __init__(self, descriptor: int) -> None:
         self._number = descriptor

@@ -69,7 +69,7 @@ class ExportOptions(CheckedOptions):
 
     'olmo-core': OLMo-core's SourceMixtureList.
 
-    'litgpt': arguments of CombinedStreamingDataset, which litgpt's data modules mix with.
+    'litgpt': arguments of CombinedStreamingDataset, with which litgpt's data modules mix text.
 
     'csv' and 'json': a table of all domains."""
     output: Path | None = None
@@ -98,7 +98,7 @@ class WeightedDomain:
     """A domain of the corpus.
 
     Attributes:
-        name: in the corpus.
+        name: name in the corpus.
         weight: share of the sampled tokens; sums to 1 over domains, may be 0.
         tokens: split -> tokens.
         prefixes: split -> absolute path of its .bin and .idx files, without the suffix.
@@ -116,7 +116,7 @@ class Export:
 
     Attributes:
         domains: all domains of the corpus, in its order.
-        split: whose files are listed by the formats that list one split.
+        split: split to list, for formats that list one.
         token_budget: training tokens, if known.
     """
 
@@ -175,10 +175,11 @@ def export_mixture(options: ExportOptions) -> None:
 
 
 def exported_text(options: ExportOptions) -> str:
-    """The content that :func:`export_mixture` writes; the same errors.
+    """The content that :func:`export_mixture` writes.
 
     Raises:
-        UserError: see there, or for a weight on a domain that the corpus does not have.
+        UserError: as :func:`export_mixture`, or for a weight on a domain that the corpus does not
+            have.
     """
     mixture, corpus = Mixture.load(options.mixture), Corpus.load(options.corpus)
     weights = mixture.weights_for(corpus.names, str(corpus.root))

@@ -29,16 +29,15 @@ from megatron_chameleon.artifacts.record import Count, HashedFiles, HashedFolder
 from megatron_chameleon.errors import UserError
 
 FOLDER_NAME = "checkpoints"
-# megatron's index, which contains the path it was written to, and its common state, pickled in
-# order of insertion. These two files differ between identical runs, so they do not count towards
-# the hash.
+# megatron's index contains the path it was written to; its common state is pickled in order of
+# insertion. Both differ between identical runs, so the hash leaves them out.
 NO_TENSORS = (".metadata", "common.pt")
 CONFIG_NAME = "metadata.json"  # megatron's: the format of the tensors
 TENSOR_FILES = "*.distcp"
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was not written, or not read; the work continues without it."""
+    """A checkpoint could not be written or read; the run continues without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class CheckpointFile:
 
 @dataclasses.dataclass(frozen=True)
 class HookState:
-    """Name and state of a training hook, in JSON values, to resume it."""
+    """Name and JSON state of a training hook, to resume it."""
 
     name: str
     state: dict[str, Any]
@@ -70,14 +69,14 @@ class CheckpointRecord(HashedFolderRecord):
         model: the model's shape, as a dictionary (package ``model`` reads it).
         step: optimizer steps done.
         samples: training samples consumed.
-        domain_samples: domain -> samples consumed of it, from which its stream resumes.
+        domain_samples: domain -> samples consumed; its stream resumes after them.
         mixture_phases: the sampling weights of each phase, in order.
         domain_tokens: domain -> training tokens seen.
-        layout: the parallel layout that wrote it; any other can read it.
+        layout: parallel layout of the run that wrote it; any layout can read it.
         files: file name -> size and hash.
         guard: state of the step guard: counts, the last losses and gradient norms, and the number
             of consecutive skipped steps.
-        hook: of the training hook, if there is one.
+        hook: name and state of the training hook, if there is one.
         order_version: version of the sample order; a run resumes with the same one.
     """
 
@@ -178,7 +177,7 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     Raises:
         UserError: if there is none, or only damaged ones.
     """
-    with contextlib.suppress(OSError):  # a reader without write permission uses what is there
+    with contextlib.suppress(OSError):  # without write permission, use the checkpoints as they are
         finish_replacements(path.parent, glob.escape(path.name))
         finish_replacements(path / FOLDER_NAME)
     if (path / CheckpointRecord.FILE_NAME).is_file():
@@ -205,13 +204,14 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
 
 
 def temporary_name(folder: Path, token: str) -> Path:
-    """Return the name of ``folder`` until it is complete; each attempt has its own ``token``.
+    """Return the temporary name of ``folder``, under which it is written.
 
-    Otherwise processes of a killed run could still write into the next attempt's folder.
+    Each attempt has its own ``token``: processes of a killed run may still write into its folder.
 
     Args:
-        folder: to be written.
-        token: eight characters, so that no other folder's temporary name looks the same.
+        folder: the folder to write.
+        token: eight characters; their fixed number distinguishes the temporary names of other
+            folders.
     """
     return folder.with_name(f".{folder.name}.{token}.tmp")
 
@@ -223,8 +223,8 @@ def remove_leftovers(parent: Path, name: str) -> None:
     folders.
 
     Args:
-        parent: of the folders.
-        name: of the folders, a glob pattern.
+        parent: folder that contains the folders.
+        name: glob pattern of their names.
 
     Raises:
         OSError: from the file system.
@@ -247,12 +247,12 @@ def keep_last(run_dir: Path, count: int) -> None:
 
 
 def go_back_to(run_dir: Path, step: int) -> list[Path]:
-    """Rename the checkpoints after ``step``, which are damaged, and remove leftovers.
+    """Rename the damaged checkpoints after ``step``, and remove leftovers.
 
-    The checkpoint of ``step`` is then the latest one. No other process may write to the run.
+    The checkpoint of ``step`` then is the latest one. No other process may write to the run.
 
     Returns:
-        their new paths.
+        Their new paths.
 
     Raises:
         OSError: from the file system.

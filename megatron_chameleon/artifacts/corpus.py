@@ -23,8 +23,8 @@ from megatron_chameleon.errors import UserError
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 
-# Each block of so many bytes of the .bin and .idx has a checksum. Blocks are small, since a sample
-# reads a few KiB at a random position and verifies all blocks that it touches.
+# Bytes of .bin or .idx per checksum. Blocks are small, since a sample reads a few KiB at a random
+# position and verifies every block that it touches.
 BLOCK_BYTES = 1 << 14
 
 # Leaves room for suffixes below the 255 bytes that file systems allow.
@@ -51,7 +51,7 @@ class TokenizerIdentity:
 def tokenizer_hash(
     content: bytes, pattern: str | None, special_tokens: Mapping[str, int] | None
 ) -> str:
-    """Hex SHA-256 of everything that determines the ids: of the content alone if it is complete."""
+    """Hex SHA-256 of what determines the ids; of the content alone if there is no ``pattern``."""
     sha256 = hashlib.sha256(content).hexdigest()
     if pattern is None:
         return sha256
@@ -64,9 +64,9 @@ class DomainSplit:
     """One pair of .bin/.idx files. ``prefix`` is relative to the corpus folder, without suffix.
 
     ``tokens`` counts the end-of-document token of every document; ``text_bytes`` counts the UTF-8
-    bytes of the text, for losses per byte. ``sha256`` is of .bin and .idx,
-    concatenated; ``block_checksums`` of PREFIX.xxh3, which has a checksum for each of their blocks
-    (None in a corpus of an earlier release, which has no such file).
+    bytes of the text, for losses per byte. ``sha256`` is the hash of .bin and .idx, concatenated.
+    ``block_checksums`` is the hash of PREFIX.xxh3, which holds a checksum for each of their blocks;
+    None in a corpus of an earlier release, which lacks that file.
     """
 
     prefix: InnerPath
@@ -83,8 +83,8 @@ class NotWritten:
 
     Attributes:
         duplicates: documents that repeat a text of the domain; counted also if duplicates are kept.
-        held_out: documents left out because their text belongs to another split: to valid or test
-            of this or another domain.
+        held_out: documents left out because their text is in the valid or test split of this or
+            another domain.
         empty: documents without text or without tokens.
         malformed: lines without a document.
     """
@@ -113,7 +113,7 @@ class Domain:
 class Corpus(HashedFolderRecord):
     """The contents of ``corpus.json``; ``root`` is its folder.
 
-    ``not_written`` is by domain, and empty if it was not counted.
+    ``not_written`` maps domains to counts; empty if nothing was counted.
     """
 
     KIND = "corpus"
@@ -213,16 +213,16 @@ def file_name_of(domain: str) -> str:
         name = "%2E" + name[1:]
     if len(name) <= MAX_FILE_NAME:
         return name or "%"
-    # '%-' and a lone '%' come from no encoding, so these differ from every other name.
+    # percent-encoding yields neither '%-' nor a lone '%', so these names are unique.
     return f"{name[:MAX_FILE_NAME]}%-{sha256_of_json(domain)[:16]}"
 
 
 def num_blocks(size: int) -> int:
-    """Blocks that have a checksum, in a file of ``size`` bytes."""
+    """Number of checksummed blocks in a file of ``size`` bytes."""
     return -(-size // BLOCK_BYTES)
 
 
 def index_file_bytes(documents: int) -> int:
-    """Bytes of an .idx with a sequence per document: header, lengths, pointers, documents."""
+    """Size of an .idx with a sequence per document: header, lengths, pointers, documents."""
     header = 9 + 8 + 1 + 8 + 8
     return header + 4 * documents + 8 * documents + 8 * (documents + 1)

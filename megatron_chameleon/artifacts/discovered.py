@@ -20,10 +20,10 @@ class NearDocument:
     """A training document of the clustered corpus.
 
     Attributes:
-        domain: of the clustered corpus.
-        document: counted from 0.
-        distance: to the centroid.
-        text: its beginning, escaped.
+        domain: domain in the clustered corpus.
+        document: number in its domain, from 0.
+        distance: distance to the centroid.
+        text: beginning of the text, escaped.
     """
 
     domain: str
@@ -37,9 +37,9 @@ class DiscoveredDomain:
     """One cluster.
 
     Attributes:
-        documents: in all splits.
-        tokens: by split.
-        shares: original domain -> its share of the cluster's tokens, the largest first.
+        documents: number of documents in all splits.
+        tokens: split -> number of tokens.
+        shares: original domain -> its share of the cluster's tokens, in descending order.
         nearest: the training documents nearest to the centroid.
     """
 

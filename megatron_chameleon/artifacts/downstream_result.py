@@ -30,7 +30,7 @@ class DownstreamProtocol:
     Attributes:
         lm_eval_version: version of lm-eval, which defines the tasks.
         shots: numbers of few-shot examples.
-        limit: only the first questions of each task; None is all.
+        limit: maximum number of questions of each task, the first ones; None means all.
         fewshot_seed: random seed for sampling the few-shot examples.
         dtype: compute dtype.
     """
@@ -83,11 +83,11 @@ class TaskScore:
 
     Attributes:
         metric: lm-eval's name of the metric: acc_norm where the task defines it.
-        version: of the task's definition.
+        version: version of the task's definition.
         shots_from: the split that few-shot examples are sampled from.
         by_shots: number of shots -> accuracy.
-        mean: over all numbers of shots. They share the questions, so its standard error is over
-            each question's mean. None if a number of shots is missing.
+        mean: mean over all numbers of shots; None if one is missing. All have the same questions,
+            so the standard error is that of the questions' means.
     """
 
     metric: str
@@ -99,7 +99,7 @@ class TaskScore:
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """A task, or one number of shots of it (None: all), that could not be evaluated, and why."""
+    """A task that could not be evaluated, with some or any (None) number of shots, and why."""
 
     task: str
     shots: int | None
@@ -174,11 +174,11 @@ def _difference(one: DownstreamResult, other: DownstreamResult) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class PartSettings:
-    """Settings that determine a part.
+    """Settings that determine an intermediate result.
 
     Attributes:
         data: the task's data set: "hub", or "sha256:" and the hash of the files of a local copy.
-            None, in a search only, matches any.
+            None, only in :func:`find_part`, matches any.
     """
 
     checkpoint_hash: str
@@ -196,7 +196,7 @@ class DownstreamPart(FileRecord):
     """Intermediate result: one task with one number of shots.
 
     Attributes:
-        settings: that determine it.
+        settings: settings that determine the result.
         metric: see TaskScore.
         version: see TaskScore.
         shots_from: see TaskScore.
@@ -204,7 +204,7 @@ class DownstreamPart(FileRecord):
         truncated_requests: see ShotScore.
         requests_hash: see ShotScore.
         questions_hash: hex SHA-256 of the questions without few-shot examples.
-        cost: of the evaluation.
+        cost: cost of the evaluation.
     """
 
     KIND = "downstream evaluation's part"
@@ -228,15 +228,15 @@ class DownstreamPart(FileRecord):
 
 
 def part_path(work_dir: Path, task: str, shots: int) -> Path:
-    """File of the part of a task with a number of shots."""
+    """File of the intermediate result of a task with a number of shots."""
     return work_dir / f"{task}-{shots}shot.json"
 
 
 def find_part(work_dir: Path, settings: PartSettings) -> DownstreamPart | None:
-    """The part with these settings; None if there is none.
+    """Load the intermediate result with these settings; None if there is none.
 
     Raises:
-        UserError: if the part has other settings or is damaged.
+        UserError: if the file has other settings or is damaged.
     """
     path = part_path(work_dir, settings.task, settings.shots)
     if not path.exists():
@@ -245,7 +245,7 @@ def find_part(work_dir: Path, settings: PartSettings) -> DownstreamPart | None:
     for name, (found, requested) in differences(part.settings, settings).items():
         if name != "data" or requested is not None:
             raise UserError(
-                f"{path} is of another evaluation: its {name} is {found}, not {requested}; "
+                f"{path} belongs to another evaluation: its {name} is {found}, not {requested}; "
                 "choose another --output or --work-dir, or delete the folder"
             )
     return part

@@ -1,4 +1,4 @@
-"""The embedding store: one vector per sampled window, a file per domain."""
+"""The embedding store: one vector per sampled window, one file per domain."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class EmbeddingRecipe:
     """Settings that determine the vectors. Stores with the same recipe are comparable.
 
     Attributes:
-        model_hash: of the proxy's weights.
-        layer: hidden states after this many transformer layers.
+        model_hash: hash of the proxy's weights.
+        layer: number of transformer layers before the hidden states.
         window_length: maximum tokens per window.
         num_windows: maximum windows per domain.
-        seed: of the sampled windows.
-        tokenizer_hash: of the corpus's tokenizer.
+        seed: random seed of the window sampling.
+        tokenizer_hash: hash of the corpus's tokenizer.
         cross_documents: whether windows may cross document boundaries.
         dtype: compute precision of the proxy.
         final_norm: whether the proxy's final layer norm was applied to the hidden states.
@@ -61,10 +61,10 @@ class DomainEmbeddings:
     """The file of one domain.
 
     Attributes:
-        file: its name.
+        file: name of the file.
         windows: number of vectors.
-        corpus_hash: of the domain's token files.
-        sha256: hex, of the file; None in stores of early releases.
+        corpus_hash: hash of the domain's token files.
+        sha256: hex SHA-256 of the file; None in stores of early releases.
     """
 
     file: InnerPath
@@ -99,7 +99,7 @@ class EmbeddingStore(FolderRecord):
                 full.
         """
         file = f"{file_name_of(name)}.safetensors"
-        # Not save_file, whose errors for a full disk are not OSErrors.
+        # Not save_file: on a full disk, it raises other errors than OSError.
         content = save({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)})
         sha256 = hashlib.sha256(content).hexdigest()
         entry = DomainEmbeddings(file, len(vectors), corpus_hash, sha256)

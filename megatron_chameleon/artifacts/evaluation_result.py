@@ -1,7 +1,7 @@
 """Held-out loss per domain, its evaluation protocol, and paired differences of two models.
 
-Tokens of one document are correlated, and so are windows of one document; documents are taken as
-independent. A mean loss is then a ratio of two sums over documents, with the standard error of a
+Tokens of one document are correlated, and so are windows of one document; documents are assumed to
+be independent. A mean loss is then a ratio of two sums over documents, with the standard error of a
 ratio (Cochran, Sampling Techniques, 3rd edition, 1977, equation 6.13 without the finite-population
 correction): for sums S_c of losses over sizes n_c of C clusters, and m = sum(S_c) / sum(n_c),
 
@@ -45,7 +45,7 @@ class Protocol:
             windows cross their boundaries, as in training. "documents": each is scored separately.
         end_of_document: whether predictions of end-of-document tokens are scored.
         max_tokens: maximum predicted tokens per domain, in whole windows spread evenly over the
-            split; None is all.
+            split; None means all.
         overlap: tokens of the previous window that a window repeats as context, without scoring
             them again.
         first_token: how the first token of the split (of each document, for packing "documents")
@@ -84,8 +84,8 @@ MAX_CLUSTERS = 256
 class Clusters:
     """Sums over the clusters of a domain, in the order of the text.
 
-    A cluster is one document or, of more than ``MAX_CLUSTERS`` documents, a group of consecutive
-    ones. All models that are evaluated by one protocol on one corpus have the same clusters.
+    A cluster is one document; if there are more than ``MAX_CLUSTERS``, a group of consecutive ones.
+    All results of one protocol on one corpus have the same clusters.
 
     Attributes:
         losses: [c] negative log-likelihoods, in nats.
@@ -113,7 +113,7 @@ def ratio_standard_error(sums: Sequence[float], sizes: Sequence[float]) -> float
 
 
 def error_of_mean(errors: Iterable[float | None]) -> float | None:
-    """Standard error of a mean of independent values, from theirs; None if one is unknown."""
+    """Standard error of a mean of independent values from their errors; None if one is unknown."""
     known = list(errors)
     squares = [error**2 for error in known if error is not None]
     if not known or len(squares) < len(known):
@@ -126,10 +126,10 @@ class DomainLoss:
     """Mean negative log-likelihood, in nats per token, over ``tokens`` predicted tokens.
 
     Attributes:
-        loss: of the model.
+        loss: loss of the model.
         tokens: predicted tokens.
-        unigram_loss: of the domain's training token frequencies (add-one smoothed) on the same
-            tokens, a baseline without context.
+        unigram_loss: baseline without context: loss of the domain's training token frequencies
+            (add-one smoothed) on the same tokens.
         text_bytes: UTF-8 bytes of the predicted text; None if unknown.
         clusters: sums per cluster for the standard errors; None if not recorded.
     """
@@ -165,7 +165,7 @@ class DomainLoss:
 
     @property
     def perplexity_error(self) -> float | None:
-        """Standard error of ``perplexity``, to first order in that of the loss."""
+        """Standard error of ``perplexity``, to first order in the standard error of the loss."""
         error = self.loss_error
         return None if error is None else self.perplexity * error
 
@@ -207,7 +207,7 @@ class EvaluationResult(FileRecord):
 
     @property
     def mean_perplexity_error(self) -> float | None:
-        """Its standard error over held-out text; errors of domains are independent."""
+        """Standard error of the mean perplexity; the domains' errors are independent."""
         return error_of_mean(d.perplexity_error for d in self.domains.values())
 
 

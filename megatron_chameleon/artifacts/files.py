@@ -193,13 +193,13 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def finish_replacements(parent: Path, name: str = "*") -> None:
-    """Complete interrupted :func:`replace_folder` calls; call it before looking for the folders.
+    """Undo or complete interrupted :func:`replace_folder` calls; call it before looking for folders.
 
-    A folder that is missing is restored; of one that exists, the old version is deleted.
+    A missing folder is restored. If the folder exists, its old version is deleted.
 
     Args:
-        parent: of the folders.
-        name: of the folders, a glob pattern.
+        parent: folder that contains the folders.
+        name: glob pattern of their names.
 
     Raises:
         OSError: from the file system.
@@ -237,7 +237,7 @@ def require_writable(folder: Path, option: str) -> None:
 
 
 def flush_all_to_disk(paths: Sequence[Path]) -> None:
-    """:func:`flush_to_disk` every path, many of them by one call."""
+    """:func:`flush_to_disk` for every path; many paths by one call to sync."""
     if len(paths) > _MAX_FSYNC:
         os.sync()
     else:

@@ -33,19 +33,19 @@ class Mixture(FileRecord):
 
     Attributes:
         weights: domain -> share of the training tokens.
-        method: that computed them ("chameleon", "uniform", "manual", ...).
+        method: method that computed the weights ("chameleon", "uniform", "manual", ...).
         parameters: the method's settings.
         scores: domain -> score, for methods that have one (Chameleon: leverage).
         intervals: domain -> (low, high) bootstrap confidence interval of its weight.
         confidence: coverage of the intervals, between 0 and 1.
-        outweighs: (a, b, probability that a outweighs b) for each domain and the next one, in the
-            order of their weights.
+        outweighs: (a, b, probability that a outweighs b) for neighbours in the order of the
+            weights.
         affinity: [k, k] domain affinity matrix, in the order of ``weights``; None for more than
             ``MAX_AFFINITY_DOMAINS`` domains.
         token_budget: training tokens that ``epochs`` refers to.
         epochs: domain -> passes over its training tokens within the token budget.
         max_epochs: upper limit of the epochs.
-        unconstrained: domain -> weight without the limit.
+        unconstrained: domain -> weight without this limit.
         capped: domains whose epochs are at the limit.
     """
 
@@ -136,7 +136,7 @@ class Mixture(FileRecord):
 
 @dataclasses.dataclass(frozen=True)
 class MixturePhase:
-    """Weights that a run samples with from ``first_sample`` on: domain -> weight."""
+    """Sampling weights of a run (domain -> weight) from sample ``first_sample`` on."""
 
     first_sample: Count
     weights: dict[str, Amount]
@@ -159,7 +159,7 @@ def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
     if abs(total - 1.0) <= SUM_TOLERANCE:
         return weights
     warnings.warn(
-        f"{where}: the weights sum to {total:.10g}, not 1; they are divided by it",
+        f"{where}: the weights sum to {total:.10g}, not 1; they are rescaled",
         MixtureWarning,
         stacklevel=3,
     )

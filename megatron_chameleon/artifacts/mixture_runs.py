@@ -62,9 +62,9 @@ class MixtureRuns:
 def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
     """Read the runs that are in both tables, in the order of ``ratios``.
 
-    Rows are matched by a column that both have: run, run_id, index or name. Left out with a
-    :class:`MixtureRunsWarning`: runs that only one of the tables has, metrics without any number,
-    and runs that lack one of the others. Sums up to 0.01 off 1 are divided out.
+    Rows are matched by a column that both have: run, run_id, index or name. Skipped with a
+    :class:`MixtureRunsWarning`: runs in one table only, metrics without any number, and runs that
+    lack one of the other metrics. Shares that sum to 1 within 0.01 are rescaled.
 
     Raises:
         UserError: naming the file, the run and the fix.
@@ -123,7 +123,7 @@ def _read(path: Path) -> pd.DataFrame:
         problem = " ".join(str(error).split())
         raise UserError(f"cannot read {path}: {problem}; pass a CSV table in UTF-8") from error
     rows = rows[rows.fillna("").apply(lambda column: column.str.strip() != "").any(axis=1)]
-    if (short := rows.isna().any(axis=1)).any():  # pandas fills up a short row
+    if (short := rows.isna().any(axis=1)).any():  # pandas pads a short row
         raise UserError(
             f"{path}: the row of run '{rows[short].iloc[0, 0]}' has too few values; repair it"
         )
@@ -226,8 +226,8 @@ def plain_names(columns: Sequence[str]) -> list[str]:
 def matched(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     """Match ``names`` to ``known``; names without a match are left out.
 
-    A name is compared literally, then without case, affixes and the kind of separator, and last
-    without the common prefix of either side.
+    Names are compared exactly, then ignoring case, affixes and separators, and last without the
+    common prefix of each side.
     """
     found = {name: name for name in names if name in known}
     for with_prefix in (True, False):
@@ -239,7 +239,7 @@ def matched(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
 
 
 def _by_simple_name(names: Sequence[str], *, with_prefix: bool) -> dict[str, str]:
-    """Lower case without affixes -> name, where it is unique."""
+    """Lower-case name without affixes -> name; only unique ones."""
     keys = [re.sub(r"[_/:.\- ]+", "_", _without_affixes(name)).lower() for name in names]
     prefix = "" if with_prefix else _common_prefix(keys)
     keys = [key.removeprefix(prefix) for key in keys]
@@ -255,6 +255,6 @@ def _without_affixes(column: str) -> str:
 
 
 def _common_prefix(names: Sequence[str]) -> str:
-    """The common prefix of ``names``, up to and with its last separator."""
+    """The common prefix of ``names``, up to and including its last separator."""
     prefix = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071
     return prefix[: max(map(prefix.rfind, "_/:.- ")) + 1]

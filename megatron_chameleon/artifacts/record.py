@@ -53,8 +53,8 @@ class Record:
     """A dataclass that is stored as one JSON file.
 
     Attributes:
-        KIND: its name in the file and in messages.
-        FORMAT_VERSION: of the file; other versions are rejected.
+        KIND: name of the kind in the file and in messages.
+        FORMAT_VERSION: version of the file format; others are rejected.
         MADE_BY: how to create such a file; ends error messages.
         EDITABLE: whether users edit the file; it then has no checksum.
     """
@@ -66,7 +66,7 @@ class Record:
 
     @classmethod
     def _read(cls, path: Path, **known: Any) -> Self:
-        """Read ``path``; ``known`` are fields that the file does not hold."""
+        """Read ``path``; ``known`` has the values of fields that the file lacks."""
         body = read_json(path, cls.MADE_BY)
         checksum = body.pop("checksum", None)  # not written by older releases
         is_unchanged = checksum in (None, _checksum(body))
@@ -134,7 +134,7 @@ class HashedFiles:
 
     Attributes:
         sizes: path -> bytes.
-        sha256: hex, of the files' concatenation.
+        sha256: hex SHA-256 of the concatenated files.
     """
 
     sizes: dict[Path, int]
@@ -190,7 +190,8 @@ class HashedFolderRecord(FolderRecord):
             try:
                 found = sha256_of_files(*files.sizes, on_bytes=on_bytes)
             except OSError as error:
-                name = error.filename or " or ".join(map(str, files.sizes))  # read() names none
+                # Errors of read() have no file name.
+                name = error.filename or " or ".join(map(str, files.sizes))
                 raise UserError(
                     f"cannot read {name}: {error.strerror or error}; {self.RESTORE}"
                 ) from error

@@ -44,11 +44,11 @@ class MemberRecord(FileRecord):
     """Result of one member.
 
     Attributes:
-        member: its number.
-        steps: when held-out losses were measured.
+        member: number of the member.
+        steps: steps at which held-out losses were measured.
         losses: [steps][k] nats per token; None where a domain has no held-out text.
         diverged: why it diverged, if it did.
-        cost: of its run; members trained concurrently divide the device's time.
+        cost: cost of its run; members trained concurrently divide the device's time.
     """
 
     KIND = "swarm-member"
@@ -67,6 +67,6 @@ def member_path(folder: Path, member: int) -> Path:
 
 
 def finished_members(folder: Path, num_members: int) -> dict[int, MemberRecord]:
-    """Member -> result, of the finished ones."""
+    """Results of the finished members, by number."""
     paths = {member: member_path(folder, member) for member in range(num_members)}
     return {member: MemberRecord.load(path) for member, path in paths.items() if path.is_file()}

@@ -19,9 +19,10 @@ class SweepPoint:
 
     Attributes:
         settings: hyperparameter -> value; the same hyperparameters at every point.
-        mixture: the file, below the folder of the sweep.
-        mixture_hash: of the weights in it.
-        made_from: inputs of the mixture, below the same folder: a proxy's run, an embedding store.
+        mixture: path of the mixture, relative to the sweep's folder.
+        mixture_hash: hash of the weights in it.
+        made_from: inputs of the mixture, relative to the sweep's folder: a proxy's run, an
+            embedding store.
     """
 
     settings: Annotated[dict[str, SettingValue], reads_old_name("settings", "knobs")]
@@ -39,7 +40,7 @@ class Sweep(FolderRecord):
         axes: hyperparameter -> its values with all others at the centre, in order; includes the
             centre's value.
         points: the centre first; all distinct.
-        cost: of all proxies, embeddings and mixtures, each counted once.
+        cost: cost of all proxies, embeddings and mixtures, each counted once.
     """
 
     KIND = "sweep"
@@ -81,7 +82,7 @@ class Sweep(FolderRecord):
         """The mixture of ``point``.
 
         Raises:
-            UserError: if it cannot be read, or has other weights than those of the sweep.
+            UserError: if it cannot be read, or its weights have changed since the sweep.
         """
         path = self.root / point.mixture
         mixture = Mixture.load(path)

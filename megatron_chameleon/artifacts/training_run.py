@@ -62,7 +62,7 @@ class TrainingRun(FolderRecord):
     """Content of ``run.json``; ``root`` is its folder.
 
     Attributes:
-        status: of the run.
+        status: status of the run.
         step: optimizer steps done, of ``train_iters``.
         tokens: training tokens seen.
         model: the model's dimensions.
@@ -71,8 +71,8 @@ class TrainingRun(FolderRecord):
         domain_tokens: domain -> target and actual tokens, and epochs.
         checkpoints: folders in ``root``, oldest first.
         cost: total over all resumptions.
-        skipped_steps: steps, among ``step``, that did not update the model.
-        stopped_by: signal or option that stopped the run, after saving, before its last step.
+        skipped_steps: number of steps, out of ``step``, that did not update the model.
+        stopped_by: signal or option that stopped the run before its last step, after a save.
         failed_saves: checkpoints that could not be written, over all resumptions.
     """
 
@@ -164,5 +164,5 @@ def _step_of(line: bytes) -> int:
     """Step of a record; -1 for a damaged line."""
     try:
         return _METRICS.validate_json(line, strict=True).step
-    except ValueError:  # ValidationError is one
+    except ValueError:  # ValidationError is a ValueError
         return -1

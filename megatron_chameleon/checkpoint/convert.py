@@ -172,9 +172,9 @@ def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokeni
 
 
 def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
-    """Return the path of the tokenizer, or of a corpus or model folder with it, if recorded.
+    """Return the recorded path of the tokenizer, or of a corpus or model folder that holds it.
 
-    A relative path is resolved from the folder the run was started in, else from here.
+    A relative path is resolved from the run's working folder, else from the current one.
     """
     options = record.provenance.options
     data = options.get("data") or options

@@ -62,8 +62,8 @@ class HuggingFaceWeights:
 
     Attributes:
         folder: of the model.
-        files: that hold its weights.
-        config: from its config.json.
+        files: files that hold its weights.
+        config: content of its config.json.
         vocab_size: embedding rows to read, at most those that exist: public models are padded
             beyond their tokenizer's vocabulary.
     """
@@ -82,7 +82,7 @@ class HuggingFaceWeights:
             allow_pickle: accept torch's own format where there is no safetensors file.
 
         Raises:
-            UserError: for an unsupported model, or weights in no format that may be read.
+            UserError: for an unsupported model, or weights in an unsupported format.
         """
         where = folder / CONFIG_NAME
         config = read_config(read_json(where, "pass a Hugging Face model's folder"), str(where))
@@ -154,7 +154,7 @@ def read_tensors(files: Sequence[Path]) -> Tensors:
         # struct.error.
         except Exception as error:
             raise UserError(
-                f"cannot read {path} ({first_line(error)}): it is damaged; get it again"
+                f"cannot read {path} ({first_line(error)}): it is damaged; download it again"
             ) from error
         if not isinstance(found, dict) or not all(
             isinstance(tensor, torch.Tensor) for tensor in found.values()
@@ -202,9 +202,9 @@ def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
     """Check that ``folder`` may be written.
 
     Args:
-        folder: to be written.
-        marker: the file that identifies a folder of the kind to be written.
-        overwrite: whether a folder of that kind may be replaced.
+        folder: the folder to write.
+        marker: file that identifies a folder of this kind.
+        overwrite: whether a folder of this kind may be replaced.
 
     Raises:
         UserError: naming the existing content.
@@ -235,7 +235,7 @@ def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
         if (folder / name).is_file():
             names = [name]
         elif index.is_file():
-            weight_map = read_json(index, "get the folder again").get("weight_map")
+            weight_map = read_json(index, "download the folder again").get("weight_map")
             names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
             if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
                 raise UserError(f"{index}: field weight_map: expected tensor names and file names")
@@ -250,7 +250,7 @@ def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
         files = [folder / name for name in names]
         missing = next((path for path in files if not path.is_file()), None)
         if missing:
-            raise UserError(f"{missing} is missing, but listed in {index}; get the folder again")
+            raise UserError(f"{missing} is missing, but listed in {index}; download it again")
         return files
     raise UserError(f"{folder} holds no weights: it has no {_SAFETENSORS}")
 

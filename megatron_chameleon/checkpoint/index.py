@@ -1,9 +1,9 @@
 """Read the index of a torch_dist checkpoint without running code from it.
 
 torch reads weights and common state with ``weights_only=True``, but it unpickles ``.metadata``, the
-index, without restriction. Here the index is unpickled once, with only the classes that an index
-consists of; torch gets the result (:class:`~megatron_chameleon.checkpoint.load.CheckedReader`).
-An index could also declare a value as pickled bytes, which torch would then unpickle: rejected too.
+index, without restriction. Here the index is unpickled once, restricted to the classes of an index;
+torch gets the result (:class:`~megatron_chameleon.checkpoint.load.CheckedReader`). An index that
+declares a value as pickled bytes, which torch would unpickle, is rejected too.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Restricted to plain values, torch's dtypes and the records of an index.
+    """Unpickler restricted to plain values, torch's dtypes and the records of an index.
 
-    Python's implementation, since C's lets a pickle set state on anything it names: on functions
-    and classes that stay in use, through attributes and ``__setstate__``.
+    It is Python's implementation: the one in C lets a pickle set the state of anything it names,
+    also of functions and classes that stay in use.
     """
 
     stack: list[Any]
@@ -91,7 +91,7 @@ class _IndexUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it references {module}.{name}")
 
     def load_build(self) -> None:
-        """Set the state of a newly made record, and of nothing else."""
+        """Set the state of a new record; reject any other object."""
         state = self.stack.pop()
         made = self.stack[-1]
         kind = type(made)

@@ -99,7 +99,7 @@ def load_training(
 ) -> None:
     """Load weights, optimizer, scheduler and random states, to resume a run exactly. Collective.
 
-    Data-parallel ranks each read a part of their common state, and exchange it.
+    Each data-parallel rank reads a part of the state they share; they then exchange the parts.
 
     Raises:
         UserError: if a file is damaged, not listed in ``record``, or of another run.
@@ -190,7 +190,7 @@ def _content_errors(folder: Path) -> Iterator[None]:
     """Convert torch's and megatron's errors for a bad checkpoint into a UserError."""
     try:
         yield
-    except (UserError, RuntimeError, OSError, MemoryError):  # of memory, devices, other ranks
+    except (UserError, RuntimeError, OSError, MemoryError):  # also of devices, other ranks
         raise
     except CheckpointException as error:  # reading a tensor
         cause = next((cause for cause, _ in error.failures.values()), error)
@@ -199,7 +199,7 @@ def _content_errors(folder: Path) -> Iterator[None]:
         if memory or not isinstance(cause, Exception):
             raise cause from error
         raise _unreadable(folder, cause) from error
-    except Exception as error:  # names, types or shapes of another run: of almost any type
+    except Exception as error:  # state of another run can raise almost any error
         raise UserError(
             f"cannot load {folder} ({type(error).__name__}: {first_line(error)}): its state does "
             "not match this run; use another checkpoint"

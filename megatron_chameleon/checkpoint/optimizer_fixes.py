@@ -31,7 +31,7 @@ _GATHER = "get_parameter_state_dp_zero"
 
 
 def prepare_for_loading(optimizer: MegatronOptimizer) -> None:
-    """Give every distributed torch AdamW inside ``optimizer`` a state that can be loaded into."""
+    """Create state to load into, for every distributed torch AdamW inside ``optimizer``."""
     for part in _distributed_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             create_zero_state(part)
@@ -110,7 +110,7 @@ def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
 def _gather_padded(
     optimizer: DistributedOptimizer, gather: Callable[..., Any], **settings: Any
 ) -> Any:
-    """Gather while unpadded sizes include the padding, so that buckets keep their own offsets.
+    """Gather with padded sizes in place of unpadded ones, so that buckets keep their offsets.
 
     Shifting the gathered state afterwards would need a second copy of up to 12 bytes a parameter
     on the host of every rank.

@@ -13,7 +13,7 @@ from megatron_chameleon.ranges import CheckedOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerChoice(CheckedOptions):
-    """The tokenizer, if the checkpoint's cannot be found."""
+    """The tokenizer, for a checkpoint whose own cannot be found."""
 
     tokenizer_model: Path | None = None
     """The tokenizer that the model was trained with, or a corpus made with it; default:
@@ -60,7 +60,7 @@ class FromHuggingFaceOptions(CheckedOptions):
     """The tokenizer of the model; default: the one in the folder. Preprocess a corpus with it
     to use the checkpoint."""
     tiktoken_pattern: str | None = None
-    """How a tiktoken file given as --tokenizer-model splits text into words, as in
+    """How a tiktoken file passed as --tokenizer-model splits text into words, as in
     tools/preprocess_data.py."""
     eod_token: str = "<|endoftext|>"
     """The tokenizer's end-of-document token."""

@@ -5,9 +5,9 @@ megatron plans and writes. Added here:
 - The process that writes a file also hashes it, in the background if the save is asynchronous.
 - A failure on one rank is reported to rank 0 and raised on all ranks. megatron would wait for the
   rank that has left.
-- Results are passed in memory and files are written by threads. megatron starts a process for the
-  results, which outlives a killed rank, and one per file, for which it waits forever if it is
-  killed.
+- Results are passed in memory and files are written by threads. megatron would start a process for
+the results, which outlives a killed rank, and one per file. If one of those is killed, it waits
+forever.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def save_checkpoint(state: State, record: CheckpointRecord) -> None:
 def plan_save(state: State, record: CheckpointRecord) -> AsyncRequest:
     """Plan a save and return the request that executes it. Collective.
 
-    Data-parallel ranks each write a part of their common state.
+    Each data-parallel rank writes a part of the state they share.
 
     Args:
         state: its tensors may change once the request has started to write.
@@ -254,7 +254,7 @@ def _write_and_hash(
     def write(number: int, bucket: Any) -> tuple[list[WriteResult], tuple[str, CheckpointFile]]:
         """Write one file with the function that megatron runs in a process, and hash it."""
         done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        counted: queue.Queue[int] = queue.Queue()  # megatron counts its processes with it
+        counted: queue.Queue[int] = queue.Queue()  # megatron counts finished files with it
         counted.put(number)
         FileSystemWriterAsync.write_preloaded_data(
             transforms, number, bucket, done, counted, use_fsync=True
@@ -284,6 +284,6 @@ def _write_and_hash(
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if "inline_container" in str(error):  # from torch's archive, about its own source
+    if "inline_container" in str(error):  # torch's error about its zip archive
         return "a file could not be written completely, as on a full disk"
     return first_line(error)

@@ -79,8 +79,8 @@ def scalar_to_host(value: Any) -> Any:
 
 # Random states. Training uses no random numbers (no dropout; the data order is a function of seed
 # and index), but a method's hook may. They are saved as tensors, named by the rank's coordinates,
-# so that nothing has to be unpickled. Under another layout, ranks without a counterpart keep the
-# state that the seed gave them.
+# so that nothing has to be unpickled. Under another layout, ranks without a counterpart keep their
+# seeded state.
 
 
 def random_states() -> dict[str, torch.Tensor]:
@@ -100,7 +100,7 @@ def set_random_states(states: dict[str, torch.Tensor]) -> None:
     tracker.set_states({**tracker.get_states(), **tracked})
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
-    if "cpu" in states:  # after "cuda", which maps to the CPU generator where there is no GPU
+    if "cpu" in states:  # after "cuda", which without a GPU sets the CPU generator
         torch.set_rng_state(states["cpu"])
 
 

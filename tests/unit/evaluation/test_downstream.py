@@ -136,7 +136,7 @@ def test_finished_parts_are_not_evaluated_again(options):
     again = evaluate_downstream(only)
     assert (again.tasks, again.cost) == (first.tasks, first.cost)
     assert modified(only.parts_dir) == finished
-    with pytest.raises(UserError, match=r"sciq-0shot\.json is of another evaluation: .*limit"):
+    with pytest.raises(UserError, match=r"sciq-0shot\.json belongs to another evaluation: .*limit"):
         evaluate_downstream(dataclasses.replace(only, limit=2))
     both = evaluate_downstream(dataclasses.replace(options, shots=(0, 1, 2)))
     found = modified(only.parts_dir)
