@@ -14,5 +14,5 @@ CASES_PER_KIND = 4
 def test_mutated_artifacts_are_rejected_or_change_nothing():
     verdicts = list(attack(range(CASES_PER_KIND * len(KINDS)), seed=1))
     assert len(verdicts) == CASES_PER_KIND * len(KINDS)
-    assert {v.outcome for v in verdicts} >= {"rejected", "unchanged"}
-    assert [v for v in verdicts if v.outcome not in OUTCOMES] == []
+    assert {v["outcome"] for v in verdicts} >= {"rejected", "unchanged"}
+    assert [v for v in verdicts if v["outcome"] not in OUTCOMES] == []

@@ -7,28 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts import (
-    CheckpointRecord,
-    Clusters,
-    Corpus,
-    Cost,
-    Domain,
-    DomainLoss,
-    DomainSplit,
-    EmbeddingRecipe,
-    EmbeddingStore,
-    EvaluationResult,
-    Mixture,
-    MixturePhase,
-    Protocol,
-    Provenance,
-    SampledTokens,
-    SettingValue,
-    Sweep,
-    SweepPoint,
-    TokenizerIdentity,
-    TrainingRun,
-)
+from megatron_chameleon import artifacts as a
+from megatron_chameleon.artifacts import downstream_result as downstream
+from megatron_chameleon.artifacts import swarm
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.artifacts.corpus import SPLITS, file_name_of, index_file_bytes
 from megatron_chameleon.artifacts.discovered import (
@@ -36,22 +17,11 @@ from megatron_chameleon.artifacts.discovered import (
     DiscoveredDomains,
     NearDocument,
 )
-from megatron_chameleon.artifacts.downstream_result import (
-    Accuracy,
-    DownstreamPart,
-    DownstreamProtocol,
-    DownstreamResult,
-    Gap,
-    PartSettings,
-    ShotScore,
-    TaskScore,
-)
 from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.record import FolderRecord
-from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord
 
-PROVENANCE = Provenance(
+PROVENANCE = a.Provenance(
     command=["tool.py", "--flag", "ä ö"],
     options={"layer": None, "nested": {"lr": 1e-4, "names": ["a", "b"]}},
     inputs={"corpus": "0" * 64},
@@ -59,8 +29,8 @@ PROVENANCE = Provenance(
     git_commit=None,
     created="2026-01-01T00:00:00+00:00",
 )
-COST = Cost(flops=1.5e15, device_seconds=12.25, wall_seconds=6.125, num_devices=2)
-RECIPE = EmbeddingRecipe("m" * 64, 2, 128, 4096, 0, "t" * 64)
+COST = a.Cost(flops=1.5e15, device_seconds=12.25, wall_seconds=6.125, num_devices=2)
+RECIPE = a.EmbeddingRecipe("m" * 64, 2, 128, 4096, 0, "t" * 64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,61 +48,69 @@ class Sample:
 
 def write_samples(root: Path) -> dict[str, Sample]:
     """Write an artifact of each kind into ``root``: kind -> sample."""
-    store = EmbeddingStore(
-        *(root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h", "0" * 64)}),
-        *(PROVENANCE, COST),
-    )
-    swarm = SwarmRecord(root, {"seed": 1}, "c" * 64, ["a", "b"], [[0.25, 0.75]], PROVENANCE)
-    member = MemberRecord(12, [10, 20], [[1.5, None], [1.25, None]], None, COST)
     near = NearDocument("a", 7, 0.5, "Once ...")
-    domain = DiscoveredDomain(4, {"train": 20, "valid": 2}, {"a": 1.0}, [near])
-    discovered = DiscoveredDomains(
-        *(root, 1, {2: 0.5, 3: -0.25}, 12.5, 100, "m" * 64, 2, 128, 4, 0, 1),
-        *({"cluster 0": domain}, ["a"], PROVENANCE, COST),
-    )
-    settings = PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
-    part = DownstreamPart(settings, "acc", "1.0", "train", "0110", 0, "r", "q", COST)
-    scores = {0: ShotScore(0.5, 0.25, 4, 0, "r"), 2: ShotScore(1.0, None, 1, 1, "s")}
-    downstream = DownstreamResult(
-        *("run", "x", 3, DownstreamProtocol("0.4.13", [0, 2], None, 1234, "float32")),
-        {"sciq": TaskScore("acc", "1.0", "train", scores, Accuracy(0.75, 0.125))},
-        [Gap("race", 2, "too few documents")],
-        *(PROVENANCE, COST),
-    )
-    samples = []
-    for record in (
-        *(corpus_in(root / "c"), run_in(root / "r"), checkpoint_in(root / "k"), store),
-        *(sample_sweep(root / "s"), swarm, discovered),
-    ):
-        record.save()
-        samples.append(Sample(record.root / record.FILE_NAME, record))
-    for file_record in (sample_mixture(), sample_result(), member, part, downstream):
-        path = root / "files" / f"{file_record.KIND}.json"
-        file_record.save(path)
-        samples.append(Sample(path, file_record))
-    return {sample.written.KIND: sample for sample in samples}
+    cluster = DiscoveredDomain(4, {"train": 20, "valid": 2}, {"a": 1.0}, [near])
+    settings = downstream.PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
+    scores = {
+        0: downstream.ShotScore(0.5, 0.25, 4, 0, "r"),
+        2: downstream.ShotScore(1.0, None, 1, 1, "s"),
+    }
+    mean = downstream.Accuracy(0.75, 0.125)
+    folders = [
+        corpus_in(root / "c"),
+        run_in(root / "r"),
+        checkpoint_in(root / "k"),
+        a.EmbeddingStore(
+            *(root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h", "0" * 64)}),
+            *(PROVENANCE, COST),
+        ),
+        sample_sweep(root / "s"),
+        swarm.SwarmRecord(root, {"seed": 1}, "c" * 64, ["a", "b"], [[0.25, 0.75]], PROVENANCE),
+        DiscoveredDomains(
+            *(root, 1, {2: 0.5, 3: -0.25}, 12.5, 100, "m" * 64, 2, 128, 4, 0, 1),
+            *({"cluster 0": cluster}, ["a"], PROVENANCE, COST),
+        ),
+    ]
+    files = [
+        sample_mixture(),
+        sample_result(),
+        swarm.MemberRecord(12, [10, 20], [[1.5, None], [1.25, None]], None, COST),
+        downstream.DownstreamPart(settings, "acc", "1.0", "train", "0110", 0, "r", "q", COST),
+        downstream.DownstreamResult(
+            *("run", "x", 3, downstream.DownstreamProtocol("1", [0, 2], None, 1234, "float32")),
+            {"sciq": downstream.TaskScore("acc", "1.0", "train", scores, mean)},
+            *([downstream.Gap("race", 2, "too few documents")], PROVENANCE, COST),
+        ),
+    ]
+    for folder in folders:
+        folder.save()
+    for file in files:
+        file.save(root / "files" / f"{file.KIND}.json")
+    return {each.KIND: Sample(each.root / each.FILE_NAME, each) for each in folders} | {
+        each.KIND: Sample(root / "files" / f"{each.KIND}.json", each) for each in files
+    }
 
 
-def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int = 7) -> Corpus:
+def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int = 7) -> a.Corpus:
     """A corpus of two documents and five uint16 tokens per split; all bytes are ``content``."""
     root.mkdir(parents=True)
     domains = {
-        name: Domain(**{s: _split_in(root, name, s, content) for s in SPLITS}) for name in names
+        name: a.Domain(**{s: _split_in(root, name, s, content) for s in SPLITS}) for name in names
     }
-    tokenizer = TokenizerIdentity("tokenizers", "tokenizer.json", "t" * 64, 100, 99)
-    return Corpus(root, tokenizer, "uint16", domains, PROVENANCE, COST)
+    tokenizer = a.TokenizerIdentity("tokenizers", "tokenizer.json", "t" * 64, 100, 99)
+    return a.Corpus(root, tokenizer, "uint16", domains, PROVENANCE, COST)
 
 
-def _split_in(root: Path, name: str, split: str, content: int) -> DomainSplit:
+def _split_in(root: Path, name: str, split: str, content: int) -> a.DomainSplit:
     prefix = f"{file_name_of(name)}-{split}"
     files = [root / f"{prefix}.bin", root / f"{prefix}.idx"]
     files[0].write_bytes(bytes([content] * 10))
     files[1].write_bytes(bytes(index_file_bytes(2)))
-    return DomainSplit(prefix, 2, 5, 33, sha256_of_files(*files))
+    return a.DomainSplit(prefix, 2, 5, 33, sha256_of_files(*files))
 
 
-def run_in(root: Path) -> TrainingRun:
-    return TrainingRun(
+def run_in(root: Path) -> a.TrainingRun:
+    return a.TrainingRun(
         root=root,
         status="interrupted",
         step=3,
@@ -141,11 +119,14 @@ def run_in(root: Path) -> TrainingRun:
         model={"size": {"num_layers": 2}, "vocab_size": 100},
         parameters=1_000_000,
         mixture={"a": 0.1, "b": 0.9},
-        mixture_phases=[MixturePhase(0, {"a": 0.5, "b": 0.5}), MixturePhase(8, {"a": 1, "b": 9})],
+        mixture_phases=[
+            a.MixturePhase(0, {"a": 0.5, "b": 0.5}),
+            a.MixturePhase(8, {"a": 1, "b": 9}),
+        ],
         mixture_method="manual",
         domain_tokens={
-            "a": SampledTokens(0.1, 76.8, 64, 0.25),
-            "b": SampledTokens(0.9, 691.2, 704, 2),
+            "a": a.SampledTokens(0.1, 76.8, 64, 0.25),
+            "b": a.SampledTokens(0.9, 691.2, 704, 2),
         },
         checkpoints=["checkpoints/step-00000003"],
         provenance=PROVENANCE,
@@ -153,34 +134,37 @@ def run_in(root: Path) -> TrainingRun:
     )
 
 
-def checkpoint_in(root: Path) -> CheckpointRecord:
-    """A checkpoint folder of four small files and its record."""
-    root.mkdir(parents=True)
-    (root / "__0_0.distcp").write_bytes(b"weights")
-    (root / "common.pt").write_bytes(b"state of the optimizer")
-    (root / ".metadata").write_bytes(b"index")
-    (root / "metadata.json").write_bytes(b"{}")
-    record = CheckpointRecord(
+def checkpoint_record(root: Path) -> a.CheckpointRecord:
+    """The record of a checkpoint without files."""
+    return a.CheckpointRecord(
         root=root,
         model={"size": {"num_layers": 2}},
         step=3,
         samples=24,
         domain_samples={"a": 2, "b": 22},
-        mixture_phases=[MixturePhase(0, {"a": 0.1, "b": 0.9})],
+        mixture_phases=[a.MixturePhase(0, {"a": 0.1, "b": 0.9})],
         domain_tokens={"a": 64, "b": 704},
         tokenizer_hash="t" * 64,
         corpus_hash="c" * 64,
         mixture_hash="m" * 64,
         layout={"world_size": 2, "sequence_parallel": True, "device": "cpu"},
-        files=hash_files(root),
+        files={},
         provenance=PROVENANCE,
     )
+
+
+def checkpoint_in(root: Path) -> a.CheckpointRecord:
+    """A checkpoint folder of four small files and its record."""
+    root.mkdir(parents=True)
+    for name in ("__0_0.distcp", "common.pt", ".metadata", "metadata.json"):
+        (root / name).write_bytes(b"content of " + name.encode())
+    record = dataclasses.replace(checkpoint_record(root), files=hash_files(root))
     record.save()
     return record
 
 
-def sample_mixture() -> Mixture:
-    return Mixture(
+def sample_mixture() -> a.Mixture:
+    return a.Mixture(
         weights={"a": 0.125, "ü/..": 0.875},
         method="chameleon-pretrain",
         parameters={"layer": 3, "ceiling": None},
@@ -199,16 +183,16 @@ def sample_mixture() -> Mixture:
     )
 
 
-def sample_result() -> EvaluationResult:
-    return EvaluationResult(
+def sample_result() -> a.EvaluationResult:
+    return a.EvaluationResult(
         checkpoint="run/checkpoints/step-00000003",
         checkpoint_hash="k" * 64,
         corpus_hash="c" * 64,
         step=3,
-        protocol=Protocol(split="valid", window_length=32, max_tokens=1000),
+        protocol=a.Protocol(split="valid", window_length=32, max_tokens=1000),
         domains={
-            "a": DomainLoss(3.25, 4, 5.5, 9, Clusters([1 / 3, 1e-300], [3, 1], [9, 0])),
-            "b": DomainLoss(1 / 3, 10, 0.0),
+            "a": a.DomainLoss(3.25, 4, 5.5, 9, a.Clusters([1 / 3, 1e-300], [3, 1], [9, 0])),
+            "b": a.DomainLoss(1 / 3, 10, 0.0),
         },
         left_out=["ü/.."],
         provenance=PROVENANCE,
@@ -216,23 +200,17 @@ def sample_result() -> EvaluationResult:
     )
 
 
-def sample_sweep(root: Path) -> Sweep:
+def sample_sweep(root: Path) -> a.Sweep:
     """Two axes around one centre, without mixture files."""
-    centre: dict[str, SettingValue] = {"model_size": "82m", "train_iters": 2000, "ridge": 10.0}
-    points = [centre, {**centre, "train_iters": 5000}, {**centre, "ridge": 1.0}]
-    return Sweep(
-        root=root,
-        method="chameleon",
-        axes={"train_iters": [2000, 5000], "ridge": [1.0, 10.0]},
-        points=[
-            SweepPoint(
-                settings, f"4-mixture/sweep/{i}.json", f"{i}", ["2-proxy/ü", "3-embeddings/b"]
-            )
-            for i, settings in enumerate(points)
-        ],
-        provenance=PROVENANCE,
-        cost=COST,
-    )
+    centre: dict[str, a.SettingValue] = {"model_size": "82m", "train_iters": 2000, "ridge": 10.0}
+    axes: dict[str, list[a.SettingValue]] = {"train_iters": [2000, 5000], "ridge": [1.0, 10.0]}
+    inputs = ["2-proxy/ü", "3-embeddings/b"]
+    changes: list[dict[str, a.SettingValue]] = [{}, {"train_iters": 5000}, {"ridge": 1.0}]
+    points = [
+        a.SweepPoint({**centre, **change}, f"4-mixture/sweep/{i}.json", f"{i}", inputs)
+        for i, change in enumerate(changes)
+    ]
+    return a.Sweep(root, "chameleon", axes, points, PROVENANCE, COST)
 
 
 def write_metrics(path: Path, records: list[dict[str, Any]]) -> None:

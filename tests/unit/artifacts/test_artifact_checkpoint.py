@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -21,11 +20,6 @@ from tests.unit.artifacts.artifact_samples import checkpoint_in
 
 
 @pytest.fixture
-def record(tmp_path):
-    return checkpoint_in(tmp_path / "checkpoint")
-
-
-@pytest.fixture
 def run(tmp_path):
     """A run with checkpoints of steps 1 and 2."""
     for step in (1, 2):
@@ -33,18 +27,8 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_damaged_file_is_rejected(record):
-    path = record.root / "__0_0.distcp"
-    for size in (3, 8):
-        os.truncate(path, size)
-        with pytest.raises(UserError, match=r"__0_0\.distcp has . bytes.*; use an earlier"):
-            CheckpointRecord.load(record.root)
-    path.unlink()
-    with pytest.raises(UserError, match=r"__0_0\.distcp is missing"):
-        CheckpointRecord.load(record.root)
-
-
-def test_every_byte_is_verified_in_any_number_of_shards(record):
+def test_every_byte_is_verified_in_any_number_of_shards(tmp_path):
+    record = checkpoint_in(tmp_path / "checkpoint")
     for num_shards in (1, 2, 3):
         read: list[int] = []
         for shard in range(num_shards):
@@ -52,9 +36,12 @@ def test_every_byte_is_verified_in_any_number_of_shards(record):
         assert sum(read) == sum(file.bytes for file in record.files.values())
         expected = [record.bytes_to_verify(shard, num_shards) for shard in range(num_shards)]
         assert sum(read) == sum(expected)
-    (record.root / "common.pt").write_bytes(b"state of the optimixer")
+    (record.root / "common.pt").write_bytes(b"content of common.pT")
     with pytest.raises(UserError, match=r"common\.pt has changed since it was written"):
         CheckpointRecord.load(record.root).verify()
+    (record.root / "__0_0.distcp").unlink()
+    with pytest.raises(UserError, match=r"__0_0\.distcp is missing; use an earlier"):
+        CheckpointRecord.load(record.root)
 
 
 def test_latest_checkpoint_of_a_run_is_found(tmp_path):
@@ -70,29 +57,24 @@ def test_latest_checkpoint_of_a_run_is_found(tmp_path):
 
 def test_damaged_checkpoint_of_a_run_is_skipped_with_a_warning(run):
     newest, older = step_folder(run, 2), step_folder(run, 1)
-    (newest / "common.pt").write_bytes(b"state of the optimixer")
+    (newest / "common.pt").write_bytes(b"content of common.pT")
     with pytest.warns(CheckpointWarning, match=r"step-00000002/common\.pt has changed") as warned:
         assert find_checkpoint(run) == older
     assert str(warned[0].message).endswith(f"using {older}")
-    with pytest.raises(UserError, match=r"common\.pt has changed"):
-        find_checkpoint(newest)  # named itself
     (older / "common.pt").unlink()
     with pytest.raises(UserError, match=r"step-00000002/common\.pt has changed .* no intact"):
         find_checkpoint(run)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, "common.pt", ".metadata"])
-def test_checkpoint_with_a_damaged_record_is_skipped(run, content):
+def test_checkpoint_with_a_damaged_record_is_skipped(run):
     """A record that is no JSON, or does not list a file."""
     path = step_folder(run, 2) / "checkpoint.json"
-    if isinstance(content, bytes):
+    body = json.loads(path.read_text())
+    del body["files"]["common.pt"], body["checksum"]
+    for content in (b"", b"\xff", b"[" * 100_000, json.dumps(body).encode()):
         path.write_bytes(content)
-    else:
-        body = json.loads(path.read_text())
-        del body["files"][content], body["checksum"]
-        path.write_text(json.dumps(body))
-    with pytest.warns(CheckpointWarning, match="step-00000002"):
-        assert find_checkpoint(run) == step_folder(run, 1)
+        with pytest.warns(CheckpointWarning, match="step-00000002"):
+            assert find_checkpoint(run) == step_folder(run, 1)
 
 
 def test_going_back_renames_newer_checkpoints(run):
@@ -139,8 +121,3 @@ def test_copies_by_users_and_other_folders_are_untouched(tmp_path):
     go_back_to(tmp_path, 2)
     left = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
     assert left == {"step-00000001-good", "step-00000002", "step-00000003.bak"}
-    other = tmp_path / "other"
-    for name in (".gpt2.1a2b3c4d.tmp", ".gpt2.v2.1a2b3c4d.tmp"):
-        (other / name).mkdir(parents=True)
-    remove_leftovers(other, "gpt2")
-    assert [path.name for path in other.iterdir()] == [".gpt2.v2.1a2b3c4d.tmp"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 
 import numpy as np
@@ -62,19 +61,17 @@ def test_store_of_another_recipe_is_unchanged(store):
     assert EmbeddingStore.load(store.root) == store
 
 
-@pytest.mark.parametrize("has_checksum", [True, False])
-def test_file_of_other_tensors_is_rejected(store, has_checksum):
+def test_file_of_other_tensors_is_rejected(store):
     path, vectors = store.root / store.domains["a"].file, vectors_of(0)
+    unchecked = {"a": dataclasses.replace(store.domains["a"], sha256=None)}  # as early releases
     for tensors in (
         {"weights": vectors},
         {"vectors": vectors[:, :2]},
         {"vectors": vectors * np.float32(np.nan)},
     ):
         save_file(tensors, path)
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest() if has_checksum else None
-        entry = dataclasses.replace(store.domains["a"], sha256=sha256)
         with pytest.raises(UserError, match=r"a\.safetensors"):
-            dataclasses.replace(store, domains={"a": entry}).vectors("a")
+            dataclasses.replace(store, domains=unchecked).vectors("a")
 
 
 def test_any_flipped_bit_is_found(store):

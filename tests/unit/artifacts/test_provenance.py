@@ -15,8 +15,3 @@ def test_provenance_holds_options_as_json():
     assert made.options["source"]["input"] == [["a=x", "b=y"]]
     assert made.options["output"] == "out"
     assert set(made.versions) == {"python", *PACKAGES}
-
-
-def test_commit_is_none_without_git(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert provenance(OPTIONS, {}).git_commit is None

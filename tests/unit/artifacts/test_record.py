@@ -16,12 +16,9 @@ from megatron_chameleon.artifacts import Mixture, MixtureWarning
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from tests.mutations.mutate import mutate_json
-from tests.unit.artifacts.artifact_samples import (
-    Sample,
-    sample_mixture,
-    write_samples,
-)
+from tests.unit.artifacts.artifact_samples import Sample, sample_mixture, write_samples
 
+NUM_MUTATIONS = 60
 KINDS = (
     *("corpus", "training run", "checkpoint", "embedding store", "mixture", "evaluation", "sweep"),
     *("swarm", "swarm-member", "discovered domains"),
@@ -92,13 +89,10 @@ def test_changed_record_is_rejected_by_its_checksum(samples):
     assert sample.load() == sample.written
 
 
-def test_other_format_version_is_rejected(sample):
-    edit(sample, format_version=99, provenance=...)  # checked before the fields
-    assert "format_version 99" in rejection(sample)
-
-
 def test_damaged_file_is_rejected(sample):
     lines = sample.file.read_text(encoding="utf-8").splitlines()
+    edit(sample, format_version=99, provenance=...)  # the version is checked before the fields
+    assert "format_version 99" in rejection(sample)
     sample.file.write_text("\n".join([*lines[:4], "} broken", *lines[4:]]), encoding="utf-8")
     assert f"{sample.file}:5: " in rejection(sample)
     deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -112,22 +106,16 @@ def test_damaged_file_is_rejected(sample):
     rejection(sample)
 
 
-NUM_MUTATIONS = 60
-FOREIGN = [b"", b"\x00\x01tokens", b"{}", b'{"kind": ["mixture"]}', b'{"kind": "corpus"}']
-
-
 def test_only_a_record_of_the_same_kind_is_replaced(tmp_path):
     path = tmp_path / "out.json"
 
     def check_rejected() -> None:
-        for write in (
-            lambda: check_output(path, Mixture.KIND),
-            lambda: sample_mixture().save(path),
-        ):
-            with pytest.raises(UserError, match=r"out\.json exists"):
-                write()
+        with pytest.raises(UserError, match=r"out\.json exists"):
+            check_output(path, Mixture.KIND)
+        with pytest.raises(UserError, match=r"out\.json exists"):
+            sample_mixture().save(path)
 
-    for content in FOREIGN:
+    for content in (b"", b"\x00\x01tokens", b'{"kind": ["mixture"]}', b'{"kind": "corpus"}'):
         path.write_bytes(content)
         check_rejected()
         assert path.read_bytes() == content

@@ -8,37 +8,18 @@ from pathlib import Path
 
 import torch
 
-from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.training.optimizer import (
-    build_optimizer,
-    build_scheduler,
-    data_parallel,
-)
+from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
-from tests.unit.artifacts.artifact_samples import PROVENANCE
+from tests.unit.artifacts.artifact_samples import checkpoint_record
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3)
 
 
 def record_at(folder, shape=SHAPE):
-    return CheckpointRecord(
-        root=folder,
-        model=dataclasses.asdict(shape),
-        step=3,
-        samples=24,
-        domain_samples={},
-        mixture_phases=[],
-        domain_tokens={},
-        tokenizer_hash="t" * 64,
-        corpus_hash="c" * 64,
-        mixture_hash="m" * 64,
-        layout={},
-        files={},
-        provenance=PROVENANCE,
-    )
+    return dataclasses.replace(checkpoint_record(folder), model=dataclasses.asdict(shape))
 
 
 def trainer_of(layout, seed=1):

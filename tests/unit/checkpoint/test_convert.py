@@ -77,8 +77,6 @@ def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
     """A folder that transformers wrote, with a tokenizer; read-only."""
-    import transformers
-
     folder = tmp_path_factory.mktemp("made") / "gpt2"
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG)).save_pretrained(folder)
@@ -95,22 +93,17 @@ def folder(made, tmp_path):
 @pytest.fixture(scope="session")
 def converted(made, tmp_path_factory):
     """The checkpoint converted from it; read-only."""
-    output = tmp_path_factory.mktemp("converted") / "checkpoint"
-    convert_from_huggingface(FromHuggingFaceOptions(made, output))
+    return to_checkpoint(made, tmp_path_factory.mktemp("converted") / "checkpoint")
+
+
+def to_checkpoint(folder: Path, output: Path, **options: Any) -> CheckpointRecord:
+    convert_from_huggingface(FromHuggingFaceOptions(folder, output, **options))
     return CheckpointRecord.load(output)
 
 
-@pytest.fixture
-def exported(converted, tmp_path):
-    """``exported(**changes)``: the folder converted from the checkpoint."""
-
-    def export(**changes):
-        convert_to_huggingface(
-            ToHuggingFaceOptions(converted.root, tmp_path / "exported", **changes)
-        )
-        return tmp_path / "exported"
-
-    return export
+def to_folder(checkpoint: Path, output: Path, **options: Any) -> Path:
+    convert_to_huggingface(ToHuggingFaceOptions(checkpoint, output, **options))
+    return output
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -171,15 +164,16 @@ def test_there_and_back_by_the_tool_is_bit_equal(made, tmp_path, converted, monk
     assert capsys.readouterr().err.startswith(f"error: --output {theirs} ")
 
 
-def test_weights_are_rounded_and_sharded(exported, made, tmp_path):
-    folder = exported(dtype="bfloat16", max_shard_size="500KB")
+def test_weights_are_rounded_and_sharded(converted, made, tmp_path):
+    options = {"dtype": "bfloat16", "max_shard_size": "500KB"}
+    folder = to_folder(converted.root, tmp_path / "exported", **options)
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     expected = {name: t.to(torch.bfloat16) for name, t in tensors_in(made).items()}
     assert same_tensors(tensors_in(folder), expected)
     assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-    convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "again"))
+    to_checkpoint(folder, tmp_path / "again")
     with pytest.raises(UserError, match="--max-shard-size many"):
-        exported(max_shard_size="many")
+        to_folder(converted.root, tmp_path / "exported", max_shard_size="many")
 
 
 def test_a_pickle_is_read_only_with_allow_pickle_and_runs_no_code(folder, tmp_path, converted):
@@ -187,17 +181,15 @@ def test_a_pickle_is_read_only_with_allow_pickle_and_runs_no_code(folder, tmp_pa
     torch.save(tensors_in(folder), path)
     (folder / WEIGHTS).unlink()
     with pytest.raises(UserError, match=r"pytorch_model\.bin.* --allow-pickle"):
-        convert_from_huggingface(FromHuggingFaceOptions(folder, output))
+        to_checkpoint(folder, output)
     assert not output.exists()
-    options = FromHuggingFaceOptions(folder, output, allow_pickle=True, overwrite=True)
-    convert_from_huggingface(options)
-    assert CheckpointRecord.load(output).hash == converted.hash
+    assert to_checkpoint(folder, output, allow_pickle=True).hash == converted.hash
     content = {"transformer.wte.weight": PickledCode(ran), "of_some_size": torch.zeros(10**6)}
     torch.save(content, path)
     torch.load(path, weights_only=False)
     ran.rmdir()
     with pytest.raises(UserError, match=r"pytorch_model\.bin"):
-        convert_from_huggingface(options)
+        to_checkpoint(folder, output, allow_pickle=True, overwrite=True)
     assert not ran.exists()
     assert CheckpointRecord.load(output).hash == converted.hash
 
@@ -252,7 +244,7 @@ def test_an_invalid_folder_is_rejected_and_nothing_written(folder, tmp_path, fau
     damage(folder)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
-        convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint"))
+        to_checkpoint(folder, tmp_path / "checkpoint")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -262,11 +254,9 @@ def test_existing_output_is_kept_unless_it_can_be_replaced(made, converted, tmp_
 
     def convert(*, overwrite):
         if marker == "config.json":
-            convert_to_huggingface(
-                ToHuggingFaceOptions(converted.root, output, overwrite=overwrite)
-            )
+            to_folder(converted.root, output, overwrite=overwrite)
         else:
-            convert_from_huggingface(FromHuggingFaceOptions(made, output, overwrite=overwrite))
+            to_checkpoint(made, output, overwrite=overwrite)
 
     output.mkdir()
     (output / "notes.txt").touch()
@@ -287,38 +277,33 @@ def test_weights_that_dtype_cannot_represent_are_rejected_by_name(folder, tmp_pa
     tensors = tensors_in(folder)
     tensors["transformer.ln_f.bias"][3] = 1e5
     save_file(tensors, folder / WEIGHTS)
-    convert_from_huggingface(FromHuggingFaceOptions(folder, tmp_path / "checkpoint"))
-    options = ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "out", dtype="float16")
+    record = to_checkpoint(folder, tmp_path / "checkpoint")
     with pytest.raises(UserError, match=r"transformer\.ln_f\.bias"):
-        convert_to_huggingface(options)
+        to_folder(record.root, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tiktoken_file_is_copied(folder, tmp_path):
     path = tmp_path / "t.tiktoken"
     write_tiktoken(folder / "tokenizer.json", path)
-    options = FromHuggingFaceOptions(
-        folder, tmp_path / "checkpoint", tokenizer_model=path, tiktoken_pattern="gpt2"
-    )
-    convert_from_huggingface(options)
-    convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
-    (copy,) = (tmp_path / "back").glob("tokenizer.*")
+    options = {"tokenizer_model": path, "tiktoken_pattern": "gpt2"}
+    record = to_checkpoint(folder, tmp_path / "checkpoint", **options)
+    back = to_folder(record.root, tmp_path / "back")
+    (copy,) = back.glob("tokenizer.*")
     assert copy.read_bytes() == path.read_bytes()
-    assert not (tmp_path / "back" / "tokenizer_config.json").exists()
+    assert not (back / "tokenizer_config.json").exists()
 
 
 def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
     """Many public models have a round number of rows."""
     path = tmp_path / "small.json"
     path.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
-    options = FromHuggingFaceOptions(folder, tmp_path / "checkpoint", tokenizer_model=path)
-    convert_from_huggingface(options)
+    record = to_checkpoint(folder, tmp_path / "checkpoint", tokenizer_model=path)
     assert "the last 20 of its 300 embedding rows" in capsys.readouterr().out
-    shape = shape_of(CheckpointRecord.load(tmp_path / "checkpoint"))
-    assert shape.vocab_size == VOCAB_SIZE - 20
-    convert_to_huggingface(ToHuggingFaceOptions(tmp_path / "checkpoint", tmp_path / "back"))
+    assert shape_of(record).vocab_size == VOCAB_SIZE - 20
+    back = tensors_in(to_folder(record.root, tmp_path / "back"))
     expected = tensors_in(folder)["transformer.wte.weight"][: VOCAB_SIZE - 20]
-    assert torch.equal(tensors_in(tmp_path / "back")["transformer.wte.weight"], expected)
+    assert torch.equal(back["transformer.wte.weight"], expected)
 
 
 def made_with(record, **options):
@@ -345,27 +330,21 @@ def test_the_eod_token_is_the_recorded_one(converted, folder, tmp_path):
     assert tokenizer.add_special_tokens(["</s>"]) == 1
     tokenizer.save(str(folder / "tokenizer.json"))
     checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
-    convert_from_huggingface(FromHuggingFaceOptions(folder, checkpoint, eod_token="</s>"))
-    convert_to_huggingface(ToHuggingFaceOptions(checkpoint, back))
+    to_checkpoint(folder, checkpoint, eod_token="</s>")
+    to_folder(checkpoint, back)
     assert json.loads((back / "config.json").read_text())["eos_token_id"] == VOCAB_SIZE - 1
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == "</s>"
-    options = ToHuggingFaceOptions(checkpoint, back, eod_token=EOD, overwrite=True)
-    convert_to_huggingface(options)
+    to_folder(checkpoint, back, eod_token=EOD, overwrite=True)
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == EOD
 
 
 def test_a_relative_path_is_resolved_from_the_run(converted, folder, tmp_path, monkeypatch):
-    there = tmp_path / "there"
-    there.mkdir()
-    folder.rename(there / "gpt2")
-    monkeypatch.chdir(there)
+    monkeypatch.chdir(tmp_path)
     made_by = provenance(ToHuggingFaceOptions(Path("run"), Path("out")), {})
     record = dataclasses.replace(converted, provenance=made_by)
     record = made_with(record, model="gpt2", eod_token=EOD)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir("/")
     assert find_tokenizer(TokenizerChoice(), record).sha256 == converted.tokenizer_hash
-    there.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=str(there / "gpt2")):
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=str(folder)):
         find_tokenizer(TokenizerChoice(), record)
-    monkeypatch.chdir(tmp_path / "moved")  # everything was moved
-    assert find_tokenizer(TokenizerChoice(), record).sha256 == converted.tokenizer_hash

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import multiprocessing
@@ -14,9 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_chameleon.artifacts import CheckpointRecord
@@ -181,14 +178,12 @@ def test_a_value_larger_than_a_pipe_is_read_after_its_process_ended():
     assert handover.get() == value
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOSPC, "No space left")])
 def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
-    one_rank, tmp_path, monkeypatch, error
+    one_rank, tmp_path, monkeypatch
 ):
     """An exception before it would leave the other ranks waiting."""
-
     state = model_state([build_model(SHAPE, one_rank, seed=5)])
-    monkeypatch.setattr(pickle, "dump", raising(error))
+    monkeypatch.setattr(pickle, "dump", raising(MemoryError()))
     with pytest.raises(UserError, match=r"rank 0: .* memory did not suffice"):
         save_checkpoint(state, record_at(tmp_path / "step"))
     assert list(tmp_path.iterdir()) == []
@@ -230,24 +225,22 @@ def declare_bytes(record, code):
 
 
 @pytest.mark.parametrize(
-    ("craft", "problem", "runs_in_torch"),
+    ("craft", "problem"),
     [
         (
             lambda record, code: (record.root / INDEX_NAME).write_bytes(pickle.dumps([code])),
             r"\.metadata .*mkdir",
-            True,
         ),
         (
             lambda record, code: torch.save({"scheduler": code}, record.root / "common.pt"),
             r"common\.pt .*mkdir",
-            False,
         ),
-        (replace_tensor, r"posix\.mkdir", False),
-        (declare_bytes, rf"\.metadata .*{NAME} is not a tensor", True),
+        (replace_tensor, r"posix\.mkdir"),
+        (declare_bytes, rf"\.metadata .*{NAME} is not a tensor"),
     ],
     ids=["index", "common state", "tensor", "bytes"],
 )
-def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem, runs_in_torch):
+def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem):
     trace = tmp_path / "ran"
     craft(record, PickledCode(trace))
     record = dataclasses.replace(record, files=hash_files(record.root))
@@ -255,22 +248,16 @@ def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem, r
         open_reader(record, one_rank)
     assert "weights_only" not in str(error.value)  # torch's advice is to run it
     assert not trace.exists()
-    if runs_in_torch:
-        model = model_state([build_model(SHAPE, one_rank, seed=0)])["model0"]
-        wanted = {"model0": {n: v for n, v in model.items() if "_extra_state" not in n}}
-        with contextlib.suppress(Exception, CheckpointException):
-            dist_checkpointing.load(wanted, str(record.root))
-        assert trace.exists()
 
 
 @pytest.mark.parametrize("name", [INDEX_NAME, "common.pt", "__0_0.distcp"])
-@pytest.mark.parametrize("content", [None, b"", b"no pickle", pickle.dumps([1])])
-def test_a_missing_or_damaged_file_is_an_error(one_rank, record, name, content):
-    (record.root / name).unlink()
-    if content is not None:
-        (record.root / name).write_bytes(content)
-    with pytest.raises(UserError, match=r"^[^\n]*step[^\n]*use another checkpoint$"):
-        open_reader(record, one_rank)
+def test_a_missing_or_damaged_file_is_an_error(one_rank, record, name):
+    for content in (b"", b"no pickle", pickle.dumps([1]), None):
+        (record.root / name).unlink()
+        if content is not None:
+            (record.root / name).write_bytes(content)
+        with pytest.raises(UserError, match=r"^[^\n]*step[^\n]*use another checkpoint$"):
+            open_reader(record, one_rank)
 
 
 @pytest.mark.parametrize("crafted", [{}, {"optimizer": 3}, {"optimizer": [], "random": 3}])
@@ -286,23 +273,18 @@ def test_common_state_of_another_structure_is_an_error(one_rank, tmp_path, craft
 
 
 METADATA = b"ctorch.distributed.checkpoint.metadata\n"
-FILLED = METADATA + b"BytesStorageMetadata\n)\x81}X\x04\x00\x00\x00sizeK\x01sb"
+EMPTY = METADATA + b"BytesStorageMetadata\n)\x81"
 
 
 @pytest.mark.parametrize(
     ("opcodes", "problem"),
     [
         (METADATA + b"Metadata\n}b.", "it changes a type"),
-        (METADATA + b"_MEM_FORMAT_ENCODING\n}b.", "it changes a EnumType"),
-        (b"ctorch\nSize\n}b.", "it changes a type"),
         (b"ctorch.serialization\n_get_layout\n}}\x86b.", "it changes a function"),
         (b"ctorch\nfloat32\n}}\x86b.", "it changes a dtype"),
-        (FILLED + b"}b.", "it changes a BytesStorageMetadata"),  # filled twice
-        (METADATA + b"BytesStorageMetadata\n)\x81N}\x86b.", "does not have"),  # by slots
-        (
-            METADATA + b"BytesStorageMetadata\n)\x81}X\x0c\x00\x00\x00__setstate__K\x01sb.",
-            "does not have",
-        ),
+        (EMPTY + b"}X\x04\x00\x00\x00sizeK\x01sb}b.", "it changes a BytesStorageMetadata"),
+        (EMPTY + b"N}\x86b.", "does not have"),  # by slots
+        (EMPTY + b"}X\x0c\x00\x00\x00__setstate__K\x01sb.", "does not have"),
         (b"ctorch\nload\n.", "it references torch.load"),
     ],
 )

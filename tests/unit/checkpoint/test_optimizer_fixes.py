@@ -17,24 +17,16 @@ from torch.optim.adamw import adamw
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
-from megatron_chameleon.checkpoint.optimizer_fixes import (
-    gather_with_padding,
-)
+from megatron_chameleon.checkpoint.optimizer_fixes import gather_with_padding
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import training_state
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training import optimizer as optimizers
-from megatron_chameleon.training.optimizer import (
-    build_optimizer,
-    build_scheduler,
-    data_parallel,
-)
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.unit.checkpoint.samples import OPTIONS, SHAPE, record_at, train
 
-# Padding between the buckets of a gradient buffer.
-
+STATE = ("exp_avg", "exp_avg_sq")
 # Widths at which parameters do not end at a bucket's end.
 UNEVEN = ModelShape(ModelSize(2, 2, 36, 72), vocab_size=100, max_sequence_length=16)
 
@@ -68,9 +60,8 @@ def misplaced(bucketed):
         (tensors,) = state[number].values()
         for parameter, (start, stop, _) in buffer.param_index_map.items():
             own = bucketed._get_main_param_and_optimizer_states(parameter)
-            for key in ("param", "exp_avg", "exp_avg_sq"):
-                found = tensors[key][start:stop]
-                wrong += not torch.equal(found, own[key].flatten())
+            for key in ("param", *STATE):
+                wrong += not torch.equal(tensors[key][start:stop], own[key].flatten())
     return wrong
 
 
@@ -81,11 +72,6 @@ def test_parameters_behind_padding_are_in_their_place(bucketed):
     gather_with_padding(bucketed)
     gather_with_padding(bucketed)  # the same as once
     assert misplaced(bucketed) == 0
-
-
-# Checkpoints between torch's AdamW and one with the state of Transformer Engine's.
-
-STATE = ("exp_avg", "exp_avg_sq")
 
 
 class GroupStepAdam(torch.optim.Optimizer):
@@ -140,11 +126,13 @@ def trainer(layout, patched, *, bf16, fused_adam):
             chosen.setattr(megatron_optimizer, "Adam", GroupStepAdam)
             chosen.setattr(distrib_optimizer, "Adam", GroupStepAdam)
             chosen.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
-        model = data_parallel([build_model(SHAPE, layout, seed=5, bf16=bf16)], layout, bf16=bf16)
-        optimizer = build_optimizer(model, OPTIONS, layout, bf16=bf16)
+        model = optimizers.data_parallel(
+            [build_model(SHAPE, layout, seed=5, bf16=bf16)], layout, bf16=bf16
+        )
+        optimizer = optimizers.build_optimizer(model, OPTIONS, layout, bf16=bf16)
     kind = GroupStepAdam if fused_adam else torch.optim.AdamW
     assert all(isinstance(part.optimizer, kind) for part in optimizer.chained_optimizers)
-    return model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=8)
+    return model, optimizer, optimizers.build_scheduler(optimizer, OPTIONS, train_iters=8)
 
 
 @pytest.mark.parametrize("to_fused", [True, False])
