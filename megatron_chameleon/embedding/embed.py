@@ -1,7 +1,8 @@
-"""Embed windows of text with a proxy, and fill an embedding store domain by domain."""
+"""Embed windows of text with a proxy, and fill an embedding store entry by entry."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,13 +11,20 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_chameleon.artifacts import Corpus, Cost, EmbeddingRecipe, EmbeddingStore, Stopwatch
+from megatron_chameleon.artifacts import (
+    Corpus,
+    Cost,
+    EmbeddingRecipe,
+    EmbeddingStore,
+    Split,
+    Stopwatch,
+)
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.prefetch import read_ahead
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
-from megatron_chameleon.embedding.windows import Windows, draw_windows
+from megatron_chameleon.embedding.windows import Windows, draw_windows, spread_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import embedding_flops
 from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
@@ -165,33 +173,89 @@ def open_store(
     return store
 
 
-def missing_domains(store: EmbeddingStore, corpus: Corpus, names: Sequence[str]) -> list[str]:
-    """The domains among ``names`` that the store lacks, or holds for other text."""
-    return [name for name in names if not store.holds(name, corpus.domain_hash(name))]
+@dataclasses.dataclass(frozen=True)
+class StoreEntry:
+    """Vectors that are embedded together: one per sampled window, or one per document.
+
+    Attributes:
+        key: the name of the vectors in the store.
+        domain: of the text.
+        recipe: of the windows; with ``documents``, ``num_windows`` is the maximum per document.
+        split: of the text.
+        documents: embedded as the mean over their windows; if empty, windows are sampled.
+    """
+
+    key: str
+    domain: str
+    recipe: EmbeddingRecipe
+    split: Split = "train"
+    documents: range = range(0)
+
+    def windows(self, tokens: TokenFile) -> Windows:
+        """The windows to embed, in the token file of ``domain`` and ``split``."""
+        if not self.documents:
+            return sample_windows(self.recipe, self.domain, tokens)
+        first = self.documents.start
+        lengths = tokens.lengths[first : self.documents.stop]
+        windows = spread_windows(lengths, self.recipe.window_length, self.recipe.num_windows)
+        return dataclasses.replace(windows, document=windows.document + first).longest_first()
+
+
+def missing_entries(
+    store: EmbeddingStore, corpus: Corpus, entries: Sequence[StoreEntry]
+) -> list[StoreEntry]:
+    """The ``entries`` that the store lacks, or holds for other text."""
+    return [each for each in entries if not store.holds(each.key, corpus.domain_hash(each.domain))]
 
 
 def fill_store(
-    store: EmbeddingStore, corpus: Corpus, reader: Reader, names: list[str], batch_size: int
+    store: EmbeddingStore,
+    corpus: Corpus,
+    reader: Reader,
+    entries: Sequence[StoreEntry],
+    batch_size: int,
 ) -> tuple[EmbeddingStore, Cost]:
-    """Embed the domains ``names`` and write each to the store when it is finished.
+    """Embed ``entries`` and write each to the store when it is finished.
 
-    Collective; rank 0 writes. An interrupted run keeps the finished domains.
+    Collective; rank 0 writes. An interrupted run keeps the finished entries.
 
     Returns:
-        The store, with the domains on rank 0, and their cost; other processes may have added to the
+        The store, with the entries on rank 0, and their cost; other processes may have added to the
         store's own cost meanwhile.
     """
     is_main = reader.layout.is_main
-    sources = {name: open_tokens(corpus, name, "train") for name in names}
-    windows = {name: sample_windows(store.recipe, name, source) for name, source in sources.items()}
-    total, spent = sum(map(len, windows.values())), Cost()
+    places = {(entry.domain, entry.split) for entry in entries}
+    files = {place: open_tokens(corpus, *place) for place in places}
+    total = sum(len(entry.windows(files[entry.domain, entry.split])) for entry in entries)
+    spent = Cost()
     with progress_bar(total, " windows", quiet=not is_main) as progress:
-        for name, source in sources.items():
-            progress.set_description(f"embedding {name}")
+        for entry in entries:
+            progress.set_description(f"embedding {entry.key}")
+            tokens = files[entry.domain, entry.split]
+            windows = entry.windows(tokens)  # all of them together may not fit in memory
             vectors, cost = embed_by_recipe(
-                reader, source, windows[name], store.recipe, batch_size, progress, name
+                reader, tokens, windows, store.recipe, batch_size, progress, entry.domain
             )
+            if entry.documents:
+                vectors = document_means(vectors, windows.document)
             spent += cost
             if is_main:
-                store = store.with_domain(name, vectors, corpus.domain_hash(name), cost)
+                text = corpus.domain_hash(entry.domain)
+                store = store.with_domain(entry.key, vectors, text, cost)
     return store, spent
+
+
+def document_means(
+    vectors: NDArray[np.float32], document: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """The mean over the windows of each document [d, h], from the vectors of windows [n, h].
+
+    Args:
+        vectors: of the windows.
+        document: [n] document of each window.
+    """
+    order = np.argsort(document, kind="stable")
+    counts = np.unique(document, return_counts=True)[1]
+    sums = np.add.reduceat(vectors[order], np.cumsum(counts) - counts, axis=0, dtype=np.float64)
+    means: NDArray[np.float32] = (sums / counts[:, None]).astype(np.float32)
+    return means

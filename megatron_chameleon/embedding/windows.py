@@ -75,6 +75,28 @@ def draw_windows(
     return Windows(document, start, end - start)
 
 
+def spread_windows(document_lengths: NDArray[np.integer], window_length: int, most: int) -> Windows:
+    """At most ``most`` evenly spaced windows of each document; at least one.
+
+    Each document is split into the fewest windows of nearly equal length that fit, as by
+    :func:`draw_windows`. Of p windows, m are taken: those numbered floor((i + 1/2) p / m).
+
+    Args:
+        document_lengths: [d] tokens per document, at least 1 each.
+        window_length: maximum tokens per window.
+        most: windows per document.
+    """
+    lengths = np.asarray(document_lengths, dtype=np.int64)
+    num_windows = -(-lengths // window_length)
+    taken = np.minimum(num_windows, most)
+    document = np.repeat(np.arange(len(lengths)), taken)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(taken) - taken, taken)
+    part = (2 * number + 1) * num_windows[document] // (2 * taken[document])
+    start = lengths[document] * part // num_windows[document]
+    end = lengths[document] * (part + 1) // num_windows[document]
+    return Windows(document, start, end - start)
+
+
 def load_windows(
     domain: DomainData, window_length: int, num_windows: int, seed: int
 ) -> tuple[TokenFile, Windows]:

@@ -37,9 +37,10 @@ from megatron_chameleon.corpus.readers import MalformedLineError, object_in, tex
 from megatron_chameleon.corpus.sources import size_and_time
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.embed import (
+    StoreEntry,
     embed_by_recipe,
     fill_store,
-    missing_domains,
+    missing_entries,
     open_store,
     sample_windows,
 )
@@ -169,12 +170,13 @@ def compute_mixture(options: ChameleonOptions) -> None:
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_mixture(options))
         hidden_size = plan.shape.size.hidden_size
+        entries = [StoreEntry(name, name, plan.embedding) for name in plan.names]
         store, text, missing = from_main(
             lambda: (
                 store := open_store(plan.store, plan.embedding, hidden_size, plan.provenance),
                 # Read before anything is embedded, so that a malformed text fails early.
                 plan.target and plan.target.text and read_text(plan.target.text, plan.corpus),
-                missing_domains(store, plan.corpus, plan.names),
+                missing_entries(store, plan.corpus, entries),
             )
         )
         spent = text_cost = Cost()

@@ -34,19 +34,23 @@ from megatron_chameleon.artifacts.discovered import (
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.checkpoint.load import open_reader
-from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
+from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.join import regroup
 from megatron_chameleon.corpus.options import is_domain_name
 from megatron_chameleon.corpus.staging import corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
-from megatron_chameleon.embedding.embed import embed_windows, open_store, windows_flops
-from megatron_chameleon.embedding.windows import Windows, draw_windows
+from megatron_chameleon.embedding.embed import (
+    StoreEntry,
+    fill_store,
+    missing_entries,
+    open_store,
+)
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.compute import EmbeddingPlan, plan_embedding
 from megatron_chameleon.methods.chameleon.options import ExtractionOptions
 from megatron_chameleon.methods.discovery.options import DiscoverOptions
 from megatron_chameleon.methods.output import align_columns
-from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
 # Documents embedded at a time, and lost when a run is killed: 256 MiB at 4 windows per document and
@@ -76,7 +80,18 @@ def discover_domains(options: DiscoverOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_discovery(options))
-        store, cost = embed_missing(plan, layout)
+        folder, width = options.store_folder, plan.shape.size.hidden_size
+        store, missing = from_main(
+            lambda: (
+                store := open_store(folder, plan.embedding, width, plan.provenance),
+                missing_entries(store, plan.corpus, plan.samples() + plan.documents()),
+            )
+        )
+        cost = Cost()
+        if missing:
+            reader = open_reader(plan.checkpoint, layout)
+            batch_size = options.embedding.embedding_batch_size
+            store, cost = fill_store(store, plan.corpus, reader, missing, batch_size)
         if not layout.is_main:
             return
         stopwatch = Stopwatch()
@@ -94,27 +109,6 @@ def discover_domains(options: DiscoverOptions) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """Vectors that are embedded together: of documents, or of windows to fit k-means to.
-
-    Attributes:
-        key: the name of the vectors in the store.
-        domain: of the documents.
-        split: of the documents.
-        first: first document.
-        stop: one after the last document.
-        sample: number of windows sampled from the split; None for document vectors.
-    """
-
-    key: str
-    domain: str
-    split: Split
-    first: int = 0
-    stop: int = 0
-    sample: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class DiscoverPlan(EmbeddingPlan):
     """Checked options with their artifacts; ``embedding.num_windows`` is that of a document.
 
@@ -126,8 +120,8 @@ class DiscoverPlan(EmbeddingPlan):
     options: DiscoverOptions
     provenance: Provenance
 
-    def samples(self) -> list[Block]:
-        """The windows to fit k-means to, one block per domain.
+    def samples(self) -> list[StoreEntry]:
+        """The windows to fit k-means to, one entry per domain.
 
         The number of windows of a domain is proportional to its tokens, at least one.
         """
@@ -137,31 +131,21 @@ class DiscoverPlan(EmbeddingPlan):
         for name in self.names:
             count = max(1, round(self.options.embedding.fit_windows * (tokens[name] / total)))
             key = f"{name}/windows-{count}-seed{seed}"
-            blocks.append(Block(key, name, "train", sample=count))
+            recipe = dataclasses.replace(self.embedding, num_windows=count, seed=seed)
+            blocks.append(StoreEntry(key, name, recipe))
         return blocks
 
-    def documents(self) -> list[Block]:
-        """The documents to cluster, in the order of the corpus."""
+    def documents(self) -> list[StoreEntry]:
+        """The documents to cluster, block by block, in the order of the corpus."""
         blocks = []
         for name in self.names:
             for split in SPLITS:
                 count = self.corpus.domains[name].split(split).documents
                 for first in range(0, count, BLOCK_DOCUMENTS):
-                    stop = min(first + BLOCK_DOCUMENTS, count)
-                    key = f"{name}/{split}/{first}-{stop}"
-                    blocks.append(Block(key, name, split, first, stop))
+                    block = range(first, min(first + BLOCK_DOCUMENTS, count))
+                    key = f"{name}/{split}/{first}-{block.stop}"
+                    blocks.append(StoreEntry(key, name, self.embedding, split, block))
         return blocks
-
-    def windows(self, block: Block, tokens: TokenFile) -> Windows:
-        """The windows of ``block`` in its token file ``tokens``."""
-        length, most = self.embedding.window_length, self.embedding.num_windows
-        if block.sample is not None:
-            seed, name = self.options.seed, block.domain
-            windows = draw_windows(tokens.lengths, length, block.sample, seed, name)
-        else:
-            windows = spread_windows(tokens.lengths[block.first : block.stop], length, most)
-            windows = dataclasses.replace(windows, document=windows.document + block.first)
-        return windows.longest_first()
 
 
 def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
@@ -214,90 +198,6 @@ def cluster_names(name: str, count: int, most: int) -> list[str]:
     """
     digits = max(2, len(str(most - 1)))
     return [f"{name}-{number:0{digits}d}" for number in range(count)]
-
-
-def embed_missing(plan: DiscoverPlan, layout: Layout) -> tuple[EmbeddingStore, Cost]:
-    """Embed the vectors that the store lacks. Collective; rank 0 writes.
-
-    Returns:
-        The store, complete on rank 0, and the cost of the new vectors.
-
-    Raises:
-        UserError: if the store has another recipe, the proxy's hidden states are not finite, or the
-            disk is full.
-    """
-    corpus, layer = plan.corpus, plan.embedding.layer
-    batch_size = plan.options.embedding.embedding_batch_size
-    folder, width = plan.options.store_folder, plan.shape.size.hidden_size
-    store = from_main(lambda: open_store(folder, plan.embedding, width, plan.provenance))
-    missing: list[Block] = from_main(
-        lambda: [
-            block
-            for block in plan.samples() + plan.documents()
-            if not store.holds(block.key, corpus.domain_hash(block.domain))
-        ]
-    )
-    spent = Cost()
-    if not missing:
-        return store, spent
-    reader = open_reader(plan.checkpoint, layout)
-    places = {(block.domain, block.split) for block in missing}
-    files = {place: open_tokens(corpus, *place) for place in places}
-    total = sum(len(plan.windows(block, files[block.domain, block.split])) for block in missing)
-    with progress_bar(total, " windows", quiet=not layout.is_main) as progress:
-        for block in missing:
-            progress.set_description(f"embedding {block.key}")
-            stopwatch, tokens = Stopwatch(), files[block.domain, block.split]
-            windows = plan.windows(block, tokens)
-            vectors = embed_windows(
-                reader, tokens, windows, layer, batch_size, progress, block.domain
-            )
-            if block.sample is None:
-                vectors = document_means(vectors, windows.document)
-            cost = stopwatch.cost(windows_flops(plan.shape, layer, windows), layout.world_size)
-            spent += cost
-            if layout.is_main:
-                text = corpus.domain_hash(block.domain)
-                store = store.with_domain(block.key, vectors, text, cost)
-    return store, spent
-
-
-def document_means(
-    vectors: NDArray[np.float32], document: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """The mean over the windows of each document [d, h], from the vectors of windows [n, h].
-
-    Args:
-        vectors: of the windows.
-        document: [n] document of each window.
-    """
-    order = np.argsort(document, kind="stable")
-    counts = np.unique(document, return_counts=True)[1]
-    sums = np.add.reduceat(vectors[order], np.cumsum(counts) - counts, axis=0, dtype=np.float64)
-    means: NDArray[np.float32] = (sums / counts[:, None]).astype(np.float32)
-    return means
-
-
-def spread_windows(document_lengths: NDArray[np.integer], window_length: int, most: int) -> Windows:
-    """At most ``most`` evenly spaced windows of each document; at least one.
-
-    Each document is split into the fewest windows of nearly equal length that fit, as by
-    :func:`draw_windows`. Of p windows, m are taken: those numbered floor((i + 1/2) p / m).
-
-    Args:
-        document_lengths: [d] tokens per document, at least 1 each.
-        window_length: maximum tokens per window.
-        most: windows per document.
-    """
-    lengths = np.asarray(document_lengths, dtype=np.int64)
-    num_windows = -(-lengths // window_length)
-    taken = np.minimum(num_windows, most)
-    document = np.repeat(np.arange(len(lengths)), taken)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(taken) - taken, taken)
-    part = (2 * number + 1) * num_windows[document] // (2 * taken[document])
-    start = lengths[document] * part // num_windows[document]
-    end = lengths[document] * (part + 1) // num_windows[document]
-    return Windows(document, start, end - start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -423,7 +323,8 @@ def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) 
         bar = progress_bar(documents, " documents", "assigning", delay=_PROGRESS_DELAY_SECONDS)
         with bar as progress:
             for block in plan.documents():
-                here = labels[block.domain, block.split][block.first : block.stop]
+                place = slice(block.documents.start, block.documents.stop)
+                here = labels[block.domain, block.split][place]
                 rows = np.flatnonzero(here == dissolved)
                 if rows.size:
                     scaled = fit.scaled(store.vectors(block.key)[rows])
@@ -468,13 +369,14 @@ def nearest_documents(
     for block in plan.documents():
         if block.split != "train":
             continue
-        labels = clusters.labels[block.domain, block.split][block.first : block.stop]
+        place = slice(block.documents.start, block.documents.stop)
+        labels = clusters.labels[block.domain, block.split][place]
         scaled = clusters.fit.scaled(store.vectors(block.key))
         distances = np.linalg.norm(scaled - clusters.centroids[labels], axis=1)
         for number in np.unique(labels).tolist():
             rows = np.flatnonzero(labels == number)
             rows = rows[np.argsort(distances[rows], kind="stable")[:NEAREST_SHOWN]]
-            found = [(float(distances[i]), block.domain, block.first + int(i)) for i in rows]
+            found = [(float(distances[i]), block.domain, block.documents[i]) for i in rows]
             both = sorted(nearest[number] + found, key=lambda near: near[0])
             nearest[number] = both[:NEAREST_SHOWN]
     return nearest

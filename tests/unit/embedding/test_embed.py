@@ -13,9 +13,10 @@ from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.embedding.embed import (
+    StoreEntry,
     embed_windows,
     fill_store,
-    missing_domains,
+    missing_entries,
     open_store,
 )
 from megatron_chameleon.embedding.windows import draw_windows
@@ -130,7 +131,8 @@ def test_states_that_are_not_finite_are_located(one_rank, corpus, windows):
 
 def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
     store = open_store(folder, RECIPE, SHAPE.size.hidden_size, PROVENANCE)
-    missing = missing_domains(store, corpus, corpus.names)
+    entries = [StoreEntry(name, name, RECIPE) for name in corpus.names]
+    missing = missing_entries(store, corpus, entries)
     before = store.cost
     filled, spent = fill_store(store, corpus, reader, missing, batch_size=8)
     assert filled.cost == before + spent

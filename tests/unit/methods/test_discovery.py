@@ -29,12 +29,12 @@ from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDo
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
+from megatron_chameleon.embedding.windows import spread_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery import discover as discover_module
 from megatron_chameleon.methods.discovery.discover import (
     discover_domains,
     fit_clusters,
-    spread_windows,
 )
 from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.parallel.layout import distributed
