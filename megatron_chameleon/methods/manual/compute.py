@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -25,76 +24,92 @@ from megatron_chameleon.methods.output import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class KnownWeights:
-    """Weights by the names of their source, with any sum.
-
-    Attributes:
-        source: their origin for messages.
-        weights: name -> weight.
-        fields: of :class:`AssignedWeights`: parameters, inputs and costs.
-        aliases: alternative domain name -> name in ``weights``.
-        printed_sum: sum of the weights of a printed column.
-    """
-
-    source: str
-    weights: Mapping[str, float]
-    fields: dict[str, Any]
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    printed_sum: float | None = None
-
-
 def compute_manual(options: ManualOptions) -> None:
     """Write known weights as a mixture."""
 
     def assign(corpus: Corpus, names: list[str]) -> AssignedWeights:
-        known = read_weights(options)
-        weights = match_domains(known, options.renames, corpus.names)
+        notes, own_names = [], {}
+        if options.published is not None:
+            column = published_column(options.published)
+            source, total = f"--published {options.published}", column.printed_sum
+            # Printed columns rarely sum to 1: a note instead of a warning.
+            known = {name: weight / total for name, weight in column.printed.items()}
+            notes.append(f"the printed weights sum to {total:.4g}: divided by it")
+            parameters: dict[str, Any] = {
+                "published": options.published,
+                "source": f"{column.source}, table '{column.table}'",
+                "printed": dict(column.printed),
+                "printed_sum": total,
+            }
+            fields: dict[str, Any] = {"paper_flops": column.flops}
+            own_names = dict(column.own_names)
+        else:
+            assert options.weights is not None
+            source, known, parameters, fields = read_weights(options.weights, options.output)
+        weights = match_domains(source, known, own_names, options.renames, corpus.names)
         kept = np.array([weights.get(name, 0.0) for name in names])
         total = math.fsum(kept)
         if total <= 0:
-            raise UserError(f"{known.source}: no weight above 0 for any of {format_names(names)}")
-        notes = []
-        if known.printed_sum is not None:
-            notes.append(f"the printed weights sum to {known.printed_sum:.4g}: divided by it")
+            raise UserError(f"{source}: no weight above 0 for any of {format_names(names)}")
         if total < 1.0 - 1e-9:
             notes.append(f"dropped {1.0 - total:.4f} of the weight")
         if without := [name for name in names if name not in weights]:
-            notes.append(f"weight 0 for {format_names(without)}, not in {known.source}")
-        known.fields["parameters"]["rename"] = options.renames
-        return AssignedWeights(
-            kept / total, f"Weights from {known.source}", closing=notes, **known.fields
-        )
+            notes.append(f"weight 0 for {format_names(without)}, not in {source}")
+        parameters["rename"] = options.renames
+        heading = f"Weights from {source}"
+        return AssignedWeights(kept / total, heading, parameters, closing=notes, **fields)
 
     run_training_free("manual", options, assign)
 
 
-def read_weights(options: ManualOptions) -> KnownWeights:
-    """Read ``--weights`` or ``--published``.
+def read_weights(
+    value: str, output: Path
+) -> tuple[str, dict[str, float], dict[str, Any], dict[str, Any]]:
+    """Read ``--weights``: NAME=WEIGHT pairs, a .csv table, or a mixture.
+
+    The parameter ``made_from`` lists a mixture's file, and the paths that the file itself lists.
+    The report follows them to the other costs.
+
+    Args:
+        value: of the option.
+        output: the mixture to write.
+
+    Returns:
+        The source for messages; its weights, with any sum; parameters of the new mixture; further
+        fields of :class:`AssignedWeights`.
 
     Raises:
-        UserError: if they cannot be read.
+        UserError: if the weights cannot be read.
     """
-    if options.published is not None:
-        column = published_column(options.published)
-        parameters = {
-            "published": options.published,
-            "source": f"{column.source}, table '{column.table}'",
-            "printed": dict(column.printed),
-            "printed_sum": column.printed_sum,
-        }
-        return KnownWeights(
-            source=f"--published {options.published}",
-            weights=column.printed,
-            fields={"parameters": parameters, "paper_flops": column.flops},
-            aliases=column.own_names,
-            printed_sum=column.printed_sum,
-        )
-    assert options.weights is not None
-    path = Path(options.weights)
+    path, parameters, fields = Path(value), {}, {}
     if path.suffix == ".json":
-        return _read_mixture(path, options.output)
-    fields: dict[str, Any] = {"parameters": {}}
+        if path.resolve() == output.resolve():
+            raise UserError(f"--weights and --output are both {path}: choose another --output")
+        mixture = Mixture.load(path)
+        old = mixture.parameters
+        places = [path, *(path.parent / place for place in old.get("made_from", ()))]
+        folder = output.parent.resolve()
+        parameters = {
+            "file": str(path),
+            "file_method": mixture.method,
+            "made_from": [os.path.relpath(place.resolve(), folder) for place in places],
+        }
+        if old.get("unknown_costs"):
+            parameters["unknown_costs"] = old["unknown_costs"]
+        recorded, cost = old.get("total_cost"), None
+        # A Chameleon mixture records the cost of its algebra only; its proxy and store record
+        # theirs.
+        by_hash = mixture.provenance is not None and "checkpoint" in mixture.provenance.inputs
+        if isinstance(recorded, dict):
+            cost = Cost(float(recorded["flops"]), float(recorded["device_seconds"]))
+        elif not (by_hash or old.get("made_from") or old.get("unknown_costs")):
+            cost = mixture.cost
+        fields = {
+            "inputs": {"given mixture": mixture.hash},
+            "paper_flops": old.get("paper_flops"),
+            "inherited": cost,
+        }
+        return str(path), dict(mixture.weights), parameters, fields
     if path.suffix == ".csv":
         source = str(path)
         try:
@@ -103,14 +118,14 @@ def read_weights(options: ManualOptions) -> KnownWeights:
             if any(None in row for row in rows):
                 raise csv.Error("a row has more values than the header")
             pairs = [(row["domain"] or "", row["weight"] or "") for row in rows]
-            fields = {"parameters": {"file": source}, "inputs": {"csv": sha256_of_files(path)}}
+            parameters, fields = {"file": source}, {"inputs": {"csv": sha256_of_files(path)}}
         except KeyError:
             raise UserError(f"{path}: must have the columns domain and weight") from None
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"--weights {path}: cannot be read: {error}") from error
     else:
-        source = f"--weights {options.weights}"
-        items = filter(None, map(str.strip, options.weights.split(",")))
+        source = f"--weights {value}"
+        items = filter(None, map(str.strip, value.split(",")))
         pairs = [(name, number) for name, _, number in (item.rpartition("=") for item in items)]
     weights: dict[str, float] = {}
     for name, number in ((name.strip(), number.strip()) for name, number in pairs):
@@ -125,52 +140,22 @@ def read_weights(options: ManualOptions) -> KnownWeights:
             weights[name] = float(number)
         except ValueError:
             raise UserError(f"{source}: weight '{number}' of '{name}' is not a number") from None
-    return KnownWeights(source, weights, fields)
-
-
-def _read_mixture(path: Path, output: Path) -> KnownWeights:
-    """Read the weights of a mixture file, and their total cost if the file records it.
-
-    The parameter ``made_from`` of the new mixture lists this file, and the paths that the file
-    itself lists. The report follows them to the other costs.
-    """
-    if path.resolve() == output.resolve():
-        raise UserError(f"--weights and --output are both {path}: choose another --output")
-    mixture = Mixture.load(path)
-    old = mixture.parameters
-    places = [path, *(path.parent / place for place in old.get("made_from", ()))]
-    folder = output.parent.resolve()
-    parameters: dict[str, Any] = {
-        "file": str(path),
-        "file_method": mixture.method,
-        "made_from": [os.path.relpath(place.resolve(), folder) for place in places],
-    }
-    if old.get("unknown_costs"):
-        parameters["unknown_costs"] = old["unknown_costs"]
-    recorded, cost = old.get("total_cost"), None
-    # A Chameleon mixture records the cost of its algebra only; its proxy and store record their
-    # own.
-    by_hash = mixture.provenance is not None and "checkpoint" in mixture.provenance.inputs
-    if isinstance(recorded, dict):
-        cost = Cost(float(recorded["flops"]), float(recorded["device_seconds"]))
-    elif not (by_hash or old.get("made_from") or old.get("unknown_costs")):
-        cost = mixture.cost
-    fields = {
-        "parameters": parameters,
-        "inputs": {"given mixture": mixture.hash},
-        "paper_flops": old.get("paper_flops"),
-        "inherited": cost,
-    }
-    return KnownWeights(str(path), mixture.weights, fields)
+    return source, weights, parameters, fields
 
 
 def match_domains(
-    known: KnownWeights, renames: Sequence[str], corpus_names: Sequence[str]
+    source: str,
+    known: Mapping[str, float],
+    own_names: Mapping[str, str],
+    renames: Sequence[str],
+    corpus_names: Sequence[str],
 ) -> dict[str, float]:
     """Known weights by the domains of a corpus; weights of names that map to one domain add up.
 
     Args:
+        source: of the weights, for messages.
         known: weights by the names of their source.
+        own_names: other name of a domain -> its name in ``known``.
         renames: values of ``--rename``.
         corpus_names: the domains of the corpus.
 
@@ -181,16 +166,16 @@ def match_domains(
         UserError: for an unknown name, or an invalid weight.
     """
     in_corpus = set(corpus_names)
-    table = {name: name for name in known.weights if name in in_corpus}
-    for alias, name in known.aliases.items():
-        if alias in in_corpus:
-            table.setdefault(name, alias)
+    table = {name: name for name in known if name in in_corpus}
+    for own_name, name in own_names.items():
+        if own_name in in_corpus:
+            table.setdefault(name, own_name)
     renamed = set()
     for rename in renames:
         old, equals, new = map(str.strip, rename.partition("="))
         problem = None
-        if not equals or old not in known.weights:
-            problem = f"must be OLD=NEW, with OLD one of {format_names(list(known.weights))}"
+        if not equals or old not in known:
+            problem = f"must be OLD=NEW, with OLD one of {format_names(list(known))}"
         elif old in renamed:
             problem = f"'{old}' is renamed twice; name it once"
         elif new and new not in in_corpus:
@@ -202,17 +187,14 @@ def match_domains(
             raise UserError(f"--rename {rename}: {problem}")
         renamed.add(old)
         table[old] = new
-    if unknown := [name for name in known.weights if name not in table]:
+    if unknown := [name for name in known if name not in table]:
         raise UserError(
-            f"{known.source}: not in the corpus: {format_names([f'{n!r}' for n in unknown])}; its "
+            f"{source}: not in the corpus: {format_names([f'{n!r}' for n in unknown])}; its "
             f"domains are {format_names(corpus_names)}; add --rename {unknown[0]}=NAME with the "
             f"corpus's name, or --rename {unknown[0]}= to drop it"
         )
-    # Printed columns rarely sum to 1, and the notes report it: no warning.
-    total = known.printed_sum or 1.0
-    shares = {name: weight / total for name, weight in known.weights.items()}
     weights: dict[str, float] = {}
-    for name, weight in normalized(shares, known.source).items():
+    for name, weight in normalized(dict(known), source).items():
         if new := table[name]:
             weights[new] = weights.get(new, 0.0) + weight
     return weights
