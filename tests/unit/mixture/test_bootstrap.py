@@ -1,4 +1,4 @@
-"""The bootstrap over windows, next to a plain reference."""
+"""The bootstrap over windows, compared with a plain reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_resamples_equal_the_plain_reference(monkeypatch, block_values):
 
 @pytest.mark.parametrize("offset", [8, 32])
 def test_weights_are_the_same_wherever_the_vectors_lie(offset):
-    """To the bit, or the same command would not write the same mixture twice."""
+    """Bit-identical, so that a repeated command writes the same mixture."""
     windows = windows_of([40, 33, 7, 130], h=37)
     moved = [at_offset(vectors, offset) for vectors in windows]
     one, other = (
@@ -74,21 +74,16 @@ def test_intervals_cover_the_weights_of_the_whole_population():
     assert 0.8 < np.mean(covered) < 0.97
 
 
-def vectors_of(n: int, h: int = 5, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return (rng.normal(size=(n, h)) + 10).astype(np.float32)
-
-
 def test_each_window_is_in_one_group_and_the_mean_is_that_of_all():
     size = group_size(1000, 4096, 768)
     assert size > 1
     assert 1000 * (4096 // size) * 768 <= MAX_VALUES
-    vectors = vectors_of(100, seed=1)
+    vectors = (np.random.default_rng(1).normal(size=(100, 5)) + 10).astype(np.float32)
     groups = grouped_windows(vectors, 3, seed=2)
     assert groups.shape == (33, 5)
     assert groups.dtype == np.float32
     mean, expected = (array.mean(axis=0, dtype=np.float64) for array in (groups, vectors))
-    rounding = np.finfo(np.float32).eps * np.abs(groups).max()  # that of each group's mean
+    rounding = np.finfo(np.float32).eps * np.abs(groups).max()  # of each group's mean
     np.testing.assert_allclose(mean, expected, rtol=0, atol=rounding)
     order = np.random.default_rng([2, 100]).permutation(100)[:99].reshape(33, 3)
     plain = np.stack([vectors[rows].mean(axis=0) for rows in order])

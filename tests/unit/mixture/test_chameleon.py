@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +15,12 @@ from megatron_chameleon.mixture import (
     DegenerateScoreWarning,
     affinity_matrix,
     chameleon_weights,
-    domain_weights,
 )
 from megatron_chameleon.mixture.target import similarity_shares, target_prior
 
 seeds = st.integers(0, 2**32 - 1)
+recipes = st.sampled_from(sorted(RECIPES))
+modes = st.sampled_from(["pretrain", "finetune"])
 
 # Printed in the paper: Table of SlimPajama weights, Pile weights (which sum to 1.0171), and the
 # fine-tuning weights of Wiki40b and Stack.
@@ -31,8 +31,14 @@ WIKI40B = [0.115, 0.163, 0.127, 0.109, 0.090, 0.140, 0.257]
 STACK = [0.125, 0.129, 0.102, 0.088, 0.241, 0.118, 0.197]
 
 
+def weigh(embeddings, mode, recipe, prior=None, **overrides):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DegenerateScoreWarning)
+        return chameleon_weights(embeddings, mode, recipe, prior=prior, **overrides)
+
+
 def scores_behind(column: list[float], mode: str, temperature: float) -> np.ndarray:
-    """The normalised scores that give a printed column; the column fixes them all.
+    """Recover the normalised scores from a printed column of weights.
 
     z = tau * ln(alpha) + c, where c makes the scores add up to 1.
     """
@@ -63,7 +69,7 @@ def test_the_reference_recipe_reaches_the_printed_tables(column, mode):
     # Centred scores cannot exceed 1 - 1/k; these stay in an ordinary range around the mean 1/k.
     assert scores.min() * len(column) > 0.35
     assert scores.max() * len(column) < 2.0
-    # Small against k * ridge, around a large common mean as hidden states have.
+    # Small compared with k * ridge. Hidden states have a large common mean, too.
     embeddings = centred_domains_with_norms(scores, 64) * 0.1 + 3.0
     weights = chameleon_weights(embeddings, mode, "reference").weights
     np.testing.assert_allclose(weights, np.array(column) / sum(column), atol=2e-3)
@@ -79,40 +85,29 @@ def test_scaled_equals_the_reference_at_seven_domains_and_the_same_ridge():
     np.testing.assert_allclose(scaled.effective_ridge, 0.1 * eigenvalues.mean())
 
 
-@settings(deadline=None, max_examples=25)
-@given(seeds, st.integers(2, 40), st.floats(1e-6, 1e6), st.sampled_from(["pretrain", "finetune"]))
-def test_scaled_does_not_depend_on_the_units(seed, k, factor, mode):
-    embeddings = np.random.default_rng(seed).normal(size=(k, 12)) + 2.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateScoreWarning)
-        expected = chameleon_weights(embeddings, mode, "scaled").weights
-        weights = chameleon_weights(embeddings * factor, mode, "scaled").weights
-    np.testing.assert_allclose(weights, expected, rtol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore::megatron_chameleon.mixture.DegenerateScoreWarning")
 @pytest.mark.parametrize("mode", ["pretrain", "finetune"])
 def test_scaled_stays_spread_over_three_thousand_domains(mode):
     rng = np.random.default_rng(11)
     spectrum, tails = np.arange(1, 129) ** -0.75, np.exp(rng.normal(size=(3000, 1)))
-    weights = chameleon_weights(rng.normal(size=(3000, 128)) * spectrum * tails, mode, "scaled")
-    assert 1.5 / 3000 < weights.weights.max() < 0.02
+    weights = weigh(rng.normal(size=(3000, 128)) * spectrum * tails, mode, "scaled").weights
+    assert 1.5 / 3000 < weights.max() < 0.02
 
 
-@settings(deadline=None, max_examples=20)
-@given(seeds, st.sampled_from(sorted(RECIPES)), st.sampled_from(["pretrain", "finetune"]))
-def test_rotation_changes_nothing_and_permutation_carries_over(seed, recipe, mode):
+@settings(deadline=None, max_examples=25)
+@given(seeds, recipes, modes, st.floats(1e-6, 1e6))
+def test_rotation_and_permutation_carry_over_and_scaled_has_no_units(seed, recipe, mode, factor):
     rng = np.random.default_rng(seed)
     embeddings = rng.normal(size=(8, 10)) + rng.normal(size=10)
     rotation = np.linalg.qr(rng.normal(size=(10, 10)))[0]
     order = rng.permutation(8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateScoreWarning)
-        weights = chameleon_weights(embeddings, mode, recipe).weights
-        rotated = chameleon_weights(embeddings @ rotation, mode, recipe).weights
-        permuted = chameleon_weights(embeddings[order], mode, recipe).weights
+    weights = weigh(embeddings, mode, recipe).weights
+    rotated = weigh(embeddings @ rotation, mode, recipe).weights
+    permuted = weigh(embeddings[order], mode, recipe).weights
     np.testing.assert_allclose(rotated, weights, atol=1e-9)
     np.testing.assert_allclose(permuted, weights[order], atol=1e-9)
+    expected = weigh(embeddings, mode, "scaled").weights
+    in_other_units = weigh(embeddings * factor, mode, "scaled").weights
+    np.testing.assert_allclose(in_other_units, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("recipe", ["reference", "scaled"])
@@ -125,23 +120,12 @@ def test_identical_domains_are_uniform_with_a_warning(recipe):
         assert result.degenerate == (0, 1, 2, 3, 4, 5)
 
 
-seeds = st.integers(0, 2**32 - 1)
-recipes = st.sampled_from(["paper", "reference", "scaled"])
-modes = st.sampled_from(["pretrain", "finetune"])
-
-
-def weigh(embeddings, mode, recipe, prior=None, **overrides):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DegenerateScoreWarning)
-        return chameleon_weights(embeddings, mode, recipe, prior=prior, **overrides)
-
-
-def problem(seed: int, most_domains: int = 9, most_features: int = 14):
-    """Embeddings [k, h] of any scale, priors [k], and a generator."""
+def problem(seed: int):
+    """Embeddings [k, h] of any scale, and priors [k]."""
     rng = np.random.default_rng(seed)
-    k, h = rng.integers(2, most_domains), rng.integers(1, most_features)
+    k, h = rng.integers(2, 9), rng.integers(1, 14)
     embeddings = rng.normal(size=(k, h)) * 10 ** rng.uniform(-1, 2) + rng.normal(size=h)
-    return embeddings, rng.uniform(0.1, 3.0, k), rng
+    return embeddings, rng.uniform(0.1, 3.0, k)
 
 
 def scores_by_definition(affinity, prior, ridge):
@@ -152,7 +136,7 @@ def scores_by_definition(affinity, prior, ridge):
 
 @given(seeds, recipes, modes)
 def test_scores_and_weights_are_those_of_the_definition(seed, recipe, mode):
-    embeddings, prior, _ = problem(seed)
+    embeddings, prior = problem(seed)
     result = weigh(embeddings, mode, recipe, prior, score_floor=1e-10, score_ceiling=np.inf)
     eta = prior / prior.mean()
     affinity = affinity_matrix(embeddings, result.recipe.center)
@@ -165,47 +149,13 @@ def test_scores_and_weights_are_those_of_the_definition(seed, recipe, mode):
     np.testing.assert_allclose(result.weights, odds / odds.sum(), rtol=1e-7, atol=1e-9)
 
 
-def christoffel(affinity, prior, ridge, i):
-    """min_g sum_j eta_j / k g(x_j)^2 + lambda |g|^2 with g(x_i) = 1, for g = sum_j a_j K(x_j, .).
-
-    Over a, by its Lagrangian: the minimum is 1 / (K_i Q^-1 K_i) with Q the quadratic form.
-    """
-    k = len(affinity)
-    quadratic = affinity @ np.diag(prior / k) @ affinity + ridge * affinity
-    solved = np.linalg.solve(quadratic, affinity[i])
-    return 1 / (affinity[i] @ solved)
-
-
-@given(seeds)
-def test_pretraining_takes_the_christoffel_function(seed):
-    """The variational problem itself, where K has full rank."""
-    rng = np.random.default_rng(seed)
-    k = int(rng.integers(2, 6))
-    embeddings, prior = rng.normal(size=(k, 3 * k)), rng.uniform(0.2, 3, k)
-    prior /= prior.mean()
-    result = weigh(embeddings, "pretrain", "paper", prior, ridge=0.3)
-    values = [k * christoffel(result.affinity, prior, 0.3, i) for i in range(k)]
-    np.testing.assert_allclose(prior / result.scores, values, rtol=1e-6)
-
-
 @given(seeds, recipes, modes, st.floats(1e-300, 1e300))
 def test_equal_priors_give_the_plain_weights_to_the_bit(seed, recipe, mode, value):
-    embeddings, _, _ = problem(seed)
+    embeddings, _ = problem(seed)
     plain = weigh(embeddings, mode, recipe)
     same = weigh(embeddings, mode, recipe, np.full(len(embeddings), value))
-    assert same.prior is None
     np.testing.assert_array_equal(same.weights, plain.weights)
     np.testing.assert_array_equal(same.scores, plain.scores)
-    assert same.degenerate == plain.degenerate
-
-
-def test_the_limits_hold_what_is_inverted():
-    scores, prior = np.array([0.5, 0.5, 0.5, 0.5]), np.array([3.7, 0.1, 0.1, 0.1])
-    limits: dict[str, Any] = {"score_floor": 0.5, "score_ceiling": 4.0, "prior": prior}
-    with pytest.warns(DegenerateScoreWarning, match="position 0, 1, 2, 3"):
-        weights = domain_weights(scores, "pretrain", 1.0, True, **limits)
-    # S / eta is held at 0.5 and 4 times the mean of S, and z = 4 / 0.5 or 4 / 4.
-    np.testing.assert_allclose(weights[0] / weights[1], np.exp(8.0 - 1.0))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.floats(0.01, 0.99))
@@ -214,8 +164,6 @@ def test_the_prior_is_a_mean_of_target_and_uniform(shares, strength):
     prior = target_prior(shares, strength)
     expected = 1 - strength + strength * len(shares) * np.array(shares) / np.sum(shares)
     np.testing.assert_allclose(prior, expected, rtol=1e-9)
-    assert prior.mean() == pytest.approx(1, rel=1e-9)
-    assert prior.min() > 0
     if len(set(shares)) == 1:
         assert (prior == 1).all()
 

@@ -22,11 +22,7 @@ from megatron_chameleon.mixture.doremi import (
     DoremiState,
     token_weights,
 )
-from megatron_chameleon.mixture.exponentiated import (
-    LOWEST_LOG,
-)
-
-ORIGINAL, FORK = RECIPES["original"], RECIPES["fork"]
+from megatron_chameleon.mixture.exponentiated import LOWEST_LOG
 
 
 def advanced(state, means, tokens, recipe):
@@ -48,7 +44,7 @@ def test_no_step_size_overflows(eta, eps):
         assert state.weights.sum() == pytest.approx(1)
     assert state.log_weights.min() >= LOWEST_LOG
     assert state.weights[2] < 0.01
-    assert advanced(state, [0, 0, 1e4], [1, 1, 1], recipe).weights[2] > 0.99  # none is lost
+    assert advanced(state, [0, 0, 1e4], [1, 1, 1], recipe).weights[2] > 0.99  # it can grow again
 
 
 def plain_variant(batches, fork):
@@ -56,8 +52,8 @@ def plain_variant(batches, fork):
 
     Args:
         batches: of each step, the excess losses of the tokens of each domain.
-        fork: clip domain means at 0, with steps of 0.1 and no smoothing, and average without the
-            first weights; or clip tokens at 0, with steps of 1 and 0.1% that is uniform.
+        fork: clip domain means at 0, take steps of 0.1, and average without the first weights.
+            Otherwise clip tokens at 0, take steps of 1, and smooth with 0.1% of uniform weights.
     """
     k = len(batches[0])
     alpha, last, seen = [1 / k] * k, [math.log(100)] * k, []
@@ -83,36 +79,30 @@ def test_many_steps_equal_plain_loops(variant):
         [rng.normal(0.1 * i - 0.1, 0.5, rng.integers(6)) for i in range(4)] for _ in range(25)
     ]
     weights, mean = plain_variant(batches, fork=variant == "fork")
-    other, _ = plain_variant(batches, fork=variant != "fork")
     state = DoremiState.first(4, 100, recipe)
     for batch, expected in zip(batches, weights, strict=True):
-        # As in the hook.
+        # As the hook does.
         clipped = [np.maximum(part, recipe.floor) if recipe.clip_tokens else part for part in batch]
         sums = np.array([part.sum() for part in clipped])
         state = state.after(sums, np.array([float(len(part)) for part in batch]), recipe)
         assert_allclose(state.weights, expected, rtol=1e-9)
     assert_allclose(state.mean, mean, rtol=1e-9)
-    assert np.abs(np.array(other[-1]) - weights[-1]).max() > 0.01
 
 
 def test_token_weights_of_absent_domains_and_of_tiny_weights():
     log_weights, sampling = np.log([0.7, 0.2, 0.1]), np.full(3, 1 / 3)
     weights = token_weights(log_weights, sampling, np.array([0.0, 6.0, 3.0]))
     assert_allclose(weights, [0.0, 1.2, 0.6])
-    assert not token_weights(log_weights, sampling, np.zeros(3)).any()
     log_weights = np.array([0.0, -2000.0, -2000.0 - math.log(2)])  # exp() underflows
     weights = token_weights(log_weights, sampling, np.array([0.0, 2.0, 2.0]))
     assert_allclose(weights, [0.0, 4 / 3, 2 / 3])
-
-
-RATE = 0.1
 
 
 def everything(k):
     return Roles(tuple(range(k)), tuple(range(k)))
 
 
-def step(state, gradients, recipe, roles, present=None, rate=RATE):
+def step(state, gradients, recipe, roles, present=None, rate=0.1):
     """The state after a batch with these gradients [k, n], and the combined gradient."""
     products = gradients @ gradients.T
     present = range(len(gradients)) if present is None else present
@@ -146,21 +136,16 @@ def plain_step(weights, gradients, recipe, roles, rate):
 def test_many_steps_equal_the_algorithm_on_vectors(recipe, roles):
     rng = np.random.default_rng(0)
     state, weights = DogeState.first(4, roles), np.full(len(roles.train), 1 / len(roles.train))
-    over_steps, moved = [], 0.0
+    over_steps = []
     for number in range(20):
         gradients = rng.normal(size=(4, 9)) * rng.exponential(size=(4, 1)) + 0.1
         rate = 0.2 / (1 + number)
         state, update = step(state, gradients, recipe, roles, rate=rate)
-        before = weights
         weights, expected = plain_step(weights, gradients, recipe, roles, rate)
-        moved += np.abs(weights - before).sum() / 2
         np.testing.assert_allclose(state.weights, weights, rtol=1e-10)
         np.testing.assert_allclose(update, expected, rtol=1e-9, atol=1e-12)
         over_steps.append(weights)
     np.testing.assert_allclose(state.mean, np.mean(over_steps, axis=0), rtol=1e-10, atol=1e-30)
-    assert state.counted == 20
-    assert state.moved == pytest.approx(moved)
-    assert np.ptp(weights) > 0.005
 
 
 def test_an_absent_domain_keeps_its_inner_products():

@@ -5,13 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 
-from megatron_chameleon.mixture.sampling import (
-    REGMIX_SAMPLING,
-    quantize,
-    sample_mixtures,
-)
+from megatron_chameleon.mixture.sampling import REGMIX_SAMPLING, quantize, sample_mixtures
 
 PRIOR = np.array([0.45, 0.25, 0.15, 0.08, 0.04, 0.02, 0.01])
 
@@ -27,11 +22,8 @@ def test_every_mixture_sums_to_one_in_steps_of_the_smallest_weight():
     steps = mixtures / REGMIX_SAMPLING.smallest_weight
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-8)
     assert (mixtures >= 0).all()
-
-
-@pytest.mark.parametrize(("fewer", "more"), [(20, 300), (32, 33)])
-def test_more_mixtures_begin_with_the_fewer(fewer, more):
-    np.testing.assert_array_equal(sampled(count=fewer), sampled(count=more)[:fewer])
+    for fewer in (20, 199):  # a larger swarm extends a smaller one
+        np.testing.assert_array_equal(sampled(count=fewer), mixtures[:fewer])
 
 
 def test_mixtures_are_distinct_and_not_far_above_the_prior():
@@ -55,7 +47,7 @@ def quantized_directly(row, smallest):
     return np.array(whole) / steps
 
 
-def test_steps_go_to_the_largest_remainders():
+def test_weights_are_rounded_by_largest_remainders():
     rows = np.random.default_rng(5).dirichlet(np.full(6, 0.4), size=300)
     found = quantize(rows, 0.01)
     for row, result in zip(rows, found, strict=True):
