@@ -94,7 +94,7 @@ def test_published_losses_of_five_domains_are_predicted():
     """Fit 20 mixtures of the study, and predict the mean loss of the 6 others.
 
     Over many splits the mean absolute error is 0.020, with a standard deviation of 0.006 between
-    splits: the mean over eight seeded splits is within 0.002 of it. A constant prediction has 0.064.
+    splits: the mean over eight seeded splits is within 0.002 of it. A constant has 0.064.
     """
     (path,) = public_results("mixing_laws").glob("five_domains_*.csv")
     data = np.loadtxt(path, delimiter=",", skiprows=1)
