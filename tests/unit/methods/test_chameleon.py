@@ -138,8 +138,8 @@ def test_mixture_is_computed_from_the_mean_embeddings(compute, text_corpus, inpu
     assert (embedding["layer"], embedding["window_length"]) == (2, 32)  # the middle; the proxy's
 
 
-def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs, capsys):
-    mixture = compute(weighting=dataclasses.replace(SCALED, confidence=0.8, precision=1e-3))
+def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs):
+    mixture = compute(weighting=dataclasses.replace(SCALED, confidence=0.8))
     store = EmbeddingStore.load(inputs["store"])
     expected = bootstrap_weights(
         [store.vectors(name) for name in DOMAINS],
@@ -155,30 +155,21 @@ def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs, caps
     ranked = sorted(DOMAINS, key=mixture.weights.get, reverse=True)
     assert [(one, other) for one, other, _ in mixture.outweighs] == list(itertools.pairwise(ranked))
     assert all(0.5 < likely <= 1 for _, _, likely in mixture.outweighs)
-    needed = round(WINDOWS * (max(high - low) / 2 / 1e-3) ** 2)
-    printed = capsys.readouterr().out
-    assert any(f"{count:,}" in printed for count in (needed, needed + 1))
 
 
-def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path, monkeypatch):
+def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    relative = {"output": Path("mixture.json"), "store": Path("embeddings")}
-    monkeypatch.chdir(here)
-    compute(**relative)
+    compute(output=here / "mixture.json", store=None)
     options = ChameleonOptions(
-        **{**inputs, **relative},
+        corpus=inputs["corpus"],
+        checkpoint=inputs["checkpoint"],
+        output=there / "mixture.json",
         extraction=ExtractionOptions(num_windows=WINDOWS),
         weighting=SCALED,
     )
     tool = Path(__file__).resolve().parents[3] / "tools" / "compute_mixture.py"
-    subprocess.run(
-        [sys.executable, str(tool), *flags(options)],
-        cwd=there,
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        check=True,
-    )
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    subprocess.run([sys.executable, str(tool), *flags(options)], env=environment, check=True)
     one, other = (json.loads((f / "mixture.json").read_text()) for f in (here, there))
     for record in (one, other):
         del record["provenance"], record["cost"]
@@ -187,38 +178,28 @@ def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path, monkey
         assert path.read_bytes() == (there / "embeddings" / path.name).read_bytes()
 
 
-def test_uninformative_weights_raise_warnings(compute, text_corpus, tmp_path):
+def test_uninformative_weights_raise_warnings(compute):
     # Two domains are symmetric about their mean, so centered ones have equal weights.
     with pytest.warns(UserWarning, match="uniform"):
         compute(domains=f"{DOMAINS[0]},{DOMAINS[1]}")
     with pytest.warns(UserWarning, match="one domain"):
         compute(weighting=dataclasses.replace(SCALED, temperature=1e-3))
-    root, news = shutil.copytree(text_corpus.root, tmp_path / "twins"), text_corpus.domains["news"]
-    dataclasses.replace(text_corpus, root=root, domains={"a": news, "b": news}).save()
-    with pytest.warns(DegenerateScoreWarning, match="'a', 'b'"):
-        compute(corpus=root, extraction=EVERY_WINDOW, store=tmp_path / "store")
 
 
-def test_the_epoch_limit_caps_weights_and_intervals(compute, text_corpus, capsys):
+def test_the_epoch_limit_caps_weights_and_intervals(compute, text_corpus):
     tokens, budget = text_corpus.train_tokens, 100_000
     free = compute(token_budget=budget)
-    assert free.epochs == pytest.approx(
-        {name: weight * budget / tokens[name] for name, weight in free.weights.items()}
-    )
-    assert free.max_epochs is free.unconstrained is free.capped is None
     most = 0.97 * max(free.epochs.values())
-    capsys.readouterr()
     limited = compute(token_budget=budget, max_epochs=most)
-    assert ", ".join(limited.capped) in capsys.readouterr().out
+    for mixture in (free, limited):
+        epochs = {name: weight * budget / tokens[name] for name, weight in mixture.weights.items()}
+        assert mixture.epochs == pytest.approx(epochs)
     assert limited.unconstrained == free.weights
-    assert sum(limited.weights.values()) == pytest.approx(1, abs=1e-12)
-    assert set(limited.capped) < set(DOMAINS)
-    for name in DOMAINS:
-        if name in limited.capped:
-            assert limited.epochs[name] == pytest.approx(most)
-            assert limited.intervals[name][1] <= most * tokens[name] / budget * (1 + 1e-12)
-        else:
-            assert limited.epochs[name] < most
+    assert limited.capped == [name for name in DOMAINS if limited.epochs[name] > 0.999 * most]
+    assert 0 < len(limited.capped) < len(DOMAINS)
+    for name in limited.capped:
+        assert limited.epochs[name] == pytest.approx(most)
+        assert limited.intervals[name][1] <= most * tokens[name] / budget * (1 + 1e-12)
 
 
 def test_kept_domains_retain_their_ratios(compute, tmp_path):
@@ -230,10 +211,8 @@ def test_kept_domains_retain_their_ratios(compute, tmp_path):
     assert mixture.weights[new] == pytest.approx(everything.weights[new])
     assert mixture.intervals[new] == pytest.approx(everything.intervals[new])
     assert mixture.weights[DOMAINS[0]] / mixture.weights[DOMAINS[1]] == pytest.approx(9)
-    assert sum(mixture.weights.values()) == pytest.approx(1, abs=1e-12)
     assert mixture.provenance.inputs["kept mixture"] == old.hash
     limited = compute(keep=tmp_path / "old.json", token_budget=10_000, max_epochs=0.9)
-    assert limited.unconstrained == mixture.weights
     assert limited.capped == [new]
     assert limited.weights[DOMAINS[0]] / limited.weights[DOMAINS[1]] == pytest.approx(9)
 
@@ -241,26 +220,16 @@ def test_kept_domains_retain_their_ratios(compute, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "changes", "overrides"),
     [
-        ("paper", {"center": True}, {"center": True}),
         ("reference", {"normalize": False, "ridge": 1e-3}, {"normalize": False, "ridge": 1e-3}),
         ("scaled", {"ridge": 0.5}, {"ridge": 0.5, "ridge_relative": False}),
-        (
-            "scaled",
-            {"temperature": 3.0},
-            {"temperature_pretrain": 3.0, "temperature_relative": False},
-        ),
+        ("scaled", {"temperature": 3}, {"temperature_pretrain": 3, "temperature_relative": False}),
     ],
 )
-def test_recipe_and_hyperparameters(compute, inputs, tmp_path, recipe, changes, overrides):
-    compute(weighting=RecipeOptions(recipe, bootstrap_resamples=2, **changes))
-    # Infinite limits of the scores are stored as null.
-    text = (tmp_path / "out" / "mixture.json").read_text()
-    body = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    means = means_of(inputs["store"])
-    expected = chameleon_weights(means, "pretrain", recipe, **overrides)
-    np.testing.assert_allclose(values(body["weights"]), expected.weights, rtol=1e-9)
-    for field, value in overrides.items():
-        assert body["parameters"]["recipe"][field] == value
+def test_recipe_and_hyperparameters(compute, inputs, recipe, changes, overrides):
+    mixture = compute(weighting=RecipeOptions(recipe, bootstrap_resamples=2, **changes))
+    expected = chameleon_weights(means_of(inputs["store"]), "pretrain", recipe, **overrides)
+    np.testing.assert_allclose(values(mixture.weights), expected.weights, rtol=1e-9)
+    assert mixture.parameters["recipe"].items() >= overrides.items()
 
 
 def test_store_is_reused_and_extended(compute, tmp_path, capsys):
@@ -271,9 +240,8 @@ def test_store_is_reused_and_extended(compute, tmp_path, capsys):
     first = compute(store=None)
     assert ", 2 domains reused from " in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    again = compute(store=None)
+    assert compute(store=None).intervals == first.intervals
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == files
-    assert (again.weights, again.intervals) == (first.weights, first.intervals)
     some = compute(store=None, domains="poems, news")
     expected = chameleon_weights(means_of(folder, ["news", "poems"]), "pretrain", "scaled")
     assert list(some.weights) == ["news", "poems"]
@@ -325,13 +293,10 @@ def test_many_domains(compute, monkeypatch):
     [
         ({"weighting": RecipeOptions("scaled", normalize=False)}, "--recipe"),
         ({"extraction": ExtractionOptions(layer=99)}, "--layer 99"),
-        ({"max_epochs": 2.0, "token_budget": 10**9}, "--max-epochs"),
         ({"target_strength": 0.5}, "--target-strength"),
-        ({"domains": "news,prose"}, "'prose'"),
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
         ({"parallel": ParallelOptions(2)}, "tensor 2"),
         ({"target": "news,news"}, "'news'"),
-        ({"target": " , "}, "--target"),
         ({"target": "nowhere.txt"}, "nowhere.txt"),
         ({"target": "poems", "domains": "news,code"}, "'poems'"),
     ],
@@ -347,7 +312,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(compute, tmp_path, changes, na
 def test_a_target_of_domains(compute, inputs, capsys, mode):
     plain = compute(mode=mode, weighting=TARGETED)
     settings = {"target": "code=3, poems", "target_strength": 0.4, "weighting": TARGETED}
-    mixture = compute(mode=mode, **settings)
+    mixture = compute(mode=mode, explain=True, **settings)
     prior = target_prior([0, 3, 1], 0.4)
     means = means_of(inputs["store"])
     expected = chameleon_weights(means, mode, prior=prior, ridge=0.01, ridge_relative=False)
@@ -359,11 +324,6 @@ def test_a_target_of_domains(compute, inputs, capsys, mode):
         "prior": pytest.approx(dict(zip(DOMAINS, prior, strict=True))),
         "weights_without": plain.weights,
     }
-    for name, (low, high) in mixture.intervals.items():
-        assert low <= mixture.weights[name] <= high
-    capsys.readouterr()
-    explained = compute(mode=mode, explain=True, **settings)
-    assert explained.weights == mixture.weights
     printed = capsys.readouterr().out
     assert f"{prior[1]:.2f}" in next(row for row in printed.splitlines() if "2 code" in row)
 
@@ -373,14 +333,9 @@ def test_a_target_without_effect_raises_a_warning(compute):
     with pytest.warns(UserWarning, match="no effect"):
         equal = compute(target="news,code,poems", weighting=TARGETED)
     assert (equal.weights, equal.intervals) == (plain.weights, plain.intervals)
-    with pytest.warns(UserWarning, match="smaller --ridge"):
-        compute(target="news", weighting=dataclasses.replace(TARGETED, ridge=1e6))
     small = dataclasses.replace(TARGETED, ridge=1e-7, center=False)
     with pytest.warns(UserWarning, match="larger --ridge"):
         compute(target="news", weighting=small, mode="finetune")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compute(target="news", weighting=TARGETED)
 
 
 def texts_of(corpus: Corpus, name: str, count: int | None = None) -> list[str]:
@@ -392,9 +347,8 @@ def texts_of(corpus: Corpus, name: str, count: int | None = None) -> list[str]:
 
 def test_a_target_text_is_embedded_like_a_domain(compute, text_corpus, tmp_path):
     path, store = tmp_path / "all.jsonl", tmp_path / "store"
-    path.write_text(
-        "\n".join(json.dumps({"text": text}) for text in texts_of(text_corpus, "poems"))
-    )
+    lines = [json.dumps({"text": text}) for text in texts_of(text_corpus, "poems")]
+    path.write_text("\n".join(lines))
     settings = {"extraction": EVERY_WINDOW, "store": store, "weighting": TARGETED}
     mixture = compute(target=str(path), **settings)
     means, target = means_of(store), mixture.parameters["target"]
@@ -402,12 +356,7 @@ def test_a_target_text_is_embedded_like_a_domain(compute, text_corpus, tmp_path)
     assert list(target["prior"].values()) == pytest.approx(expected, rel=1e-4)
     assert max(target["prior"], key=target["prior"].get) == "poems"
     assert mixture.weights["poems"] > target["weights_without"]["poems"]
-    assert target["windows"] == EmbeddingStore.load(store).domains["poems"].windows
-    assert len(mixture.provenance.inputs["target text"]) == 64
     assert mixture.cost.flops > 0  # of the text, which is not in the store
-    (tmp_path / "one.txt").write_text(" ".join(texts_of(text_corpus, "code", 30)))
-    prior = compute(target=str(tmp_path / "one.txt"), **settings).parameters["target"]["prior"]
-    assert max(prior, key=prior.get) == "code"
 
 
 def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):
@@ -441,7 +390,6 @@ def test_explain_shows_the_weights_after_each_change(mode, name):
             return chameleon_weights(means, mode, recipe)
 
     text, temperature = explain(names, recipe, weigh), f"temperature_{mode}"
-    rows = [row.split() for row in text.splitlines() if row.startswith("2 code ")]
     changes = [
         {},
         *({"ridge": recipe.ridge * factor} for factor in (0.1, 10)),
@@ -450,9 +398,7 @@ def test_explain_shows_the_weights_after_each_change(mode, name):
         *([] if recipe.temperature_relative else [{"normalize": not recipe.normalize}]),
     ]
     columns = [weigh(dataclasses.replace(recipe, **change)).weights for change in changes]
+    rows = [row.split() for row in text.splitlines() if row.startswith("2 code ")]
     assert rows[1][2:] == [format_weight(column[1]) for column in columns]
     moved = [f"{np.abs(c - columns[0]).sum() / 2:.1%}" for c in columns]
     assert text.splitlines()[-1].split()[1:] == moved
-    result = weigh(recipe)
-    assert rows[0][3:6] == [f"{result.scores[1]:.3g}", "1.00", format_weight(columns[0][1])]
-    assert max(map(len, text.splitlines())) <= 100

@@ -167,10 +167,8 @@ def test_the_record_describes_the_clusters(found, web, proxy):
     record = DiscoveredDomains.load(found.root)
     checkpoint = CheckpointRecord.load(find_checkpoint(proxy))
     assert record.provenance.inputs == {"corpus": web.hash, "checkpoint": checkpoint.hash}
-    assert found.provenance == record.provenance
     assert (record.num_clusters, record.dissolved, record.divided) == (3, 0, ["web"])
     assert record.cost.flops > 0
-    assert list(record.domains) == found.names
     for name, domain in record.domains.items():
         splits = found.domains[name]
         assert domain.documents == sum(splits.split(split).documents for split in SPLITS)
@@ -178,7 +176,6 @@ def test_the_record_describes_the_clusters(found, web, proxy):
         assert domain.shares == {"web": 1.0}
         own = texts_of(found, name, "train")
         distances = [near.distance for near in domain.nearest]
-        assert len(distances) == 3
         assert distances == sorted(distances)
         for near in domain.nearest:
             tokens = open_tokens(web, near.domain, "train").get(near.document)
@@ -196,16 +193,10 @@ def test_several_numbers_the_best_silhouette_wins(discover, found, tmp_path):
 
 
 def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, monkeypatch):
-    def no_proxy(*_):
-        raise AssertionError("the proxy is not needed")
-
-    monkeypatch.setattr(discover_module, "open_reader", no_proxy)
     store = found.root.with_name("found.embeddings")
-    other = discover(discover="2", store=store)
-    assert len(other.names) == 2
-    with pytest.raises(AssertionError, match="not needed"):
-        discover(output=tmp_path / "third", store=store, seed=1)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(discover_module, "open_reader", None)
+        assert len(discover(discover="2", store=store).names) == 2
     embedding = DocumentEmbeddingOptions(fit_windows=200, windows_per_document=2)
     with pytest.raises(UserError, match="num_windows 4, not 2"):
         discover(output=tmp_path / "third", store=store, embedding=embedding)
@@ -260,8 +251,7 @@ def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_pa
     )
     with pytest.warns(UserWarning, match="1 of 3 clusters"):
         found = discover(corpus=lacking.root)
-    record = DiscoveredDomains.load(found.root)
-    assert (record.num_clusters, record.dissolved, len(found.names)) == (3, 1, 2)
+    assert (DiscoveredDomains.load(found.root).dissolved, len(found.names)) == (1, 2)
     before, after = (
         sum(d.split(s).documents for d in each.domains.values() for s in SPLITS)
         for each in (lacking, found)
@@ -271,41 +261,31 @@ def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("changes", "embedding", "named"),
+    ("changes", "named"),
     [
-        ({"min_tokens_per_split": 100_000}, {}, "--min-tokens-per-split 100000"),
-        ({"cluster_name": "a,b"}, {}, "--cluster-name"),
-        ({}, {"fit_windows": 2}, "--fit-windows 2"),
+        ({"min_tokens_per_split": 100_000}, "--min-tokens-per-split 100000"),
+        ({"cluster_name": "a,b"}, "--cluster-name"),
+        ({"discover": "300"}, "--fit-windows 200"),
     ],
 )
-def test_a_mistake_is_one_line_and_writes_nothing(options, changes, embedding, named, tmp_path):
-    chosen = DocumentEmbeddingOptions(**{"fit_windows": 200, **embedding})
+def test_a_mistake_is_one_line_and_writes_nothing(options, changes, named, tmp_path):
     with pytest.raises(UserError, match=named) as error:
-        discover_domains(options(**changes, embedding=chosen))
+        discover_domains(options(**changes))
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def blobs(num_clusters, size, width=24, noise=0.3):
-    """[n, width] float32 vectors around random directions, with a large common mean; labels [n]."""
-    rng = np.random.default_rng(num_clusters)
-    labels = rng.integers(0, num_clusters, size)
-    centres = rng.normal(size=(num_clusters, width))
-    found = 50 + centres[labels] + noise * rng.normal(size=(size, width))
-    found[:, 0] *= 1000  # one feature varies far more than the others
-    return found.astype(np.float32), labels
-
-
-@pytest.mark.parametrize("num_clusters", [2, 12])
-def test_known_clusters_and_their_number_are_found(num_clusters):
-    windows, labels = blobs(num_clusters, 3000)
-    numbers = sorted({2, num_clusters, num_clusters + 3})
-    fit = fit_clusters(windows, numbers, seed=1, restarts=10)
-    assert len(fit.centroids) == num_clusters
-    assert list(fit.silhouettes) == numbers
+def test_known_clusters_and_their_number_are_found():
+    """Clusters around random directions, with a large common mean and one dominant feature."""
+    rng = np.random.default_rng(12)
+    labels = rng.integers(0, 12, 3000)
+    windows = 50 + rng.normal(size=(12, 24))[labels] + 0.3 * rng.normal(size=(3000, 24))
+    windows[:, 0] *= 1000
+    fit = fit_clusters(windows.astype(np.float32), [2, 12, 15], seed=1, restarts=10)
+    assert len(fit.centroids) == 12
     found = pairwise_distances_argmin(fit.scaled(windows), fit.centroids)
     assert adjusted_rand_score(labels, found) > 0.99
-    scaled = (windows - windows.mean(axis=0, dtype=float)) / windows.std(axis=0, dtype=float)
+    scaled = (windows - windows.mean(axis=0)) / windows.std(axis=0)
     scaled /= np.linalg.norm(scaled, axis=1, keepdims=True)
     np.testing.assert_allclose(fit.scaled(windows), scaled, atol=1e-4)
     assert fit.inertia == pytest.approx(np.square(scaled - fit.centroids[found]).sum(), rel=1e-3)

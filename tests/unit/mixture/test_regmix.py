@@ -86,8 +86,8 @@ def test_public_runs_give_the_ranks_and_the_optimum_of_the_paper(public):
     assert found == pytest.approx(CORRELATIONS, abs=0.5)
     prior = read["train_mixture"].mean(axis=0)
     # Pile-CC is the first of CORRELATIONS. The paper takes the best 128 of 100,000 draws.
-    found = sampled_optimum(lambda m: trees(m)[:, 0], prior, num_draws=25_000, num_best=32)
-    weights = dict(zip(domains, found.weights, strict=True))
+    best = sampled_optimum(lambda m: trees(m)[:, 0], prior, num_draws=25_000, num_best=32)
+    weights = dict(zip(domains, best.weights, strict=True))
     assert 0.85 <= weights["pile_cc"] <= 0.92
     assert max(weights, key=lambda name: weights[name] * (name != "pile_cc")) == "ubuntu_irc"
 
