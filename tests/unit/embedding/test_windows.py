@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.embedding.windows import draw_windows, load_windows
+from megatron_chameleon.embedding.windows import draw_windows, load_windows, spread_windows
 from megatron_chameleon.errors import UserError
 
 documents = st.lists(st.integers(0, 200), max_size=30)
@@ -115,3 +115,23 @@ def test_loaded_windows_are_in_the_split_of_a_data_path(corpus):
         ends = [len(text) * part // parts for part in range(parts + 1)]
         expected += [text[start:end] for start, end in itertools.pairwise(ends)]
     assert sorted(texts_of(tokens, windows)) == sorted(expected)
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=20),
+    st.integers(1, 70),
+    st.integers(1, 6),
+)
+def test_windows_of_a_document_are_disjoint_and_cover_short_ones(lengths, window_length, most):
+    windows = spread_windows(np.array(lengths), window_length, most)
+    assert windows.length.min() >= 1
+    assert windows.length.max() <= window_length
+    for document, length in enumerate(lengths):
+        here = windows.document == document
+        start, end = windows.start[here], (windows.start + windows.length)[here]
+        assert here.sum() == min(most, -(-length // window_length))
+        assert start[0] >= 0
+        assert end[-1] <= length
+        assert (start[1:] >= end[:-1]).all()
+        if here.sum() < most:
+            assert windows.length[here].sum() == length

@@ -22,7 +22,7 @@ OPTIONS: dict[str, type[DoremiOptions | DogeOptions]] = {
 }
 RULES = {"doremi": DoremiRule(doremi_eta=0.1), "doge": DogeRule(doge_mu=0.2)}
 PROXIES: dict[str, dict[str, Any]] = {
-    # As the fixture ``finished_run``, the reference.
+    # As in the fixture ``finished_run``, which is the reference.
     "doremi": {"global_batch_size": 8, "micro_batch_size": 4},
     "doge": {
         "global_batch_size": 6,

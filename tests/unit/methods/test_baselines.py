@@ -39,7 +39,7 @@ def compute(options):
         run_options = options(name, **changes)
         METHODS[name].compute(run_options)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # its weights sum to 1
+            warnings.simplefilter("error")  # a sum other than 1 would warn
             return Mixture.load(run_options.output)
 
     return run

@@ -135,7 +135,7 @@ def test_mixture_is_computed_from_the_mean_embeddings(compute, text_corpus, inpu
     }
     assert {key: mixture.parameters[key] for key in expected_parameters} == expected_parameters
     embedding = mixture.parameters["embedding"]
-    assert (embedding["layer"], embedding["window_length"]) == (2, 32)  # the middle; the proxy's
+    assert (embedding["layer"], embedding["window_length"]) == (2, 32)  # defaults
 
 
 def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs):
@@ -257,7 +257,7 @@ def test_store_is_reused_and_extended(compute, tmp_path, capsys):
 
 
 def test_extraction_options(compute, inputs, tmp_path):
-    """Each changes the embeddings, except for the batch size; bfloat16 rounds them."""
+    """Each option except the batch size changes the embeddings; bfloat16 rounds them."""
     compute()
     exact = means_of(inputs["store"])
     for option, value, low, high in (
@@ -356,7 +356,7 @@ def test_a_target_text_is_embedded_like_a_domain(compute, text_corpus, tmp_path)
     assert list(target["prior"].values()) == pytest.approx(expected, rel=1e-4)
     assert max(target["prior"], key=target["prior"].get) == "poems"
     assert mixture.weights["poems"] > target["weights_without"]["poems"]
-    assert mixture.cost.flops > 0  # of the text, which is not in the store
+    assert mixture.cost.flops > 0  # the text is embedded on each run
 
 
 def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):

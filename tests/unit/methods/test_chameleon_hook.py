@@ -157,6 +157,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, monkeypatch, step, k
     assert figures_of(parts.run_dir) == figures_of(whole.run_dir)
     assert phases_of(parts.run_dir) == phases_of(whole.run_dir)
     one, other = (CheckpointRecord.load(step_folder(o.run_dir, 6)).hook for o in (whole, parts))
+    assert one is not None
     assert one == other
     assert one.state["recomputed"] == 2
 

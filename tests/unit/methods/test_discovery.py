@@ -10,12 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from safetensors.numpy import load_file
 from sklearn.metrics import adjusted_rand_score, pairwise_distances_argmin
+from tqdm import tqdm
 
 from megatron_chameleon.artifacts import (
     SPLITS,
@@ -29,13 +27,11 @@ from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDo
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
+from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.windows import spread_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery import discover as discover_module
-from megatron_chameleon.methods.discovery.discover import (
-    discover_domains,
-    fit_clusters,
-)
+from megatron_chameleon.methods.discovery.discover import discover_domains, fit_clusters
 from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
@@ -48,7 +44,7 @@ from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 def labelled(tmp_path_factory):
     """Three kinds of text, each a domain, with a tokenizer.
 
-    The steps of these domains have no common divisor with the ring, so that no kind has subkinds.
+    Their steps have no common divisor with the ring's length, so that each kind is one cluster.
     """
     root = tmp_path_factory.mktemp("labelled")
     tokenizer = word_tokenizer(root / "tokenizer.json")
@@ -107,7 +103,7 @@ def proxy(web, pretrain_options, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def three(web, proxy, tmp_path_factory):
-    """The options of the tool for three clusters."""
+    """Options for three clusters."""
     output = tmp_path_factory.mktemp("three") / "found"
     embedding = DocumentEmbeddingOptions(fit_windows=200)
     return DiscoverOptions(web.root, proxy, "3", output, embedding=embedding)
@@ -115,7 +111,7 @@ def three(web, proxy, tmp_path_factory):
 
 @pytest.fixture
 def options(three, tmp_path):
-    """``options(**changes)``: the same with another output."""
+    """``options(**changes)``: options for three clusters, written to a new folder."""
     return partial(dataclasses.replace, three, output=tmp_path / "found")
 
 
@@ -189,7 +185,7 @@ def test_several_numbers_the_best_silhouette_wins(discover, found, tmp_path):
     record = DiscoveredDomains.load(best.root)
     assert list(record.silhouettes) == [2, 3, 5]
     assert max(record.silhouettes, key=lambda k: record.silhouettes[k]) == 3
-    assert best.hash == found.hash  # with embeddings of its own: the seed determines the result
+    assert best.hash == found.hash  # embedded again: the seed determines the result
 
 
 def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, monkeypatch):
@@ -281,34 +277,15 @@ def test_known_clusters_and_their_number_are_found():
     labels = rng.integers(0, 12, 3000)
     windows = 50 + rng.normal(size=(12, 24))[labels] + 0.3 * rng.normal(size=(3000, 24))
     windows[:, 0] *= 1000
-    fit = fit_clusters(windows.astype(np.float32), [2, 12, 15], seed=1, restarts=10)
+    vectors = windows.astype(np.float32)
+    fit = fit_clusters(vectors, [2, 12, 15], seed=1, restarts=10)
     assert len(fit.centroids) == 12
-    found = pairwise_distances_argmin(fit.scaled(windows), fit.centroids)
+    found = pairwise_distances_argmin(fit.scaled(vectors), fit.centroids)
     assert adjusted_rand_score(labels, found) > 0.99
     scaled = (windows - windows.mean(axis=0)) / windows.std(axis=0)
     scaled /= np.linalg.norm(scaled, axis=1, keepdims=True)
-    np.testing.assert_allclose(fit.scaled(windows), scaled, atol=1e-4)
+    np.testing.assert_allclose(fit.scaled(vectors), scaled, atol=1e-4)
     assert fit.inertia == pytest.approx(np.square(scaled - fit.centroids[found]).sum(), rel=1e-3)
-
-
-@given(
-    st.lists(st.integers(1, 500), min_size=1, max_size=20),
-    st.integers(1, 70),
-    st.integers(1, 6),
-)
-def test_windows_of_a_document_are_disjoint_and_cover_short_ones(lengths, window_length, most):
-    windows = spread_windows(np.array(lengths), window_length, most)
-    assert windows.length.min() >= 1
-    assert windows.length.max() <= window_length
-    for document, length in enumerate(lengths):
-        here = windows.document == document
-        start, end = windows.start[here], (windows.start + windows.length)[here]
-        assert here.sum() == min(most, -(-length // window_length))
-        assert start[0] >= 0
-        assert end[-1] <= length
-        assert (start[1:] >= end[:-1]).all()
-        if here.sum() < most:
-            assert windows.length[here].sum() == length
 
 
 def test_a_document_is_the_mean_of_its_windows(found, web, proxy):
@@ -319,14 +296,8 @@ def test_a_document_is_the_mean_of_its_windows(found, web, proxy):
     windows = spread_windows(tokens.lengths, 32, 4)
     assert len(windows) > len(tokens)
     checkpoint = CheckpointRecord.load(find_checkpoint(proxy))
-    with distributed(ParallelOptions(), seed=0) as layout:
+    with distributed(ParallelOptions(), seed=0) as layout, tqdm(disable=True) as progress:
         reader = open_reader(checkpoint, layout)
-        for row, vector in enumerate(vectors):
-            means = []
-            for window in np.flatnonzero(windows.document == row):
-                start, length = int(windows.start[window]), int(windows.length[window])
-                text = tokens.get(row, start, length).astype(np.int64)
-                hidden = reader.hidden_states(torch.from_numpy(text)[None], 2)
-                assert hidden is not None
-                means.append(hidden[:, 0].double().mean(0).numpy())
-            np.testing.assert_allclose(vector, np.mean(means, axis=0), atol=1e-6)
+        embedded = embed_windows(reader, tokens, windows, 2, 1, progress, "web")
+    expected = [embedded[windows.document == row].mean(axis=0) for row in range(len(tokens))]
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)

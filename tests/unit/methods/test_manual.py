@@ -27,7 +27,7 @@ def manual(corpus, tmp_path):
         options = ManualOptions(**{"corpus": corpus.root, "output": tmp_path / "o.json", **changes})
         compute_manual(options)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # its weights sum to 1
+            warnings.simplefilter("error")  # a sum other than 1 would warn
             return Mixture.load(options.output)
 
     return run

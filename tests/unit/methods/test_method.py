@@ -127,7 +127,7 @@ def test_a_broken_method_is_reported_and_disables_no_other(tool, add_method, sou
 def test_a_stopped_method_exits_with_its_status(
     tool, add_method, monkeypatch, corpus, tmp_path, launcher
 ):
-    """Under torchrun with 0, since torchrun would report a failure with a traceback."""
+    """Under torchrun the status is 0, since torchrun reports a failure with a traceback."""
     first_line = "    from megatron_chameleon.methods.output"
     source = contributing_example()[1].replace(first_line, f"    return 75\n{first_line}")
     add_method(source, "longest_name.py")
