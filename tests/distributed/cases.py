@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions, Permutation
 from megatron_chameleon.parallel.options import (
@@ -86,42 +84,29 @@ OVERLAPPED: dict[str, Any] = {
 }
 RUNS = {
     "one": case(1),
-    "one-again": case(1),
     "one-sharded": case(1, use_distributed_optimizer=True),
+    "one-block": case(1, recompute=BLOCK),
     "tp2": case(2, tp=2),
-    "tp2-again": case(2, tp=2),
     "sp2": case(2, 4, tp=2, sequence_parallel=True),
     "pp2": case(2, pp=2),
+    "vpp2": case(2, **VIRTUAL),
     "dp2": case(2),
     "dp2-sharded": case(2, use_distributed_optimizer=True),
+    "dp2-overlapped": case(2, **OVERLAPPED),
     "tp2-pp2": case(4, 4, tp=2, pp=2),
     "tp2-dp2-sharded": case(4, tp=2, use_distributed_optimizer=True),
-    "one-full": case(1, 8, recompute=FULL),
-    "one-block": case(1, recompute=BLOCK),
-    "one-selective": case(1, recompute=SELECTIVE),
-    "vpp2": case(2, **VIRTUAL),
-    "vpp2-selective": case(2, **VIRTUAL, recompute=SELECTIVE),
-    "dp2-overlapped": case(2, overlap_grad_reduce=True),
-    "dp2-sharded-overlapped": case(2, **OVERLAPPED),
-    "tp2-sp-vpp2-full": case(4, 4, tp=2, sequence_parallel=True, **VIRTUAL, recompute=FULL),
     "tp2-sp-dp2-overlapped-selective": case(
         4, tp=2, sequence_parallel=True, **OVERLAPPED, recompute=SELECTIVE
     ),
-    "pp2-dp2-overlapped": case(4, pp=2, **OVERLAPPED),
     "vpp2-dp2-overlapped-full": case(4, **VIRTUAL, **OVERLAPPED, recompute=FULL),
 }
 """Uninterrupted runs."""
-ONE, TP2, SP2, PP2, DP2 = (RUNS[name] for name in ("one", "tp2", "sp2", "pp2", "dp2"))
-DP2_SHARDED, TP2_PP2, VPP2 = (RUNS[name] for name in ("dp2-sharded", "tp2-pp2", "vpp2"))
+ONE, TP2, SP2, PP2, VPP2, DP2 = (RUNS[n] for n in ("one", "tp2", "sp2", "pp2", "vpp2", "dp2"))
+DP2_SHARDED, TP2_PP2 = RUNS["dp2-sharded"], RUNS["tp2-pp2"]
 
 RUNS_BF16 = {
     f"{name}-bf16": dataclasses.replace(RUNS[name], bf16=True)
-    for name in (
-        "one",
-        "tp2-sp-vpp2-full",
-        "tp2-sp-dp2-overlapped-selective",
-        "vpp2-dp2-overlapped-full",
-    )
+    for name in ("one", "vpp2-dp2-overlapped-full")
 }
 """Runs in bfloat16 with main weights in float32."""
 
@@ -130,68 +115,39 @@ APART = DocumentBoundaryOptions(
 )
 RUNS_APART = {
     f"{name}-apart": dataclasses.replace(RUNS[name], boundaries=APART, micro_batch_size=size)
-    for name, size in {
-        "one": 2,
-        "tp2": 8,
-        "pp2": 2,
-        "dp2": 4,
-        "dp2-sharded": 1,
-        "tp2-pp2": 1,
-    }.items()
+    for name, size in {"one": 2, "pp2": 2, "dp2-sharded": 1}.items()
 }
 """Runs that separate documents; micro-batches and ranks differ in their numbers of losses."""
 
 RUNS_CHANGING = {
     "one-changing": Case(1, permutation="epoch"),
     "dp2-changing": Case(2, permutation="epoch"),
-    "dp2-feistel": Case(2, permutation="feistel"),
 }
 """Runs whose weights change before and after the checkpoint in their middle."""
 
-RUNS_DRY = {
-    f"{name}-dry": dataclasses.replace(RUNS[name], dry_first_step="on")
-    for name in ("dp2-sharded", "tp2-pp2", "vpp2-dp2-overlapped-full")
-}
-"""Runs that start with a dry step."""
-RESUMED_DRY = {f"{name}-resumed": name.removesuffix("-dry") for name in RUNS_DRY}
-"""Runs that resume with one from the middle of another in their layout."""
-
-NARROW_RUN = "tp2-narrow"
-"""TP2 with an embedding padded to an even number of rows; the others have 256."""
-NARROW_MULTIPLE = 2
+DRY_RUN = "dp2-sharded-dry"
+"""A run of DP2_SHARDED that starts with a dry step."""
 
 RESUMED: Again = {
     f"{origin}-to-{name}": (origin, RUNS[name])
     for origin, name in (
-        ("tp2", "tp2"),
         ("tp2", "pp2"),
-        ("dp2-sharded", "dp2-sharded"),
         ("dp2-sharded", "one-sharded"),
-        ("one-sharded", "dp2-sharded"),
-        ("tp2-dp2-sharded", "one-sharded"),
-        ("one", "dp2"),
+        ("dp2-sharded", "tp2-dp2-sharded"),
         ("tp2-pp2", "one"),
-        (NARROW_RUN, "one"),
-        ("pp2", "vpp2"),
         ("vpp2", "tp2"),
-        ("pp2-dp2-overlapped", "one-sharded"),
-        ("vpp2-dp2-overlapped-full", "tp2-dp2-sharded"),
-        ("tp2-dp2-sharded", "vpp2-dp2-overlapped-full"),
         ("vpp2-dp2-overlapped-full", "vpp2-dp2-overlapped-full"),
     )
 } | {
     "one-changing-to-dp2": ("one-changing", RUNS_CHANGING["dp2-changing"]),
-    "dp2-feistel-to-one": ("dp2-feistel", Case(1, permutation="feistel")),
+    "dp2-sharded-to-dp2-sharded": (
+        "dp2-sharded",
+        dataclasses.replace(DP2_SHARDED, dry_first_step="on"),
+    ),
 }
-
-UNFIXED = ("no-fix", "zero-state-only", "shared-step-count")
-"""Resumptions of 'dp2-sharded' with fewer and fewer of the AdamW fixes missing."""
 
 # Validation, and a NaN gradient on one rank in two steps.
-BAD = {
-    f"{name}-bad": RUNS[name]
-    for name in ("one", "tp2", "tp2-pp2", "vpp2", "dp2", "dp2-sharded-overlapped")
-}
+BAD = {f"{name}-bad": RUNS[name] for name in ("one", "vpp2", "dp2")}
 """Each repeats the run of its name up to its first bad step."""
 EVAL_INTERVAL = 4
 BAD_STEPS = (6, 7)
@@ -199,20 +155,13 @@ BAD_STEPS = (6, 7)
 
 
 def one_rank(name: str) -> str:
-    """Return the section of one rank whose numbers a section repeats; it may not exist."""
-    if name in RUNS or name == NARROW_RUN:
+    """Return the run on one rank whose numbers a run repeats."""
+    if name in RUNS:
         return "one"
     family, suffix = name.split("-")[0], name.rpartition("-")[2]
     if suffix in ("bf16", "apart", "changing", "bad"):
         return f"one-{suffix}"
-    if family == "doremi" and suffix in ("masked", "fork"):
-        return f"doremi-one-{suffix}"
-    return "doge-towards-one" if "towards" in name else f"{family}-one"
-
-
-def plain_run(name: str) -> str:
-    """Return the run that one of BAD repeats."""
-    return name.removesuffix("-bad").removesuffix("-copy")
+    return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
 
 # Saves that are disturbed: one rank's disk is full, or one rank is killed.
@@ -223,102 +172,51 @@ FULL_FROM, FULL_UNTIL = 6, 9
 
 @dataclasses.dataclass(frozen=True)
 class SavingCase:
-    """How a run saves, and the uninterrupted run of its layout."""
+    """How a run saves, the rank whose disk is full, and the uninterrupted run of its layout."""
 
     origin: str
     async_save: bool
-    full_rank: int | None = None
-    """The rank whose disk is full for a while."""
+    full_rank: int
 
 
 SAVING = {
-    "dp2-sharded-async": SavingCase("dp2-sharded", async_save=True),
-    "dp2-sharded-full": SavingCase("dp2-sharded", async_save=False, full_rank=1),
     "dp2-sharded-async-full": SavingCase("dp2-sharded", async_save=True, full_rank=1),
     "tp2-full": SavingCase("tp2", async_save=False, full_rank=0),
 }
 
-# Training hooks; a hook that changes the mixture needs an order that allows it.
-EPOCH = {
-    name: dataclasses.replace(RUNS[name], permutation="epoch")
-    for name in ("one", "pp2", "dp2", "dp2-sharded")
-}
-HOOKED: dict[str, tuple[str, Case]] = {
-    f"{hook}-{name}": (hook, EPOCH[name] if hook == "changer" else RUNS[name])
-    for hook, names in {
-        "weigher": ("one", "sp2", "vpp2", "tp2-pp2", "dp2"),
-        "combiner": (
-            "one",
-            "sp2",
-            "vpp2",
-            "tp2-pp2",
-            "dp2",
-            "dp2-sharded-overlapped",
-            "tp2-dp2-sharded",
-            "pp2-dp2-overlapped",
-        ),
-        "changer": ("one", "pp2", "dp2-sharded"),
-    }.items()
-    for name in names
-}
-"""Run -> hook and layout."""
-HOOKED_AGAIN: Again = {
-    "weigher-tp2-pp2-to-one": ("weigher-tp2-pp2", ONE),
-    "combiner-one-to-dp2": ("combiner-one", DP2),
-    "changer-one-to-dp2": ("changer-one", EPOCH["dp2"]),
-}
-
-ONLINE = {f"online-{name}": RUNS[name] for name in ("one", "tp2", "sp2", "pp2", "vpp2", "dp2")} | {
+ONLINE = {
+    "online-one": ONE,
+    "online-sp2": SP2,
     # One batch of windows per domain: the second rank has none, and must not be waited for.
-    "online-dp2-sharded-overlapped": dataclasses.replace(
-        RUNS["dp2-sharded-overlapped"], micro_batch_size=4
-    )
+    "online-dp2-overlapped": dataclasses.replace(RUNS["dp2-overlapped"], micro_batch_size=4),
 }
-ONLINE_AGAIN: Again = {"online-one-to-pp2": ("online-one", PP2)}
+ONLINE_AGAIN: Again = {"online-one-to-vpp2": ("online-one", VPP2)}
 ONLINE_LAYER = 3
 """In the last pipeline stage; with interleaving, in the first rank's second chunk."""
 ONLINE_INTERVAL = 4
 
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
-DOREMI = {
-    f"doremi-{name}": RUNS[name]
-    for name in ("one", "tp2", "sp2", "pp2", "vpp2", "dp2", "dp2-sharded-overlapped", "tp2-pp2")
-} | {
-    # The whole batch at once; the others take it in micro-batches.
-    "doremi-one-at-once": dataclasses.replace(ONE, micro_batch_size=8),
+DOREMI = {f"doremi-{name}": RUNS[name] for name in ("one", "vpp2", "dp2-overlapped")} | {
     # Micro-batches and ranks differ in their numbers of losses.
     "doremi-one-masked": dataclasses.replace(ONE, boundaries=MASKED),
     "doremi-dp2-masked": dataclasses.replace(DP2, boundaries=MASKED, micro_batch_size=1),
-    "doremi-tp2-pp2-masked": dataclasses.replace(TP2_PP2, boundaries=MASKED),
-    "doremi-one-fork": dataclasses.replace(ONE, boundaries=MASKED),
-    "doremi-dp2-fork": dataclasses.replace(DP2, boundaries=MASKED, micro_batch_size=1),
 }
 """Name -> layout of reference and proxy."""
-DOREMI_AGAIN: Again = {"doremi-tp2-pp2-to-dp2": ("doremi-tp2-pp2", DP2)}
+DOREMI_AGAIN: Again = {"doremi-vpp2-to-sp2": ("doremi-vpp2", SP2)}
 
-DOGE = {
-    f"doge-{name}": RUNS[name]
-    for name in ("one", "tp2", "pp2", "dp2", "tp2-pp2", "dp2-sharded-overlapped", "tp2-dp2-sharded")
-} | {
-    # Two micro-batches of a domain on each rank; the others have one.
-    "doge-one-small": dataclasses.replace(ONE, micro_batch_size=1),
-    "doge-towards-one": ONE,
-    "doge-towards-dp2": DP2,
-    "doge-towards-vpp2": VPP2,
-}
-"""Name -> layout; "towards": with a target domain."""
-DOGE_AGAIN: Again = {
-    "doge-one-to-tp2": ("doge-one", TP2),
-    "doge-tp2-pp2-to-dp2": ("doge-tp2-pp2", DP2),
-}
+DOGE = {f"doge-{name}": RUNS[name] for name in ("one", "pp2", "tp2-dp2-sharded")}
+DOGE_AGAIN: Again = {"doge-one-to-tp2": ("doge-one", TP2)}
 
-DISCOVERING = {f"discover-{name}": RUNS[name] for name in ("one", "dp2", "tp2")}
-PEAKS = {f"peak-{name}": RUNS[name] for name in ("tp2", "sp2", "pp2", "dp2-sharded")}
+DISCOVERING = {f"discover-{name}": RUNS[name] for name in ("one", "dp2")}
+PEAKS = {f"peak-{name}": RUNS[name] for name in ("sp2", "pp2", "dp2-sharded")}
 """Layouts whose peak memory is measured on every rank."""
 
-REWRITTEN = {"tp2-pp2": TP2_PP2, "sp2": SP2, "vpp2": VPP2, NARROW_RUN: TP2}
+NARROW = "tp2-narrow"
+"""TP2 with an embedding padded to an even number of rows; the others have 256."""
+NARROW_MULTIPLE = 2
+REWRITTEN = {"vpp2": VPP2, NARROW: TP2}
 """Layouts that read the checkpoint made of the folder of the run 'one', and write it again."""
-TUNED = {"tuned": ONE, "tuned-tp2-pp2": TP2_PP2, "tuned-vpp2": VPP2}
+TUNED = {"tuned-vpp2": VPP2}
 """Runs that start from the folder of the run 'one', with rows added to its vocabulary."""
 TUNED_FROM_CHECKPOINT = "tuned-from-checkpoint"
 """One that starts from the checkpoint made of that folder, without the rows."""
@@ -335,11 +233,7 @@ class Reading:
 
 READINGS = {
     "one": Reading(ONE, 32),
-    "one-small-batch": Reading(ONE, 5),
-    "tp2": Reading(TP2, 32),
     "sp2": Reading(SP2, 32),
-    "pp2": Reading(PP2, 32),
-    "dp2": Reading(DP2, 5),
     "dp2-idle-rank": Reading(DP2, 64),  # one batch per domain: the second rank gets none
     "tp2-pp2": Reading(TP2_PP2, 16),
 }
@@ -351,78 +245,28 @@ NORMED_LAYER = 1
 OVERLAP = 11
 
 DOWNSTREAM = {
-    "dp4": ParallelOptions(),
-    "tp2-dp2": ParallelOptions(tensor_model_parallel_size=2),
     "pp2-dp2": ParallelOptions(pipeline_model_parallel_size=2),
     "tp2-sp-pp2": ParallelOptions(2, 2, sequence_parallel=True),
 }
 
-# faults.py: a run whose second rank is killed, one that is stopped, and users' mistakes.
+# faults.py: a run whose second rank is killed, one that is stopped, and user errors.
 KILLED_RUN, STOPPED_RUN = "killed", "stopped"
-KILLS = ("between-saves", "in-save", "in-async-save", "never")
-STOPS = ("SIGUSR1", "SIGINT", "SIGTERM", "--exit-duration-in-mins")
+KILLS = ("in-save", "in-async-save", "never")
+STOPS = ("SIGUSR1", "SIGTERM", "--exit-duration-in-mins")
 STOPPED_ITERS = 400
 MISTAKES = {
     "heads": ("--model-size", "1.2b", "--run-dir", "{root}/runs/mistake"),
     "unwritable": ("--model-size", "nano", "--run-dir", "{root}/corpus/corpus.json/run"),
 }
 """The first is found by all ranks, the second by rank 0 only."""
-TIMEOUT_MINUTES = 3
 MORE_BYTES = 256 << 20
-LATER_GROUPS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledCase:
-    """A layout whose layers are compiled, and what differs from the defaults."""
-
-    parallel: TrainingParallelOptions
-    bf16: bool = False
-    document_masks: bool = False
-
 
 COMPILED = {
-    "tp2": CompiledCase(TP2.parallel),
-    "sp2-selective": CompiledCase(dataclasses.replace(SP2.parallel, recompute=SELECTIVE)),
-    "sp2-full-bf16": CompiledCase(dataclasses.replace(SP2.parallel, recompute=FULL), bf16=True),
-    "pp2-full": CompiledCase(dataclasses.replace(PP2.parallel, recompute=FULL)),
-    "vpp2": CompiledCase(VPP2.parallel),
-    "dp2-masked": CompiledCase(RUNS["dp2-overlapped"].parallel, document_masks=True),
+    "sp2-selective": dataclasses.replace(SP2.parallel, recompute=SELECTIVE),
+    "pp2-full": dataclasses.replace(PP2.parallel, recompute=FULL),
+    "vpp2": VPP2.parallel,
 }
-
-_SWEEP = """
-one-sharded tp2-again one-full one-block one-selective vpp2-selective dp2-overlapped
-dp2-sharded-overlapped tp2-dp2-sharded tp2-sp-vpp2-full pp2-dp2-overlapped
-tp2-sp-vpp2-full-bf16 tp2-sp-dp2-overlapped-selective-bf16 tp2-apart tp2-pp2-apart dp2-apart
-dp2-feistel tp2-pp2-dry tp2-pp2-dry-resumed
-vpp2-dp2-overlapped-full-dry vpp2-dp2-overlapped-full-dry-resumed
-tp2-to-tp2 one-sharded-to-dp2-sharded tp2-dp2-sharded-to-one-sharded one-to-dp2
-tp2-narrow-to-one dp2-feistel-to-one pp2-to-vpp2 pp2-dp2-overlapped-to-one-sharded
-vpp2-dp2-overlapped-full-to-tp2-dp2-sharded tp2-dp2-sharded-to-vpp2-dp2-overlapped-full
-zero-state-only shared-step-count
-tp2-bad tp2-pp2-bad dp2-sharded-overlapped-bad
-dp2-sharded-full
-weigher-sp2 weigher-vpp2 combiner-sp2 combiner-tp2-pp2 combiner-dp2 combiner-pp2-dp2-overlapped
-changer-pp2 weigher-tp2-pp2-to-one combiner-one-to-dp2
-online-tp2 online-pp2 online-dp2 online-one-to-pp2
-doremi-tp2 doremi-tp2-pp2 doremi-tp2-pp2-to-dp2 doremi-pp2 doremi-dp2
-doremi-one-at-once doremi-tp2-pp2-masked doremi-dp2-fork
-doge-tp2 doge-dp2 doge-dp2-sharded-overlapped doge-one-small doge-towards-dp2
-doge-one-to-tp2 doge-tp2-pp2 doge-tp2-pp2-to-dp2
-discover-tp2 peak-tp2 peak-dp2-sharded rewrite-sp2 rewrite-tp2-pp2 convert-sp2 convert-tp2-pp2
-tuned tuned-tp2-pp2
-read-one-small-batch read-tp2 read-pp2 read-dp2 downstream-dp4 downstream-tp2-dp2
-"""
-SWEEP = frozenset(_SWEEP.split())
-"""Sections for slow tests only; the others have every kind of layout once."""
-
-
-def each(names: Iterable[str], prefix: str = "") -> list[Any]:
-    """Return parameters of a test, marked slow where the section ``prefix + name`` is a sweep's."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] if prefix + name in SWEEP else [])
-        for name in names
-    ]
+"""Layouts whose layers are compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,10 +316,6 @@ class Places:
     def found(self, section: str, suffix: str = "json") -> Path:
         """What a section measured."""
         return self.root / "found" / f"{section}.{suffix}"
-
-    def hook_flops(self, run: str) -> Path:
-        """FLOPs that each rank's hook counted, a file per rank."""
-        return self.root / "found" / f"hook-{run}"
 
     @property
     def downstream(self) -> Path:

@@ -26,57 +26,54 @@ from torch._dynamo.variables.torch import constant_fold_functions
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.layout import Layout, distributed
+from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
-from tests.distributed.cases import COMPILED, CompiledCase
+from tests.distributed.cases import COMPILED
 from tests.random_training import RandomTraining, random_batches
 
 SHAPE = ModelShape(ModelSize(4, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
-DOCUMENT_START = 7
 
 
-def batches(case: CompiledCase, layout: Layout) -> Iterator[Batch]:
+def batches(layout: Layout) -> Iterator[Batch]:
     """Micro-batches of random text for this rank."""
     random = random_batches(SHAPE.vocab_size, ROWS, SHAPE.max_sequence_length, num_domains=ROWS)
     for number, batch in enumerate(itertools.islice(random, STEPS * MICRO_BATCHES)):
-        positions = batch["position_ids"]
-        if case.document_masks:
-            batch["document_starts"] = torch.where(positions >= DOCUMENT_START, DOCUMENT_START, 0)
         if number % layout.data_size == layout.data_rank:
             yield batch
 
 
 def train(
-    case: CompiledCase, layout: Layout, backend: CompileCounterWithBackend | None
+    parallel: TrainingParallelOptions, layout: Layout, backend: CompileCounterWithBackend | None
 ) -> list[Any]:
     """Return per step this rank's losses by domain, and the gradient's norm."""
     training = RandomTraining(
         SHAPE,
         layout,
-        bf16=case.bf16,
+        bf16=False,
         compiled=backend,
         optimizer=OptimizerOptions(lr=1e-2, lr_warmup_iters=1),
-        recompute=case.parallel.recompute,
+        recompute=parallel.recompute,
     )
     passes = training.passes(MICRO_BATCHES // layout.data_size, ROWS, num_domains=ROWS)
-    of_rank, found = batches(case, layout), []
+    of_rank, found = batches(layout), []
     for _ in range(STEPS):
         result = training.step(lambda: passes.forward_backward(of_rank))
         found.append([*result.domain_sums[:, 0].tolist(), result.grad_norm])
     return found
 
 
-def compare(case: CompiledCase, backend: str) -> dict[str, Any]:
+def compare(parallel: TrainingParallelOptions, backend: str) -> dict[str, Any]:
     """Train without and with compiled layers."""
-    with distributed(case.parallel, seed=0) as layout:
-        plain = train(case, layout, None)
+    with distributed(parallel, seed=0) as layout:
+        plain = train(parallel, layout, None)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         # Like torch's function, the stand-in's returns a constant of the process.
         constant_fold_functions[torch.cuda.current_device] = None  # type: ignore[call-overload]
         graphs = CompileCounterWithBackend(backend)
         with torch.compiler.set_stance("default"):
-            compiled = train(case, layout, graphs)
+            compiled = train(parallel, layout, graphs)
     breaks = [reason[:300] for reason in torch._dynamo.utils.counters["graph_break"]]
     return {
         "plain": plain,

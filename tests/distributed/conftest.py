@@ -101,15 +101,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 @pytest.fixture(scope="session")
-def results(places: Places, request: pytest.FixtureRequest) -> Results:
-    """The results of ranks.py: of its core, its sweep, or both, as the selected tests need."""
-    tests = [
-        item for item in request.session.items if "results" in getattr(item, "fixturenames", ())
-    ]
-    slow = {item.get_closest_marker("slow") is not None for item in tests}
-    kinds = [kind for kind, is_slow in (("core", False), ("sweep", True)) if is_slow in slow]
+def results(places: Places) -> Results:
+    """The results of ranks.py."""
     script = Path(__file__).with_name("ranks.py")
-    process = start(torchrun(MAX_RANKS, script, str(places.root), *kinds), places.log)
+    process = start(torchrun(MAX_RANKS, script, str(places.root)), places.log)
     finish(process, SECONDS_FOR_ALL_SECTIONS)
     return Results(places)
 

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import multiprocessing
 import os
 import runpy
 import signal
@@ -25,9 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import torch
-import torch.distributed as dist
 
 import megatron_chameleon.checkpoint.save as save
 import megatron_chameleon.training.trainer as training
@@ -36,40 +33,35 @@ from megatron_chameleon.artifacts.checkpoint import (
     FOLDER_NAME,
     CheckpointFile,
     checkpoint_folders,
-    step_folder,
 )
-from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.checkpointing import verify_files
 from megatron_chameleon.training.guard import StepSync
 from megatron_chameleon.training.metrics import memory_bytes, most_memory_bytes
+from tests.distributed import launch as launching
 from tests.distributed.cases import (
     DP2_SHARDED,
     KILLED_RUN,
     KILLS,
-    LATER_GROUPS,
     MISTAKES,
     MORE_BYTES,
-    ONE,
     SAVING_INTERVAL,
     STOPPED_ITERS,
     STOPPED_RUN,
     STOPS,
-    TIMEOUT_MINUTES,
     TP2,
     Places,
     saving_options,
     training_options,
 )
-from tests.distributed.launch import REPOSITORY, flags, fork_ranks, redirect_output, wait_for_step
+from tests.distributed.launch import REPOSITORY, fork_ranks, wait_for_step
 from tests.small_corpus import write_small_corpus
 
 NUM_RANKS = 2
 KILLED_RANK = 1
 SECONDS_OF_A_SLOW_WRITE = 3.0
-SECONDS_TO_BE_GONE = 10.0
 
 
 def launch(places: Places, name: str, function: Callable[[], Any], **found: Any) -> None:
@@ -95,8 +87,8 @@ def run_tool(tool: str, arguments: Sequence[str]) -> None:
 def kill_at(places: Places, moment: str) -> None:
     """Launch the run once more, and kill rank 1 with SIGKILL at the moment.
 
-    "between-saves": before step 5. "in-save": it has written its part of the checkpoint of step 6,
-    but not reported it. "in-async-save": before step 10, while that of step 9 is being written.
+    "in-save": it has written its files of the checkpoint of step 6, but not reported them.
+    "in-async-save": before step 10, while the checkpoint of step 9 is being written.
     """
     launch(places, f"killed-{moment}", partial(train_and_be_killed, places, moment))
     run_dir = places.run(KILLED_RUN)
@@ -105,8 +97,6 @@ def kill_at(places: Places, moment: str) -> None:
     left = sorted(path.name for path in (run_dir / FOLDER_NAME).iterdir())
     found = {"left": left, "run_status": run.status, "step": run.step}
     log.write_text(json.dumps({**json.loads(log.read_text()), **found}))
-    if moment == "between-saves":
-        add_traces_of_a_crash(run_dir)
 
 
 def train_and_be_killed(places: Places, moment: str) -> None:
@@ -114,8 +104,6 @@ def train_and_be_killed(places: Places, moment: str) -> None:
     done = len(checkpoint_folders(places.run(KILLED_RUN))) * SAVING_INTERVAL
     is_async = moment == "in-async-save"
     with contextlib.ExitStack() as stack:
-        if is_mine and moment == "between-saves":
-            stack.enter_context(killed_before(5, done))
         if is_mine and moment == "in-save":
             stack.enter_context(instead_of_hashing(6, kill_myself))
         if is_async:
@@ -159,45 +147,6 @@ def instead_of_hashing(step: int, act: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def add_traces_of_a_crash(run_dir: Path) -> None:
-    """Add a half-written checkpoint and half a line of metrics."""
-    half = step_folder(run_dir, 6).with_name(".step-00000006.1a2b3c4d.tmp")
-    half.mkdir()
-    (half / "__0_0.distcp").write_bytes(b"half")
-    with (run_dir / METRICS_NAME).open("a") as stream:
-        stream.write('{"step": 9, "loss": 4.')
-
-
-def kill_alone(places: Places) -> None:
-    """Kill a run of one rank, without a launcher that would end its child processes."""
-    name = "killed-alone"
-    options = dataclasses.replace(
-        saving_options(places, name, ONE, async_save=True), save_interval=2
-    )
-    temporary, log = places.root / "temporary", places.root / f"{name}.log"
-    temporary.mkdir()
-
-    def train() -> None:
-        os.environ["TMPDIR"] = str(temporary)
-        redirect_output(log)
-        training.pretrain(options)
-
-    process = multiprocessing.get_context("fork").Process(target=train)
-    process.start()
-    wait_for_step(log, 5, process.is_alive)
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.join()
-    _, alive = psutil.wait_procs(children, timeout=SECONDS_TO_BE_GONE)
-    record(
-        places,
-        name,
-        alive=[other.cmdline() for other in alive],
-        saved=len(checkpoint_folders(options.run_dir)),
-        temporary=[path.name for path in temporary.glob("pymp-*")],
-    )
-
-
 # A run is stopped.
 
 
@@ -205,7 +154,7 @@ def stopped_flags(places: Places) -> list[str]:
     """A long run on two ranks that saves only when it is stopped."""
     options = training_options(places, STOPPED_RUN, TP2)
     options = dataclasses.replace(options, train_iters=STOPPED_ITERS, save_interval=10_000)
-    return flags(options)
+    return launching.flags(options)
 
 
 def stop_by(places: Places, reason: str) -> None:
@@ -225,10 +174,8 @@ def stop_by(places: Places, reason: str) -> None:
     launcher = fork_ranks(NUM_RANKS, log, train)
     if not reason.startswith("--"):
         wait_for_step(log, before + 2, launcher.is_alive)
-        if reason == "SIGUSR1":
+        if reason == "SIGUSR1":  # to one rank
             os.kill(int((pids / "1").read_text()), signal.SIGUSR1)
-        elif reason == "SIGINT":  # as Ctrl-C in a terminal
-            os.killpg(launcher.pid, signal.SIGINT)
         else:
             os.kill(launcher.pid, signal.SIGTERM)
     launcher.join()
@@ -259,46 +206,30 @@ def agree(places: Places) -> None:
 
 
 def record_agreement(root: Path) -> None:
-    parallel = ParallelOptions(distributed_timeout_minutes=TIMEOUT_MINUTES)
-    with distributed(parallel, seed=0) as layout:
-        found = agreement(root, layout)
-    later: list[int] = []
-    for number in range(LATER_GROUPS):  # new groups after others were destroyed
-        with distributed(parallel, seed=0) as layout:
-            later.append(from_main(partial(sum, (10 * number, layout.rank))))
-    found["later groups"] = later
+    with distributed(ParallelOptions(), seed=0) as layout:
+        taken = torch.ones(layout.rank * MORE_BYTES // 4)
+        found: dict[str, Any] = {
+            "most memory": most_memory_bytes(layout.device),
+            "memory": memory_bytes(layout.device),
+            "signals": StepSync(layout).signals([0.0, 0.0, float(layout.rank), 1.0]),
+        }
+        del taken
+        try:
+            verify_files(Corpus.load(root / "corpus"), "the corpus", layout)
+        except UserError as error:
+            found["damage"] = str(error)
     (root / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-def agreement(root: Path, layout: Layout) -> dict[str, Any]:
-    taken = torch.ones(layout.rank * MORE_BYTES // 4)
-    most, mine = most_memory_bytes(layout.device), memory_bytes(layout.device)
-    del taken
-    group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    damage = ""
-    try:
-        verify_files(Corpus.load(root / "corpus"), "the corpus", layout)
-    except UserError as error:
-        damage = str(error)
-    return {
-        "memory": mine,
-        "most memory": most,
-        "timeout": group.options._timeout.total_seconds(),
-        "damage": damage,
-        "signals": StepSync(layout).signals([0.0, 0.0, float(layout.rank), 1.0]),
-    }
 
 
 def main(places: Places) -> None:
     agree(places)
     for name, arguments in MISTAKES.items():
-        given = [part.format(root=places.root) for part in arguments]
+        flags = [argument.format(root=places.root) for argument in arguments]
         corpus = ["--corpus", str(places.corpus), "--tensor-model-parallel-size", "2"]
-        work = partial(run_tool, "pretrain_gpt.py", [*corpus, *given])
+        work = partial(run_tool, "pretrain_gpt.py", [*corpus, *flags])
         launch(places, f"mistake-{name}", work)
     for moment in KILLS:
         kill_at(places, moment)
-    kill_alone(places)
     for reason in STOPS:
         stop_by(places, reason)
 

@@ -42,22 +42,19 @@ def doremi(places: Places, name: str, case: Case) -> None:
         output=places.run(name) / "mixture.json",
         work_dir=places.run(name),
         reference=places.run("one"),
-        rule=DoremiRule("fork" if name.endswith("fork") else "original", doremi_eta=0.5),
+        rule=DoremiRule(doremi_eta=0.5),
         proxy=proxy_options(places, name, case),
     )
     assert Doremi.compute(options)
 
 
 def doge(places: Places, name: str, case: Case) -> None:
-    """DoGE over all domains, or towards one."""
-    is_targeted = "towards" in name
+    """DoGE over all domains."""
     options = DogeOptions(
         corpus=places.corpus,
         output=places.run(name) / "mixture.json",
         work_dir=places.run(name),
-        target="poems" if is_targeted else None,
-        # Towards the target, so few steps have small alignments.
-        rule=DogeRule(doge_mu=0.002 if is_targeted else 0.05, doge_eps=0.01),
+        rule=DogeRule(doge_mu=0.05, doge_eps=0.01),
         proxy=dataclasses.replace(proxy_options(places, name, case), model_size="nano"),
     )
     assert Doge.compute(options)

@@ -1,11 +1,10 @@
 """The program that torchrun starts on four ranks: all sections in turn, in the same processes.
 
-    torchrun --nproc-per-node 4 ranks.py ROOT [core] [sweep]
+    torchrun --nproc-per-node 4 ranks.py ROOT
 
-runs the core sections, those of SWEEP, or both, and what they need. Starting ranks takes much
-longer than a section. A section for fewer ranks is done by the first of them while the others
-proceed to the next section that needs them. The product sets up and destroys process groups,
-section by section.
+Starting ranks takes much longer than a section. A section for fewer ranks is done by the first of
+them while the others proceed to the next section that needs them. The product sets up and destroys
+process groups, section by section.
 
 Imports of the product are in the functions: a rank imports what its sections need.
 """
@@ -39,38 +38,31 @@ from tests.distributed.cases import (
     DOREMI,
     DOREMI_AGAIN,
     DOWNSTREAM,
+    DP2_SHARDED,
+    DRY_RUN,
     FULL_FROM,
     FULL_UNTIL,
-    HOOKED,
-    HOOKED_AGAIN,
     MAX_RANKS,
-    NARROW_MULTIPLE,
-    NARROW_RUN,
+    ONE,
     ONLINE,
     ONLINE_AGAIN,
     PEAKS,
     READINGS,
     RESUMED,
-    RESUMED_DRY,
     REWRITTEN,
     RUNS,
     RUNS_APART,
     RUNS_BF16,
     RUNS_CHANGING,
-    RUNS_DRY,
     SAVE_INTERVAL,
     SAVING,
-    SWEEP,
-    TP2,
     TUNED,
     TUNED_FROM_CHECKPOINT,
-    UNFIXED,
+    Again,
     Case,
     Places,
     bad_options,
-    one_rank,
     online_options,
-    plain_run,
     saving_options,
     training_options,
     tuning_options,
@@ -79,12 +71,8 @@ from tests.full_disk import largest_file_size
 
 if TYPE_CHECKING:
     import torch
-    from megatron.core.optimizer import MegatronOptimizer
 
     from megatron_chameleon.model.memory import TrainingSetup
-    from megatron_chameleon.parallel.layout import Layout
-    from megatron_chameleon.training.hook import TrainingHook
-    from megatron_chameleon.training.plan import TrainingPlan
 
 SECONDS_TO_WAIT_FOR_OTHERS = 1200.0
 SMALLER_THAN_WEIGHTS = 50_000
@@ -93,74 +81,51 @@ SMALLER_THAN_WEIGHTS = 50_000
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the work: its name, its ranks, what each of them does, and sections it needs."""
+    """One test run: its name, its number of ranks, and what each of them does."""
 
     name: str
     ranks: int
     work: Callable[[Places], None]
-    needs: tuple[str, ...] = ()
 
 
 def all_sections() -> Iterator[Section]:
-    """Every section, after those that it needs."""
-    for name, case in {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING, **RUNS_DRY}.items():
-        needs = (name.removesuffix("-dry"),) if name in RUNS_DRY else ()
-        yield Section(name, case.ranks, run(train, name, case), needs)
-    yield Section(NARROW_RUN, TP2.ranks, run(train_narrow))
+    """Every section, after those whose results it reads."""
+    for name, case in {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING}.items():
+        yield Section(name, case.ranks, run(train, name, case))
+    dry = dataclasses.replace(DP2_SHARDED, dry_first_step="on")
+    yield Section(DRY_RUN, dry.ranks, run(train, DRY_RUN, dry))
     for name, case in BAD.items():
-        yield Section(name, case.ranks, run(train_bad, name), (plain_run(name),))
-    for name, (hook, case) in HOOKED.items():
-        yield Section(name, case.ranks, run(train_hooked, name, hook, case))
-    for name, (origin, case) in HOOKED_AGAIN.items():
-        work = run(train_hooked, name, HOOKED[origin][0], case, cut=origin)
-        yield Section(name, case.ranks, work, (origin,))
-    for name, case in ONLINE.items():
-        yield Section(name, case.ranks, run(train_online, name, case))
-    for name, (origin, case) in ONLINE_AGAIN.items():
-        yield Section(name, case.ranks, run(train_online, name, case, cut=origin), (origin,))
-    for name, case in DOREMI.items():
-        yield Section(name, case.ranks, run("methods.doremi", name, case), ("one",))
-    for name, (origin, case) in DOREMI_AGAIN.items():
-        yield Section(name, case.ranks, run("methods.doremi", name, case, cut=origin), (origin,))
-    for name, case in DOGE.items():
-        yield Section(name, case.ranks, run("methods.doge", name, case))
-    for name, (origin, case) in DOGE_AGAIN.items():
-        yield Section(name, case.ranks, run("methods.doge", name, case, cut=origin), (origin,))
+        yield Section(name, case.ranks, run(train_bad, name))
+    methods: list[tuple[Callable[..., None] | str, dict[str, Case], Again]] = [
+        (train_online, ONLINE, ONLINE_AGAIN),
+        ("methods.doremi", DOREMI, DOREMI_AGAIN),
+        ("methods.doge", DOGE, DOGE_AGAIN),
+        (train, {}, RESUMED),
+    ]
+    for work, cases, resumed in methods:
+        for name, case in cases.items():
+            yield Section(name, case.ranks, run(work, name, case))
+        for name, (origin, case) in resumed.items():
+            yield Section(name, case.ranks, run(work, name, case, cut=origin))
     for name, saving in SAVING.items():
-        ranks = RUNS[saving.origin].ranks
-        yield Section(name, ranks, run(train_saving, name), (saving.origin,))
-    for name, (origin, case) in RESUMED.items():
-        yield Section(name, case.ranks, run(train, name, case, cut=origin), (origin,))
-    for name, origin in RESUMED_DRY.items():
-        case = RUNS_DRY[f"{origin}-dry"]
-        yield Section(name, case.ranks, run(train, name, case, cut=origin), (origin,))
-    for name in UNFIXED:
-        yield Section(name, 2, run(resume_unfixed, name, cut="dp2-sharded"), ("dp2-sharded",))
+        yield Section(name, RUNS[saving.origin].ranks, run(train_saving, name))
     for name, case in PEAKS.items():
         yield Section(name, case.ranks, run(measure_peak, name))
-    yield Section("reference", 1, run("readings.write_reference"), ("one",))
+    yield Section("reference", 1, run("readings.write_reference"))
     for name, reading in READINGS.items():
-        work = run("readings.read", name)
-        yield Section(f"read-{name}", reading.case.ranks, work, ("one", "reference"))
+        yield Section(f"read-{name}", reading.case.ranks, run("readings.read", name))
     for name, case in DISCOVERING.items():
-        yield Section(name, case.ranks, run("methods.discover", name), ("one",))
-    yield Section("convert-one", 1, run("readings.convert_one"), ("one",))
-    yield Section(
-        TUNED_FROM_CHECKPOINT, 1, run(train_tuned, TUNED_FROM_CHECKPOINT), ("convert-one",)
-    )
-    for name, case in TUNED.items():
-        yield Section(name, case.ranks, run(train_tuned, name), (TUNED_FROM_CHECKPOINT,))
+        yield Section(name, case.ranks, run("methods.discover", name))
+    yield Section("convert-one", 1, run("readings.convert_one"))
+    for name, case in {TUNED_FROM_CHECKPOINT: ONE, **TUNED}.items():
+        yield Section(name, case.ranks, run(train_tuned, name))
     for name, case in REWRITTEN.items():
-        work = run("readings.rewrite", name)
-        yield Section(f"rewrite-{name}", case.ranks, work, ("convert-one",))
-        work = run("readings.convert_rewritten", name)
-        yield Section(f"convert-{name}", 1, work, (f"rewrite-{name}",))
-    work = run("readings.read_converted")
-    yield Section("read-converted", 1, work, ("convert-one", "read-one"))
+        yield Section(f"rewrite-{name}", case.ranks, run("readings.rewrite", name))
+        yield Section(f"convert-{name}", 1, run("readings.convert_rewritten", name))
+    yield Section("read-converted", 1, run("readings.read_converted"))
     yield Section("downstream-one", 1, run("downstream.write_and_answer"))
     for name in DOWNSTREAM:
-        work = run("downstream.answer", name)
-        yield Section(f"downstream-{name}", MAX_RANKS, work, ("downstream-one",))
+        yield Section(f"downstream-{name}", MAX_RANKS, run("downstream.answer", name))
 
 
 def run(
@@ -192,12 +157,6 @@ def train(places: Places, name: str, case: Case) -> None:
     from megatron_chameleon.training.trainer import pretrain
 
     pretrain(training_options(places, name, case))
-
-
-def train_narrow(places: Places) -> None:
-    """The only difference is the number of rows that pad the embedding."""
-    with mock.patch("megatron_chameleon.model.gpt.VOCABULARY_MULTIPLE", NARROW_MULTIPLE):
-        train(places, NARROW_RUN, TP2)
 
 
 def cut_run(origin: Path, target: Path, step: int = SAVE_INTERVAL) -> None:
@@ -252,7 +211,7 @@ def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator
 
 
 def train_saving(places: Places, name: str) -> None:
-    """Train; in some cases one rank's disk is full during some of the steps."""
+    """Train while one rank's disk is full during some of the steps."""
     from megatron_chameleon.training.trainer import pretrain
 
     saving = SAVING[name]
@@ -270,46 +229,6 @@ def train_saving(places: Places, name: str) -> None:
         with around_steps(fill):
             case = RUNS[saving.origin]
             pretrain(saving_options(places, name, case, async_save=saving.async_save))
-
-
-def resume_unfixed(places: Places, name: str) -> None:
-    """Resume with a distributed optimizer without some of the fixes of its loading."""
-    from megatron_chameleon.checkpoint import optimizer_fixes
-
-    fixes: dict[str, Callable[[MegatronOptimizer], None]] = {
-        "no-fix": lambda optimizer: None,
-        "zero-state-only": optimizer_fixes.create_zero_state,
-        "shared-step-count": prepare_with_shared_step_count,
-    }
-    with mock.patch("megatron_chameleon.checkpoint.load.prepare_for_loading", fixes[name]):
-        try:
-            train(places, name, RUNS["dp2-sharded"])
-        except Exception as error:
-            if is_first_rank():
-                places.found(name, "txt").parent.mkdir(exist_ok=True)
-                places.found(name, "txt").write_text(f"{type(error).__name__}: {error}")
-
-
-def prepare_with_shared_step_count(optimizer: MegatronOptimizer) -> None:
-    """Apply all fixes but the one that gives each parameter its own step count."""
-    from megatron_chameleon.checkpoint.optimizer_fixes import prepare_for_loading
-
-    prepare_for_loading(optimizer)
-    for part in optimizer.chained_optimizers:
-        share_step_count(part)
-
-
-def share_step_count(optimizer: MegatronOptimizer) -> None:
-    fixed = optimizer._set_main_param_and_optimizer_states
-
-    def set_state(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = optimizer.model_param_group_index_map[parameter]
-        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
-        shared = state["step"]
-        fixed(parameter, tensors)
-        state["step"] = shared
-
-    optimizer._set_main_param_and_optimizer_states = set_state
 
 
 def peak_setup(name: str) -> TrainingSetup:
@@ -344,25 +263,6 @@ def measure_peak(places: Places, name: str) -> None:
         if layout.is_main:
             places.found(name).parent.mkdir(exist_ok=True)
             places.found(name).write_text(json.dumps(measured))
-
-
-def train_hooked(places: Places, name: str, hook: str, case: Case) -> None:
-    from megatron_chameleon.artifacts.files import write_json
-    from megatron_chameleon.blend.options import DataOptions
-    from megatron_chameleon.training.trainer import pretrain
-    from tests.distributed.toy_hooks import HOOKS
-
-    hooks: list[TrainingHook] = []
-
-    def make(plan: TrainingPlan, layout: Layout) -> TrainingHook:
-        hooks.append(HOOKS[hook](plan, layout))
-        return hooks[0]
-
-    options = training_options(places, name, case)
-    pretrain(dataclasses.replace(options, data=DataOptions(permutation=case.permutation)), make)
-    folder = places.hook_flops(name)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / f"{os.environ['RANK']}.json", hooks[0].flops)
 
 
 def train_online(places: Places, name: str, case: Case) -> None:
@@ -418,27 +318,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def needed_sections(kinds: Sequence[str]) -> list[Section]:
-    """Return the sections of some kinds, in order, with those they need or are compared with."""
-    sections = {section.name: section for section in all_sections()}
-    assert sections.keys() >= SWEEP, SWEEP - sections.keys()
-    wanted: set[str] = set()
-
-    def want(name: str) -> None:
-        if name in sections and name not in wanted:
-            wanted.add(name)
-            for other in (*sections[name].needs, one_rank(name)):
-                want(other)
-
-    for name in sections:
-        if ("sweep" if name in SWEEP else "core") in kinds:
-            want(name)
-    return [section for section in sections.values() if section.name in wanted]
-
-
-def main(places: Places, kinds: Sequence[str]) -> None:
+def main(places: Places) -> None:
     ranks = Ranks()
-    for section in needed_sections(kinds):
+    for section in all_sections():
         if not ranks.join(section):
             continue
         start = time.perf_counter()
@@ -452,4 +334,4 @@ def main(places: Places, kinds: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     open_output()  # like the tools: a rank whose disk is full cannot write its log either
-    main(Places(Path(sys.argv[1])), sys.argv[2:])
+    main(Places(Path(sys.argv[1])))

@@ -33,8 +33,8 @@ from tests.distributed import methods
 from tests.distributed.cases import (
     ADDED_ROWS,
     LAYERS,
+    NARROW,
     NARROW_MULTIPLE,
-    NARROW_RUN,
     NORMED_LAYER,
     NUM_WINDOWS,
     OVERLAP,
@@ -104,7 +104,7 @@ def convert_one(places: Places) -> None:
 def rewrite(places: Places, name: str) -> None:
     """Read that checkpoint in a layout into other weights, and write it again."""
     record = CheckpointRecord.load(places.from_huggingface("one"))
-    is_narrow = name == NARROW_RUN
+    is_narrow = name == NARROW
     narrow = mock.patch("megatron_chameleon.model.gpt.VOCABULARY_MULTIPLE", NARROW_MULTIPLE)
     with (
         narrow if is_narrow else contextlib.nullcontext(),

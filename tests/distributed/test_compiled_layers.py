@@ -17,11 +17,9 @@ from tests.distributed.launch import finish, start, torchrun
 SECONDS = 1800.0
 # Recomputation runs a layer without gradients first, which is another graph.
 GRAPHS = {
-    name: 2 if case.parallel.recompute.recompute_granularity == "full" else 1
-    for name, case in COMPILED.items()
+    name: 2 if parallel.recompute.recompute_granularity == "full" else 1
+    for name, parallel in COMPILED.items()
 }
-CORE_CASES = ("sp2-selective", "vpp2")
-INDUCTOR_CASES = ("sp2-selective", "pp2-full")
 NUM_RANKS = 2
 # Of losses and norms: aot_eager runs the same operations, inductor fuses them.
 AOT_TOLERANCE, INDUCTOR_TOLERANCE = 1e-6, 1e-4
@@ -48,16 +46,10 @@ def check(found, name, tolerance):
 @pytest.mark.parametrize(
     ("backend", "names", "tolerance"),
     [
-        ("aot_eager", CORE_CASES, AOT_TOLERANCE),
-        pytest.param(
-            "aot_eager",
-            [name for name in COMPILED if name not in CORE_CASES],
-            AOT_TOLERANCE,
-            marks=pytest.mark.slow,
-        ),
+        ("aot_eager", ("sp2-selective", "vpp2"), AOT_TOLERANCE),
         pytest.param(
             "inductor",
-            INDUCTOR_CASES,
+            ("sp2-selective", "pp2-full"),
             INDUCTOR_TOLERANCE,
             marks=[
                 pytest.mark.slow,

@@ -20,7 +20,6 @@ from tests.distributed.cases import (
     REWRITTEN,
     TUNED,
     TUNED_FROM_CHECKPOINT,
-    each,
 )
 from tests.small_corpus import VOCAB_SIZE
 
@@ -39,7 +38,7 @@ def test_hidden_states_are_those_of_a_hook_on_the_whole_model(results):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("reading", each(READINGS, "read-"))
+@pytest.mark.parametrize("reading", READINGS)
 def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, reading, layer):
     reference = results.reference()
     for name, vectors in results.vectors(reading, layer).items():
@@ -52,7 +51,7 @@ def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, r
     assert other.weights == pytest.approx(one.weights, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("reading", each(READINGS, "read-"))
+@pytest.mark.parametrize("reading", READINGS)
 def test_perplexities_are_those_of_plain_windows(results, reading):
     reference = results.reference()
     for name, domain in results.evaluation(reading).domains.items():
@@ -89,7 +88,7 @@ def test_the_folder_has_no_padding_and_trained_weights(results):
         assert np.ptp(tensor) > 0, name  # no bias or norm has its initial value
 
 
-@pytest.mark.parametrize("name", each(REWRITTEN, "rewrite-"))
+@pytest.mark.parametrize("name", REWRITTEN)
 def test_every_layout_writes_the_same_folder_to_the_bit(results, name):
     expected, found = tensors(results, "one"), tensors(results, name)
     layout = CheckpointRecord.load(results.places.from_huggingface(name)).layout
@@ -108,7 +107,7 @@ def test_the_converted_checkpoint_reads_like_the_run(results):
         assert converted.weights == original.weights
 
 
-@pytest.mark.parametrize("name", each(TUNED))
+@pytest.mark.parametrize("name", TUNED)
 def test_a_run_from_a_folder_is_that_from_its_checkpoint(results, name):
     expected, found = results.metrics(TUNED_FROM_CHECKPOINT), results.metrics(name)
     trained, untrained = results.metrics("one")[-1]["loss"], results.metrics("one")[0]["loss"]
@@ -121,7 +120,7 @@ def test_a_run_from_a_folder_is_that_from_its_checkpoint(results, name):
 # Downstream.
 
 
-@pytest.mark.parametrize("name", each(DOWNSTREAM, "downstream-"))
+@pytest.mark.parametrize("name", DOWNSTREAM)
 def test_downstream_answers_are_those_of_one_rank(results, name):
     results.require(f"downstream-{name}")
     folder = results.places.downstream

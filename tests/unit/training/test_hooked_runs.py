@@ -16,7 +16,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import trainer
 from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.trainer import pretrain
-from tests.distributed.toy_hooks import LossWeigher, MixtureChanger
+from tests.toy_hooks import LossWeigher, MixtureChanger
 from tests.unit.training.bad_steps import before_steps
 from tests.unit.training.runs import losses, metrics, record_at
 

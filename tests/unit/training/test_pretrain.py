@@ -28,8 +28,8 @@ from megatron_chameleon.training.options import (
 )
 from megatron_chameleon.training.trainer import pretrain
 from tests.device_reads import device_reads
-from tests.distributed.toy_hooks import MixtureChanger
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
+from tests.toy_hooks import MixtureChanger
 from tests.unit.training.bad_steps import before_steps
 from tests.unit.training.runs import contents, losses, metrics, record_at
 

@@ -1,4 +1,4 @@
-"""Three training hooks that together use all that a hook can do."""
+"""Training hooks that weight losses or change the mixture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.hook import GlobalBatch, TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 
@@ -45,16 +44,6 @@ class LossWeigher(WeightsHook):
         return self.weights * batch.num_domains
 
 
-class GradientCombiner(WeightsHook):
-    """Raises the weights of domains whose gradients align with the others'."""
-
-    combines_gradients = True
-
-    def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
-        self.learn(0.1 * gradients.dot_products().sum(1))
-        return self.weights
-
-
 class MixtureChanger(WeightsHook):
     """Samples more of the domains with high losses, every four steps."""
 
@@ -67,6 +56,3 @@ class MixtureChanger(WeightsHook):
     def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> Sequence[float]:
         assert step % self.mixture_interval == 0
         return [round(weight, 6) for weight in self.weights.tolist()]
-
-
-HOOKS = {"weigher": LossWeigher, "combiner": GradientCombiner, "changer": MixtureChanger}
