@@ -68,22 +68,14 @@ TRAINING = {
     "tensor-sequence": Case(TENSOR_SEQUENCE, ranks=2, is_core=True),
     "interleaved": Case(INTERLEAVED, ranks=2, is_core=True),
     "data-parallel": Case(ranks=2, is_core=True),
-    "sharded": Case(SHARDED),
-    "pipeline": Case(PIPELINE, ranks=2),
     "tensor-pipeline": Case((*TENSOR, *PIPELINE), ranks=4),
-    "bf16-overlapped-async": Case((*BF16, *OVERLAPPED, "--async-save"), ranks=2, reference=BF16),
     "bf16-tensor-interleaved": Case(
         (*BF16, *TENSOR_SEQUENCE, *INTERLEAVED, *SHARDED), ranks=4, reference=BF16
     ),
-    "masks": Case(MASKS, reference=MASKS),
     "masks-data-parallel": Case(MASKS, ranks=2, reference=MASKS),
     "masks-recomputation-bf16": Case((*BF16, *MASKS, *RECOMPUTATION), reference=(*BF16, *MASKS)),
-    "recomputation": Case(RECOMPUTATION),
-    "recomputation-selective": Case(("--recompute-granularity", "selective")),
-    "validation": Case(VALIDATION, reference=VALIDATION),
     "validation-pipeline": Case((*VALIDATION, *PIPELINE), ranks=2, reference=VALIDATION),
     "deterministic": Case(("--deterministic",), reference=("--deterministic",)),
-    "kernels": Case(environment=INTERPRETED),
     "kernels-bf16": Case(BF16, reference=BF16, environment=INTERPRETED),
 }
 ONLINE = ("--permutation", "epoch", "--online-interval", "3", "--online-windows", "4")

@@ -1,6 +1,6 @@
 """Check what the simulated device rejects and which operations synchronize the host.
 
-test_faults.py runs this as a program, since the device is permanent in its process.
+test_training.py runs this as a program, since the device is permanent in its process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from tests.pretended_cuda.tensors import DEVICE
 
@@ -39,6 +41,11 @@ def check_what_is_rejected() -> None:
         torch.arange(2).expand(3, 2).pin_memory()
     with pytest.raises(TypeError, match="ByteTensor"):
         torch.cuda.set_rng_state(torch.zeros(5056, dtype=torch.uint8))
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+    dist.all_reduce(on_device)
+    with pytest.raises(RuntimeError, match="No backend type"):
+        dist.all_reduce(on_host)
+    dist.destroy_process_group()
 
 
 def check_what_is_waited_for() -> None:
@@ -60,6 +67,7 @@ def check_what_is_waited_for() -> None:
         before = waits()
         wait()
         assert waits() == before + 1, wait
+    assert any("device_rules.py:" in place for place in DEVICE.synchronizations.total)
     before = waits()
     on_device.copy_(pinned, non_blocking=True)
     pinned.to(CUDA, non_blocking=True)

@@ -39,7 +39,6 @@ class Request:
         synchronizations: output file for host synchronizations on the device; see run_tool.py.
         ranks: 1 runs without a launcher, more with torchrun's.
         environment: additional environment variables.
-        fault: one of faults.py.
     """
 
     command: list[str]
@@ -47,7 +46,6 @@ class Request:
     synchronizations: str | None = None
     ranks: int = 1
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    fault: str | None = None
 
 
 class Driver:
@@ -115,12 +113,8 @@ def run_alone(kind: Kind, request: Request) -> None:
 
 def run_rank(kind: Kind, request: Request) -> None:
     """Run the tool as one rank, whose output is already redirected."""
-    from tests.pretended_cuda.faults import FAULTS
-
     os.environ.update(request.environment)
     tool, *arguments = request.command
-    if request.fault is not None:
-        FAULTS[request.fault]()
     if kind == "cuda":
         run_tool.use_kernels()
         path = request.synchronizations

@@ -21,12 +21,8 @@ MIXTURE = (
     *("--num-windows", "64", "--embedding-batch-size", "8", "--bootstrap-resamples", "20"),
 )
 PERPLEXITY = (
-    "tools/evaluate.py",
-    "perplexity",
-    "--corpus",
-    "{corpus}",
-    "--output",
-    "{folder}.json",
+    *("tools/evaluate.py", "perplexity", "--corpus", "{corpus}", "--output", "{folder}.json"),
+    *("--evaluation-batch-size", "2"),
 )
 
 
@@ -75,12 +71,14 @@ def test_embeddings_are_those_of_the_cpu(tools: Tools, ranks, environment) -> No
     assert_only_domains_are_waited_for(found)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("packing", ["packed", pytest.param("documents", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("packing", "ranks"),
+    [("packed", 1), pytest.param("documents", 2, marks=pytest.mark.slow)],
+)
 def test_perplexities_are_those_of_the_cpu(tools: Tools, ranks: int, packing: str) -> None:
     flags = () if packing == "packed" else ("--packing", packing, "--overlap", "11")
     checkpoint = ("--checkpoint", tools.reference().folder)
-    command = (*PERPLEXITY, *checkpoint, "--evaluation-batch-size", "2", *flags)
+    command = (*PERPLEXITY, *checkpoint, *flags)
     name = f"perplexity-{packing}-{ranks}"
     found, expected = tools.concurrently(
         lambda: read(tools, "cuda", name, *command, ranks=ranks),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shutil
 
-import numpy as np
 import pytest
 
 from tests.pretended_cuda.cases import (
     FP32_TOLERANCE,
-    MASKS,
     ONLINE,
     SAVE_INTERVAL,
     STEPS,
@@ -73,21 +71,12 @@ def test_ranks_save_the_same_common_state(tools: Tools, name: str) -> None:
         assert not [place for place in waits.total if "pickled device tensor" in place]
 
 
-@pytest.mark.slow
-def test_masks_matter(tools: Tools) -> None:
-    plain, masked = tools.reference(), tools.reference(MASKS)
-    distances = np.subtract(plain.values("loss"), masked.values("loss"))
-    assert np.abs(distances).min() > 100 * FP32_TOLERANCE
+def test_the_device_has_cudas_rules(tools: Tools) -> None:
+    found = tools.run("cuda", "rules", ["tests/pretended_cuda/device_rules.py"])
+    assert found.status == 0, found.log
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("cpu", "cuda"),
-        ("cuda", "cuda"),
-        pytest.param("cuda", "cpu", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("first", "second"), [("cpu", "cuda"), ("cuda", "cuda")])
 def test_a_run_is_resumed_on_either_device(tools: Tools, first, second) -> None:
     whole = tools.reference() if first == "cpu" else on_device(tools, "fp32")
     name = f"from-{first}"
@@ -103,10 +92,9 @@ def test_a_run_is_resumed_on_either_device(tools: Tools, first, second) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_online_mixing_finds_the_weights_of_the_cpu(tools: Tools, ranks: int) -> None:
+def test_online_mixing_finds_the_weights_of_the_cpu(tools: Tools) -> None:
     found, expected = tools.concurrently(
-        lambda: tools.pretrain("cuda", f"online-{ranks}", ONLINE, ranks),
+        lambda: tools.pretrain("cuda", "online", ONLINE, ranks=2),
         lambda: tools.reference(ONLINE),
     )
     assert_near(found, expected, FP32_TOLERANCE)
