@@ -51,7 +51,9 @@ def test_model_free_launcher_writes_its_mixture(name, small, tmp_path):
     assert mixture.epochs is not None
 
 
-@pytest.mark.parametrize("name", ["doge", "doremi", "regmix", "mixing_laws"])
+@pytest.mark.parametrize(
+    "name", ["doge", "doremi", "regmix", pytest.param("mixing_laws", marks=pytest.mark.slow)]
+)
 def test_launcher_trains_proxies_and_writes_its_mixture(name, small, tmp_path):
     method = name.replace("_", "-")
     done = launched(name, small, tmp_path)

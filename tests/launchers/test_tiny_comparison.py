@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
@@ -52,8 +53,11 @@ def test_interrupted_comparison_resumes(environment):
             if line.startswith("started: uniform-seed2"):
                 break
         time.sleep(1.0)
-        first.send_signal(signal.SIGTERM)
+        jobs = psutil.Process(first.pid).children()
+        first.send_signal(signal.SIGTERM)  # to the script alone, as a scheduler does
         assert first.wait(timeout=SECONDS) == 130
+        assert jobs
+        assert not any(job.is_running() for job in jobs)
     done = [path for path in run.glob("5-base/*") if TrainingRun.exists(path)]
     assert len(done) < 6
     with start(environment) as second:

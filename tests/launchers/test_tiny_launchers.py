@@ -1,6 +1,6 @@
-"""Every launcher of examples/ with SIZE=tiny on two CPU ranks.
+"""Launchers of examples/, one of each kind, with SIZE=tiny on two CPU ranks.
 
-The commands that they start are tested without ranks in tests/unit/test_examples.py.
+tests/unit/test_examples.py parses the commands of all launchers.
 """
 
 from __future__ import annotations
@@ -25,14 +25,7 @@ from tests.small_corpus import DOMAINS, write_small_corpus
 SECONDS = 900.0  # for one launcher on a loaded machine
 pytestmark = pytest.mark.timeout(3 * SECONDS)
 
-MIXTURES = ("uniform", "chameleon-finetune", "chameleon-pretrain")
-FINE_TUNING = ("finetune_wiki40b", "finetune_stack")
-WEIGHING = {
-    "transfer_pile": ("chameleon-pretrain",),
-    "mixture_stack": ("chameleon-finetune", "chameleon-pretrain"),
-    "mixture_wiki40b": ("chameleon-finetune", "chameleon-pretrain"),
-}
-# SLURM's programs with two nodes, both this machine.
+# Stand-ins for SLURM's programs; both nodes are this machine.
 SLURM = {
     "srun": """
 while [[ $1 == --* ]]; do shift; done
@@ -61,14 +54,12 @@ class Launched:
 
 
 class Launchers:
-    """Starts launchers on one small corpus, each with its own run folder."""
+    """Run launchers on one small corpus, each with its own run folder."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.corpus = root, root / "corpus"
         self.programs, self.calls = root / "bin", root / "calls"
         write_small_corpus(self.corpus)
-        uneven = self.folder("pretrain_684m") / "4-mixture" / "uneven.json"
-        Mixture(dict(zip(DOMAINS, [0.6, 0.3, 0.1], strict=True))).save(uneven)
         self.programs.mkdir()
         for name, body in SLURM.items():
             (self.programs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -81,12 +72,13 @@ class Launchers:
         """Run the launcher ``name`` with ``choices`` in the environment and wait for its end."""
         return self._bash(name, [f"examples/{name}.sh", *flags], choices)
 
-    def submit(self, name: str, ends_in: float, *flags: str) -> Launched:
-        """Run it as a SLURM job on two nodes with ``ends_in`` seconds left."""
+    def submit(self, name: str, ends_in: float, *flags: str, restarts: int) -> Launched:
+        """Run the launcher as a SLURM job on two nodes with ``ends_in`` seconds left."""
         job = {
             "SLURM_JOB_ID": str(free_port() - 20000),
             "SLURM_JOB_NODELIST": "localhost",
             "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_RESTART_COUNT": str(restarts),
             "JOB_ENDS": str(round(time.time() + ends_in)),
             "CALLS": str(self.calls),
             "NPROC": "1",
@@ -110,7 +102,7 @@ class Launchers:
 
 
 def free_port() -> int:
-    """A free port in the range of examples/slurm/pretrain.sbatch."""
+    """Return a free port in the range of examples/slurm/pretrain.sbatch."""
     for port in range(20000 + os.getpid() % 5000, 30000):
         with socket.socket() as probe:
             if probe.connect_ex(("localhost", port)) != 0:
@@ -125,110 +117,73 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> Launchers:
 
 @pytest.fixture(scope="module")
 def launched(launchers: Launchers) -> dict[str, Launched]:
-    """All launchers, two at a time: one computes while the ranks of the other start."""
+    """One launcher of each kind, two at a time: one computes while the other's ranks start."""
+
+    def with_the_pile_model(name: str) -> Launched:
+        pile.result()
+        trained = str(launchers.folder("pretrain_684m_pile") / RUNS["pretrain_684m_pile"])
+        return launchers.run(name, PRETRAINED=trained, PROXY=trained)
+
     run = launchers.run
     with ThreadPoolExecutor(2) as pool:
-        pile = pool.submit(run, "pretrain_684m_pile")
+        pile = pool.submit(run, "pretrain_684m_pile", "--", "--train-iters", "7")
         found: dict[str, Future[Launched]] = {
             "pretrain_684m_pile": pile,
-            "pretrain_684m": pool.submit(run, "pretrain_684m", MIXTURE="uneven"),
-        }
-        for name in FINE_TUNING:
-            found[name] = pool.submit(fine_tune, launchers, name, pile)
-        for name in WEIGHING:
-            found[name] = pool.submit(weigh, launchers, name, pile)
-        found |= {
             "pretrain_60m_proxy": pool.submit(run, "pretrain_60m_proxy", TP="2"),
+            "finetune_stack": pool.submit(with_the_pile_model, "finetune_stack"),
+            "transfer_pile": pool.submit(with_the_pile_model, "transfer_pile"),
             "pretrain_82m_proxy": pool.submit(run, "pretrain_82m_proxy", PP="2"),
-            "pretrain_210m_proxy": pool.submit(run, "pretrain_210m_proxy"),
             "sweep_stability": pool.submit(run, "sweep_stability"),
-            "pretrain_1_2b": pool.submit(run, "pretrain_1_2b", "--", "--train-iters", "7"),
         }
         return {name: future.result() for name, future in found.items()}
-
-
-def fine_tune(launchers: Launchers, name: str, pile: Future[Launched]) -> Launched:
-    """Fine-tune the model of the launcher for the Pile."""
-    return launchers.run(name, PRETRAINED=trained_by(launchers, pile))
-
-
-def weigh(launchers: Launchers, name: str, pile: Future[Launched]) -> Launched:
-    """Embed with the model of the launcher for the Pile."""
-    trained = trained_by(launchers, pile)
-    return launchers.run(name, PRETRAINED=trained, PROXY=trained)
-
-
-def trained_by(launchers: Launchers, pile: Future[Launched]) -> str:
-    pile.result()
-    return str(launchers.folder("pretrain_684m_pile") / RUNS["pretrain_684m_pile"])
 
 
 RUNS = {
     "pretrain_60m_proxy": "2-proxy/tiny-seed1",
     "pretrain_82m_proxy": "2-proxy/tiny-seed1",
-    "pretrain_210m_proxy": "2-proxy/tiny-seed1",
-    "pretrain_684m": "5-base/uneven-seed1",
-    "pretrain_1_2b": "5-base/uniform-seed1",
     "pretrain_684m_pile": "5-base/uniform-seed1",
 }
 
 
-@pytest.mark.parametrize("name", sorted(RUNS))
-def test_pretraining_launcher_trains(launchers, launched, name):
+@pytest.mark.parametrize(
+    ("name", "steps", "layout"),
+    [
+        ("pretrain_60m_proxy", 12, (2, 1, 1)),
+        ("pretrain_82m_proxy", 12, (1, 2, 1)),
+        ("pretrain_684m_pile", 7, (1, 1, 2)),
+    ],
+)
+def test_pretraining_launcher_trains_in_the_chosen_layout(launchers, launched, name, steps, layout):
     assert launched[name].status == 0, launched[name].printed
     folder = launchers.folder(name) / RUNS[name]
     run = TrainingRun.load(folder)
-    assert run.status == "finished"
-    assert run.step == (7 if name == "pretrain_1_2b" else 12)
-    assert CheckpointRecord.load(find_checkpoint(folder)).layout["world_size"] == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("pretrain_60m_proxy", (2, 1, 1)),
-        ("pretrain_82m_proxy", (1, 2, 1)),
-        ("pretrain_210m_proxy", (1, 1, 2)),
-    ],
-)
-def test_parallel_layout_is_the_chosen_one(launchers, launched, name, layout):
-    assert launched[name].status == 0, launched[name].printed
-    found = CheckpointRecord.load(find_checkpoint(launchers.folder(name) / RUNS[name])).layout
+    assert (run.status, run.step) == ("finished", steps)
+    found = CheckpointRecord.load(find_checkpoint(folder)).layout
     degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     assert tuple(found[degree] for degree in degrees) == layout
 
 
-def test_named_mixture_is_used(launchers, launched):
-    assert launched["pretrain_684m"].status == 0, launched["pretrain_684m"].printed
-    run = TrainingRun.load(launchers.folder("pretrain_684m") / RUNS["pretrain_684m"])
-    assert run.mixture == pytest.approx(dict(zip(DOMAINS, [0.6, 0.3, 0.1], strict=True)))
-
-
-@pytest.mark.parametrize("name", FINE_TUNING)
-def test_fine_tuning_starts_from_the_pretrained_weights(launchers, launched, name):
-    assert launched[name].status == 0, launched[name].printed
+def test_fine_tuning_starts_from_the_pretrained_weights(launchers, launched):
+    assert launched["finetune_stack"].status == 0, launched["finetune_stack"].printed
     start = launchers.folder("pretrain_684m_pile") / RUNS["pretrain_684m_pile"]
     expected = CheckpointRecord.load(find_checkpoint(start)).hash
-    first_losses = []
-    for mixture in MIXTURES:
-        run = TrainingRun.load(launchers.folder(name) / f"5-base/{mixture}-seed1")
-        assert (run.status, run.provenance.inputs["pretrained checkpoint"]) == (
-            "finished",
-            expected,
-        )
-        first_losses.append(next(run.metrics())["loss"])
     scratch = next(TrainingRun.load(start).metrics())["loss"]
-    assert max(first_losses) < scratch
+    for mixture in ("uniform", "chameleon-finetune", "chameleon-pretrain"):
+        run = TrainingRun.load(launchers.folder("finetune_stack") / f"5-base/{mixture}-seed1")
+        assert run.status == "finished"
+        assert run.provenance.inputs["pretrained checkpoint"] == expected
+        assert next(run.metrics())["loss"] < scratch
+        weights = dict.fromkeys(DOMAINS, 1 / len(DOMAINS))
+        if mixture != "uniform":
+            path = launchers.folder("finetune_stack") / f"4-mixture/{mixture}.json"
+            weights = dict(Mixture.load(path).weights)
+        assert run.mixture == pytest.approx(weights)
 
 
-@pytest.mark.parametrize("name", WEIGHING)
-def test_launcher_computes_mixtures(launchers, launched, name):
-    assert launched[name].status == 0, launched[name].printed
-    assert re.search(r"embedding 3 domains took \d\.\d\de\+\d\d FLOPs", launched[name].printed)
-    for mixture in WEIGHING[name]:
-        found = Mixture.load(launchers.folder(name) / f"4-mixture/{mixture}.json")
-        assert found.method == mixture
-        assert list(found.weights) == list(DOMAINS)
+def test_launcher_computes_a_mixture(launchers, launched):
+    assert launched["transfer_pile"].status == 0, launched["transfer_pile"].printed
+    found = Mixture.load(launchers.folder("transfer_pile") / "4-mixture/chameleon-pretrain.json")
+    assert (found.method, list(found.weights)) == ("chameleon-pretrain", list(DOMAINS))
 
 
 def test_sweep_trains_each_proxy_once(launchers, launched):
@@ -256,16 +211,17 @@ def test_sweep_trains_each_proxy_once(launchers, launched):
 
 
 def test_slurm_job_on_two_nodes_is_requeued_until_done(launchers):
-    """The first job stops at its first step."""
+    """The first job stops at its first step; --overwrite applies to the first start only."""
     name, margin = "pretrain_124m_proxy", 600
     folder = launchers.folder(name) / "2-proxy/tiny-seed1"
-    first = launchers.submit(name, margin + 6, "--", "--exit-duration-in-mins", "0.001")
+    flags = ("--", "--overwrite", "--exit-duration-in-mins")
+    first = launchers.submit(name, margin + 6, *flags, "0.001", restarts=0)
     assert first.status == 0, first.printed
     step = TrainingRun.load(folder).step
     assert 0 < step < 12
     (call,) = launchers.calls.read_text().splitlines()
     assert re.fullmatch(r"requeue \d+", call)
-    second = launchers.submit(name, margin + 3600)
+    second = launchers.submit(name, margin + 3600, *flags, "60", restarts=1)
     assert second.status == 0, second.printed
     assert f"resuming at step {step}:" in second.printed
     assert TrainingRun.load(folder).status == "finished"
