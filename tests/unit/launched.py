@@ -27,7 +27,6 @@ LAUNCHERS = sorted(
     path.stem for stage in ("pretrain", "finetune") for path in EXAMPLES.glob(f"{stage}_*.sh")
 )
 WEIGHING = ["mixture_stack", "mixture_wiki40b", "transfer_pile"]
-SWEEPING = ["sweep_stability"]
 FINE_TUNING = [name for name in LAUNCHERS if name.startswith("finetune")]
 TOOLS = {
     "pretrain_gpt.py": PretrainOptions,

@@ -1,4 +1,4 @@
-"""Benchmarks compare equal work."""
+"""Benchmarks compare equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -7,20 +7,11 @@ import argparse
 import pytest
 import torch
 
-from benchmarks import doge, train
-from benchmarks.plain_gpt import PlainGPT
+from benchmarks import train
 from benchmarks.train import Case, Contestant, Ours, Plain
 
 CASE = Case("nano", 32, False, tokens_per_step=128)
 ARGUMENTS = argparse.Namespace(peak=None, repeats=5)
-
-
-def test_plain_model_has_the_same_size():
-    """Apart from rows that pad the vocabulary, to 50,304 in both."""
-    plain = PlainGPT(CASE.shape)
-    count = sum(parameter.numel() for parameter in plain.parameters())
-    padding = (50_304 - CASE.shape.vocab_size) * CASE.shape.size.hidden_size
-    assert count - padding == CASE.shape.num_parameters
 
 
 def test_contestants_train_on_the_same_number_of_tokens(one_rank):
@@ -35,7 +26,7 @@ def test_contestants_train_on_the_same_number_of_tokens(one_rank):
 
 
 class OutOfMemoryFrom:
-    """Trains nothing; has memory for micro-batches below a size."""
+    """A contestant that does nothing, and runs out of memory from a micro-batch size on."""
 
     def __init__(self, size):
         self.size = size
@@ -47,7 +38,7 @@ class OutOfMemoryFrom:
             each()
 
 
-@pytest.mark.usefixtures("one_rank")  # whose device can be waited for
+@pytest.mark.usefixtures("one_rank")  # timing synchronizes with its device
 def test_timing_uses_the_best_micro_batch_that_fits(monkeypatch):
     monkeypatch.setattr(train, "MICRO_BATCH_TOKENS", (32, 64, 128, 256))
     for name in ("reset_peak_memory_stats", "max_memory_allocated"):
@@ -58,13 +49,3 @@ def test_timing_uses_the_best_micro_batch_that_fits(monkeypatch):
     assert len(found["seconds"]) == 5
     found = train.time_at_best(lambda: OutOfMemoryFrom(1), CASE, ARGUMENTS)
     assert found == {"out_of_memory": True}
-
-
-def test_doge_row_has_the_ratios_to_the_plain_step(one_rank, monkeypatch):
-    monkeypatch.setattr(doge, "VOCAB_SIZE", 500)
-    row = doge.measured(doge.Case("nano", 8, 32), one_rank, repeats=1)
-    assert list(row["times_a_plain_step"]) == ["7 domains", "17 domains"]
-    for name, ratio in row["times_a_plain_step"].items():
-        (seconds,), (plain,) = row["seconds"][name], row["seconds"]["plain"]
-        assert ratio == seconds / plain
-        assert row["memory_gb"][name] > 0

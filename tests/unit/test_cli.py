@@ -50,13 +50,12 @@ class ToolOptions:
 
 @pytest.fixture(autouse=True)
 def _process_state(monkeypatch):
-    """A process of one rank; what run_tool changes in it is restored."""
+    """Run on one rank, and restore the global state that run_tool changes."""
     monkeypatch.delenv("RANK", raising=False)
-    hook = threading.excepthook
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         yield
-    threading.excepthook = hook
 
 
 def raising(error):
@@ -109,7 +108,7 @@ def test_invalid_command_line_is_one_line_and_status_2(capsys, argv, named):
 
 @pytest.mark.parametrize("error", [UserError("the same on every rank"), LOST_PEER])
 def test_rank_1_leaves_the_message_to_rank_0(capsys, monkeypatch, error):
-    """The job ends while rank 1 waits for rank 0's message."""
+    """torchrun ends the job while rank 1 waits; rank 0 prints the message."""
     job_ended, waited = KeyError("the job has ended"), []
 
     def wait(seconds):
@@ -126,15 +125,6 @@ def test_rank_1_leaves_the_message_to_rank_0(capsys, monkeypatch, error):
     assert capsys.readouterr() == ("", "")
 
 
-def test_rank_that_outlives_rank_0_prints_its_own_error(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "OTHER_RANKS_DELAY_SECONDS", 0.0)
-    error = raising(UserError("corpus.json: another copy"))
-    for rank, printed in (("0", ""), ("3", "rank 3: ")):
-        monkeypatch.setenv("RANK", rank)
-        assert exit_status(error) == 2
-        assert capsys.readouterr() == ("", f"error: {printed}corpus.json: another copy\n")
-
-
 def test_bug_keeps_its_traceback_and_status_1():
     program = (
         "from megatron_chameleon.cli import run_tool\n"
@@ -146,18 +136,6 @@ def test_bug_keeps_its_traceback_and_status_1():
     assert ended.returncode == 1
     assert ended.stderr.startswith("Traceback (most recent call last):")
     assert ended.stderr.endswith("ValueError: a bug\n")
-
-
-@pytest.mark.parametrize(
-    ("error", "waited"), [(LOST_PEER, [2 * cli.OTHER_RANKS_DELAY_SECONDS]), (RuntimeError("x"), [])]
-)
-def test_rank_0_waits_only_if_it_has_lost_a_peer(monkeypatch, error, waited):
-    waits: list[float] = []
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(time, "sleep", waits.append)
-    with pytest.raises(RuntimeError):
-        run_tool(raising(error), ToolOptions, ["--corpus", "c"])
-    assert waits == waited
 
 
 def test_warnings_are_one_line_each_once_on_rank_0(capsys, monkeypatch):
@@ -182,11 +160,8 @@ def test_help_shows_every_docstring_on_rank_0(capsys, monkeypatch):
     assert exit_status(lambda _options: None, ["--help"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
-    for text in (
-        *("What the tool does, in one sentence.", "The folder with the tokens."),
-        *("Settings that belong together.", "How fast.", "--learning-rate"),
-    ):
-        assert text in printed.out
+    for docstring in ("The folder with the tokens.", "Settings that belong together.", "How fast."):
+        assert docstring in printed.out
     monkeypatch.setenv("RANK", "1")
     assert exit_status(lambda _options: None, ["--help"]) == 0
     assert capsys.readouterr() == ("", "")
@@ -197,8 +172,8 @@ def test_help_shows_every_docstring_on_rank_0(capsys, monkeypatch):
     [
         (["two", "--corpus", "c"], 0, "ran with c\n", ""),
         (["--help"], 0, "{one,two}", ""),
-        (["three", "--corpus", "c"], 2, "", "x.py: unknown command 'three'; "),
-        ([], 2, "", "x.py: no command; "),
+        (["three", "--corpus", "c"], 2, "", "error: "),
+        ([], 2, "", "error: "),
     ],
 )
 def test_subcommand_gets_the_flags_after_its_name(capsys, monkeypatch, argv, status, out, err):
@@ -243,14 +218,3 @@ def test_special_files_and_names_that_are_not_utf_8_are_rejected(capsys, tmp_pat
     path = path if path.exists() else tmp_path / "\udcff"
     assert exit_status(lambda _options: pytest.fail("it started"), ["--corpus", str(path)]) == 2
     assert capsys.readouterr().err.startswith("error: --corpus ")
-
-
-def test_system_error_in_a_thread_is_one_line(capsys):
-    def tool(options):
-        thread = threading.Thread(target=raising(OSError(28, "No space left")), args=[options])
-        thread.start()
-        thread.join()
-
-    assert exit_status(tool) == 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ")

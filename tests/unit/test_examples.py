@@ -1,4 +1,4 @@
-"""Launchers of examples/: the commands they start, and the user mistakes they reject."""
+"""Launchers of examples/: the commands they start, and the user errors they reject."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.evaluation.options import PAPER_TASKS, PerplexityToolOptions
-from megatron_chameleon.methods.chameleon.options import ChameleonOptions
+from megatron_chameleon.evaluation.options import PAPER_TASKS
 from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
 from megatron_chameleon.methods.options import MethodOptions
 from megatron_chameleon.methods.sweep.options import AxisOptions
 from tests.unit.launched import (
     EXAMPLES,
     LAUNCHERS,
-    RECORDER,
-    SWEEPING,
     WEIGHING,
     Launched,
     Launcher,
@@ -27,7 +24,7 @@ from tests.unit.launched import (
     write_everything,
 )
 
-# launcher -> size, steps, batch size and learning rates of what it reproduces (paper).
+# Launcher -> size, steps, batch size and learning rates of the paper.
 PROXY_RATES, BASE_RATES = (5e-4, 1e-4), (1.5e-4, 5e-5)
 PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
     "pretrain_60m_proxy": ("60m", 2000, 128, PROXY_RATES),
@@ -42,21 +39,18 @@ PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
 }
 BASELINES = sorted(f"baselines/{path.stem}" for path in (EXAMPLES / "baselines").glob("*.sh"))
 MODEL_FREE = [f"baselines/{name}" for name in ("manual", "natural", "uniform", "unimax")]
-OTHERS = {"compare_methods", "compare_mixtures", "hyperparameters", "jobs", "launch", "quickstart"}
-OTHERS |= {"evaluate_downstream"}
+
+
+def test_every_method_has_a_launcher():
+    methods = {name.partition("/")[2].replace("_", "-") for name in BASELINES}
+    assert methods == set(find_methods()) - {DEFAULT_METHOD}
 
 
 @pytest.fixture
 def launch(tmp_path):
-    """``launch(launcher, *arguments, **choices)`` with all inputs that launchers look for."""
+    """``launch(launcher, *arguments, **choices)``, where every input of a launcher exists."""
     write_everything(tmp_path)
     return Launcher(tmp_path)
-
-
-def test_every_experiment_and_method_has_a_launcher():
-    assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*PAPER, *WEIGHING, *SWEEPING, *OTHERS}
-    methods = {name.partition("/")[2].replace("_", "-") for name in BASELINES}
-    assert methods == set(find_methods()) - {DEFAULT_METHOD}
 
 
 @pytest.mark.parametrize(
@@ -113,55 +107,9 @@ def test_several_nodes_meet_on_the_first(launch):
     (call,) = launch("pretrain_1_2b", MIXTURE="uniform", **choices).calls
     assert (call.ranks.nnodes, call.ranks.node_rank, call.ranks.master_addr) == ("4", 2, "node7")
     assert (call.ranks.nproc_per_node, call.ranks.standalone) == ("8", False)
-    without = launch("pretrain_1_2b", NNODES="4")
-    assert without.status != 0
-    assert "MASTER_ADDR" in without.errors
-    for name in ("finetune_stack", "baselines/regmix", "baselines/unimax"):  # one node runs python
+    for name in ("finetune_stack", "baselines/regmix", "baselines/unimax"):  # rank 0 runs python
         others = succeeded(launch(name, NNODES="2", NODE_RANK="1", MASTER_ADDR="first"))
         assert {call.program for call in others.calls} <= {"torchrun"}
-
-
-def test_fine_tuning_compares_three_mixtures_from_one_checkpoint(launch):
-    launched = succeeded(launch("finetune_wiki40b"))
-    pretrained = Path("runs/pile/5-base/chameleon-pretrain-seed1")
-    first, second = (c.options for c in launched.calls if isinstance(c.options, ChameleonOptions))
-    assert (first.mode, second.mode) == ("finetune", "pretrain")
-    assert first.checkpoint == second.checkpoint == pretrained
-    assert first.store == second.store
-    training = launched.training()
-    mixtures = [options.mixture for options in training]
-    assert mixtures == ["uniform", str(first.output), str(second.output)]
-    assert {options.pretrained_checkpoint for options in training} == {pretrained}
-    *_, evaluation, report = launched.calls
-    assert isinstance(evaluation.options, PerplexityToolOptions)
-    evaluations = evaluation.options.one_by_one()
-    assert [o.checkpoint for o in evaluations] == [o.run_dir for o in training]
-    assert [o.output.stem for o in evaluations] == [o.run_dir.name for o in training]
-    assert (report.program, report.options.runs) == ("python", (Path("runs/wiki40b"),))
-
-
-def test_time_limit_is_passed_to_training(launch):
-    limit = str(int(time.time()) + 90 * 60)
-    for options in launch("finetune_stack", STOP_AT=limit).training():
-        assert 88 < options.stopping.exit_duration_in_mins <= 90
-
-
-@pytest.mark.parametrize("name", ["transfer_pile", "finetune_stack"])
-def test_tools_without_a_time_limit_are_ended_at_it(launch, tmp_path, name):
-    """The script then exits with 0, so that a scheduler submits the same command again."""
-    (tmp_path / "runs/slimpajama/5-base/uniform-seed1").mkdir(parents=True)
-
-    def launched(torchrun, seconds):
-        (launch.programs / "torchrun").write_text(f"{RECORDER}{torchrun}\n")
-        return launch(name, STOP_AT=str(int(time.time()) + seconds))
-
-    ended = succeeded(launched("exec sleep 100", 3))
-    assert len(ended.calls) == 1
-    assert "STOP_AT" in ended.printed
-    assert succeeded(launched("exec sleep 100", -1)).calls == []
-    assert launched("exit 3", 100).status == 3
-    lost_rank = "while (($(date +%s) < STOP_AT)); do sleep 0.01; done; exit 1"
-    assert len(succeeded(launched(lost_rank, 2)).calls) == 1
 
 
 # Mixtures
@@ -196,12 +144,6 @@ def test_sweep_is_the_papers(launch):
     assert (proxy.model_size, proxy.train_iters, proxy.global_batch_size) == ("82m", 2000, 128)
     assert (proxy.optimizer.lr, proxy.optimizer.min_lr, proxy.bf16) == (5e-4, 1e-4, True)
     assert (options.output, call.program) == (Path("runs/slimpajama"), "torchrun")
-    choices = {"SIZE": "124m", "TP": "2", "SEED": "7", "RUN": "my run"}
-    choices |= {"CORPUS": "runs/stack/1-corpus"}
-    (call,) = launch("sweep_stability", "--", "--sweep-ridge", "0.5", **choices).calls
-    assert (call.options.axes.sweep_ridge, call.options.output) == ((0.5,), Path("my run"))
-    assert (call.options.proxy.model_size, call.options.proxy.seed) == ("124m", 7)
-    assert call.options.proxy.parallel.tensor_model_parallel_size == 2
 
 
 def method_calls(launched: Launched):
@@ -257,30 +199,21 @@ def test_downstream_tasks_are_the_papers(launch, tmp_path):
     assert len(calls) == len(list((tmp_path / base).iterdir()))
     assert options.output == Path("runs/slimpajama/6-evaluation/uniform-seed1-downstream.json")
     assert (options.tasks, options.shots, options.limit) == (PAPER_TASKS, (0, 1, 2, 3, 4, 5), None)
-    choices = {"DATA_DIR": "my copies", "CHECKPOINTS": "here there", "RUN": "run"}
-    first, _ = launch("evaluate_downstream", "--", "--tasks", "sciq", **choices).calls
-    assert (first.options.checkpoint, first.options.tasks) == (Path("here"), ("sciq",))
-    assert first.options.output == Path("run/6-evaluation/here-downstream.json")
-    assert first.options.data_dir == Path("my copies")
 
 
 # SLURM
 
 PROGRAMS = {
-    "srun": """
-printf '%s\\n' "$@" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$STOP_AT" > "$OUT/srun.txt"
-echo "${SRUN_CPUS_PER_TASK:-none}" > "$OUT/cores.txt"
-echo "$LASTS" > "$OUT/later"
-exit "$STATUS"
-""",
-    "squeue": 'echo "${SQUEUE:-$(date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S)}"',
+    "srun": 'echo "$LASTS" > "$OUT/later"\nexit "$STATUS"',
+    "squeue": 'date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S',
+    # The clock of the script: LASTS seconds later once srun has run.
     "date": """
 [ "$*" = +%s ] || exec /bin/date "$@"
 echo $(($(/bin/date +%s) + $(cat "$OUT/later" 2> /dev/null || echo 0)))
 """,
     "scontrol": """
 case $1 in
-  show) printf 'n5\\nn6\\nn7\\n' ;;
+  show) echo n5 ;;
   *) echo "$@" > "$OUT/queue.txt" ;;
 esac
 """,
@@ -290,49 +223,28 @@ SCRIPT = str(EXAMPLES / "pretrain_684m.sh")
 
 @pytest.fixture
 def job(tmp_path):
-    """``job(left, *arguments, **environment)``: pretrain.sbatch with ``left`` seconds to go.
-
-    What it starts lasts LASTS seconds on the clock of the script.
-    """
+    """``job(**environment)``: pretrain.sbatch with two hours left, of which srun takes LASTS s."""
     for name, body in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
 
-    def run(left, *arguments, **environment):
+    def run(**environment):
         own = {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "OUT": str(tmp_path),
-            "ENDS": str(round(time.time()) + left),
-            "STATUS": "0",
-            "LASTS": "0",
+            "ENDS": str(round(time.time()) + 7200),
             "SLURM_JOB_ID": "31234",
-            "SLURM_JOB_NODELIST": "n[5-7]",
-            "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_JOB_NODELIST": "n5",
+            "SLURM_JOB_NUM_NODES": "1",
         }
         return subprocess.run(
-            ["bash", str(EXAMPLES / "slurm" / "pretrain.sbatch"), *arguments],
+            ["bash", str(EXAMPLES / "slurm" / "pretrain.sbatch"), SCRIPT],
             env={**os.environ, **own, **environment},
             capture_output=True,
             text=True,
         )
 
     return run
-
-
-@pytest.mark.parametrize("restarts", ["0", "1"])
-def test_slurm_job_starts_the_launcher_on_every_node(job, tmp_path, restarts):
-    before = round(time.time())
-    settings = {"SLURM_RESTART_COUNT": restarts, "SLURM_CPUS_PER_TASK": "32"}
-    done = job(7200, SCRIPT, "--", "--overwrite", "--seed", "3", **settings)
-    assert done.returncode == 0, done.stderr
-    *command, nodes, address, port, stop = (tmp_path / "srun.txt").read_text().splitlines()
-    # A requeued job must not overwrite its own run.
-    kept = ["--overwrite"] if restarts == "0" else []
-    assert command[-(5 + len(kept)) :] == ["bash", SCRIPT, "--", *kept, "--seed", "3"]
-    assert (nodes, address, port) == ("3", "n5", "21234")
-    assert 0 <= int(stop) - (before + 7200 - 600) <= 60
-    assert (tmp_path / "cores.txt").read_text() == "32\n"
-    assert not (tmp_path / "queue.txt").exists()
 
 
 @pytest.mark.parametrize(
@@ -342,24 +254,11 @@ def test_slurm_job_starts_the_launcher_on_every_node(job, tmp_path, restarts):
         (6000, 0, "10", False),
         (7000, 3, "10", False),
         (6500, 0, "15", True),
-        (6500, 0, "5", False),
     ],
 )
 def test_only_a_run_stopped_by_its_time_limit_is_requeued(
     job, tmp_path, lasts, status, minutes, is_queued
 ):
-    done = job(7200, SCRIPT, LASTS=str(lasts), STATUS=str(status), SAVE_MINUTES=minutes)
+    done = job(LASTS=str(lasts), STATUS=str(status), SAVE_MINUTES=minutes)
     assert done.returncode == status
     assert (tmp_path / "queue.txt").exists() == is_queued
-
-
-@pytest.mark.parametrize(
-    ("left", "script", "squeue"),
-    [(500, SCRIPT, ""), (7200, SCRIPT, "N/A"), (7200, "examples/nothing.sh", "")],
-)
-def test_invalid_slurm_job_is_rejected(job, tmp_path, left, script, squeue):
-    done = job(left, script, SQUEUE=squeue)
-    assert done.returncode == 2
-    assert done.stderr
-    assert not (tmp_path / "srun.txt").exists()
-    assert not (tmp_path / "queue.txt").exists()

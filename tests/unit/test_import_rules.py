@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_chameleon"
 
@@ -25,7 +23,7 @@ ALLOWED = {
 
 
 def forbidden_imports(path: str, source: str) -> list[str]:
-    """The forbidden imports anywhere in ``source``; ``path`` is relative to the package."""
+    """Return the forbidden imports in ``source``; ``path`` is relative to the package."""
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -52,19 +50,6 @@ def test_every_module_follows_the_rules():
     for source in sorted((ROOT / PACKAGE).rglob("*.py")):
         path = source.relative_to(ROOT / PACKAGE).as_posix()
         assert forbidden_imports(path, source.read_text(encoding="utf-8")) == [], path
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "forbidden"),
-    [
-        ("mixture/leverage.py", "def f():\n    import pandas as pd", ["pandas"]),
-        ("mixture/leverage.py", f"from {PACKAGE} import artifacts", [f"{PACKAGE}.artifacts"]),
-        ("artifacts/corpus.py", "if True:\n    from torch import Tensor", ["torch.Tensor"]),
-        ("training/trainer.py", "import torch\nfrom tools import doctor", ["tools.doctor"]),
-    ],
-)
-def test_forbidden_import_is_found(path, source, forbidden):
-    assert forbidden_imports(path, source) == forbidden
 
 
 def test_options_and_interchange_load_no_torch():

