@@ -1,4 +1,4 @@
-"""Fixes for saving and loading optimizer state; that they are needed is in tests/distributed, too.
+"""Fixes for saving and loading optimizer state.
 
 The Adam of Transformer Engine needs a GPU. GroupStepAdam has the state layout and the loading rules
 of its FusedAdam, and torch's arithmetic, so that a resumed run has to be the uninterrupted one.
