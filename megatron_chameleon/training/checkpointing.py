@@ -79,16 +79,13 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
     if run is None:
         return Progress()
     checkpoint, problems = newest_verified_checkpoint(plan.options.run_dir, layout)
-    if checkpoint:
+    sharded = plan.options.parallel.use_distributed_optimizer
+    if checkpoint and bool(checkpoint.layout.get("use_distributed_optimizer")) != sharded:
         # megatron has two formats of the optimizer's state.
-        flag = "--use-distributed-optimizer"
-        was_sharded = bool(checkpoint.layout.get("use_distributed_optimizer"))
-        if was_sharded != plan.options.parallel.use_distributed_optimizer:
-            raise UserError(
-                f"{checkpoint.root} was written {'with' if was_sharded else 'without'} {flag}; "
-                f"{'pass' if was_sharded else 'leave out'} {flag} to resume from it"
-            )
-    resumed_schedule(plan, checkpoint)  # raises UserError on a conflict
+        raise UserError(
+            f"{checkpoint.root} has another format of the optimizer's state; "
+            f"{'leave out' if sharded else 'pass'} --use-distributed-optimizer to resume from it"
+        )
     return Progress(run, checkpoint, tuple(problems))
 
 
@@ -111,12 +108,6 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
     run = TrainingRun.load(folder)
     options_before, inputs_before = run.provenance.options, run.provenance.inputs
     options, inputs = json_values(plan.options), plan.provenance.inputs
-    names = list(run.mixture)
-    if inputs_before.get("corpus") == inputs["corpus"] and names != plan.data.names:
-        raise UserError(  # records refer to data sets by name
-            f"{run.root} holds a run whose data sets are named {', '.join(names)}, not "
-            f"{', '.join(plan.data.names)}; rename the files back, or {FRESH_START}"
-        )
     for name in {**inputs, **inputs_before}:
         if inputs_before.get(name) != inputs.get(name):
             hashes = (hashed.get(name, "none")[:8] for hashed in (inputs_before, inputs))
@@ -228,29 +219,26 @@ def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> 
 
 
 def roll_back(progress: Progress, run_dir: Path) -> None:
-    """Roll the run in ``run_dir`` back to the step of ``progress``. Collective.
+    """Roll the run in ``run_dir`` back to the step of ``progress``, on rank 0.
 
     Later metrics are dropped; newer checkpoints are renamed, with a :class:`CheckpointWarning` if
     they are damaged.
 
     Raises:
-        UserError: on every rank, if the folder cannot be written.
+        UserError: if the folder cannot be written.
     """
-
-    def on_main() -> None:
-        with writing(run_dir):
-            moved = go_back_to(run_dir, progress.step)
-        if progress.problems:
-            warnings.warn(
-                f"{progress.problems[0]}: resuming from step {progress.step}; renamed to "
-                f"{', '.join(map(str, moved))}",
-                CheckpointWarning,
-                stacklevel=2,
-            )
-        keep_metrics_until(run_dir / METRICS_NAME, progress.step)
-
-    if progress.run is not None:
-        from_main(on_main)
+    if progress.run is None:
+        return
+    with writing(run_dir):
+        moved = go_back_to(run_dir, progress.step)
+    if progress.problems:
+        warnings.warn(
+            f"{progress.problems[0]}: resuming from step {progress.step}; renamed to "
+            f"{', '.join(map(str, moved))}",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    keep_metrics_until(run_dir / METRICS_NAME, progress.step)
 
 
 class CheckpointWriter:

@@ -6,7 +6,6 @@ method; without a hook, none of this runs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -23,9 +22,6 @@ from megatron_chameleon.blend.prefetch import to_device
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, training_flops
-from megatron_chameleon.model.gpt import unwrap
-from megatron_chameleon.model.memory import FLOAT32_BYTES, TrainingSetup, optimized_parameters
-from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.domain_gradients import (
@@ -66,17 +62,6 @@ class TrainingHook:
         Called once, before the model is built and the dry first step; not called if the run is
         already finished.
         """
-
-    def extra_bytes(self, setup: TrainingSetup, stage: int, num_domains: int) -> dict[str, int]:
-        """Memory that each rank of a pipeline stage holds for the hook: name -> bytes.
-
-        Used in out-of-memory messages. Covers the per-domain gradients; an override adds what
-        :meth:`prepare` allocates.
-        """
-        if not self.combines_gradients:
-            return {}
-        held = num_domains * optimized_parameters(setup, stage) * FLOAT32_BYTES
-        return {f"gradients of {num_domains} domains": held}
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor | None:
         """Return per-domain loss weights; called with the global batch before the backward pass.
@@ -347,32 +332,3 @@ class HookRunner:
             sampled = torch.tensor([len(own) * length for own in rows])
             sums[:, 2] = to_device(sampled, self._passes.device)
         return sums
-
-
-@contextlib.contextmanager
-def reading(
-    model: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout
-) -> Iterator[Reader]:
-    """Context manager for a reader of ``model``; every rank enters it.
-
-    Weights, gradients and random states are unchanged afterwards, and the model is in training
-    mode. The reader computes in the training precision.
-
-    Args:
-        model: this rank's chunks, wrapped for data parallelism, before the passes of a step.
-        shape: shape of the whole model.
-        layout: layout of the ranks.
-    """
-    for chunk in model:
-        if layout.overlap_param_gather:
-            # Otherwise layers gather parameters in forward, but ranks run different batches.
-            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
-        chunk.eval()
-    first, *later = map(unwrap, model)
-    try:
-        # Compiled layers would be recompiled for every other shape.
-        with torch.compiler.set_stance("force_eager"):
-            yield Reader(first, shape, layout, later)
-    finally:
-        for chunk in model:
-            chunk.train()

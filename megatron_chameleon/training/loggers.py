@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.record import json_values
@@ -28,20 +28,6 @@ Figures = Mapping[str, Any]
 """Name -> number, text, list or nested mapping; NaN for a number that was not measured."""
 
 
-class Logger(Protocol):
-    """Destination of metrics."""
-
-    def log(self, step: int, figures: Figures) -> None:
-        """Write the metrics of an interval that ended with ``step``.
-
-        Raises:
-            OSError: if they cannot be written; later calls may succeed.
-        """
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
 class JsonLinesLogger:
     """Append one line of JSON per interval to metrics.jsonl.
 
@@ -53,7 +39,11 @@ class JsonLinesLogger:
         self._unwritten = b""
 
     def log(self, step: int, figures: Figures) -> None:
-        """Append a line: the step first, null for NaN and infinities."""
+        """Append a line: the step first, null for NaN and infinities.
+
+        Raises:
+            OSError: if it cannot be written; later calls may succeed.
+        """
         line = json.dumps(finite({"step": step, **figures}), ensure_ascii=False, allow_nan=False)
         self._unwritten += line.encode() + b"\n"
         self.close()
@@ -141,6 +131,9 @@ class WandbLogger:
     def close(self) -> None:
         """Send the remaining metrics."""
         self._run.finish()
+
+
+Logger = JsonLinesLogger | TensorBoardLogger | WandbLogger
 
 
 def open_loggers(options: PretrainOptions, first_step: int) -> list[Logger]:

@@ -17,9 +17,8 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.memory import TrainingSetup, estimate_memory, peak_bytes_per_rank
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, check_layout
-from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.optimizer import TrainedModel
-from megatron_chameleon.training.options import EstimateMemoryOptions, PretrainOptions
+from megatron_chameleon.training.options import EstimateMemoryOptions, ModelOptions
 from megatron_chameleon.training.plan import TrainingPlan
 
 GB = 1e9
@@ -33,9 +32,7 @@ MEMORY_HINT = (
 BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_gather_dispatched")
 
 
-def training_setup(
-    options: PretrainOptions | EstimateMemoryOptions, shape: ModelShape, world_size: int
-) -> TrainingSetup:
+def training_setup(options: ModelOptions, shape: ModelShape, world_size: int) -> TrainingSetup:
     """The training setup of ``options`` on ``world_size`` ranks."""
     parallel = options.parallel
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
@@ -84,27 +81,17 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
         return 0
     left = options.device_memory_gb - total / GB
     if left > 0:
-        print(
-            f"fits in {options.device_memory_gb:g} GB: {left:.2f} GB are left, including CUDA's own"
-        )
-        return 0
-    print(
-        f"does not fit in {options.device_memory_gb:g} GB: {-left:.2f} GB are missing; "
-        f"{MEMORY_HINT}"
-    )
-    return 1
+        verdict = f"fits in {options.device_memory_gb:g} GB: {left:.2f} GB are left for CUDA"
+    else:
+        verdict = f"does not fit in {options.device_memory_gb:g} GB: {-left:.2f} GB are missing"
+        verdict += f"; {MEMORY_HINT}"
+    print(verdict)
+    return int(left <= 0)
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(
-    plan: TrainingPlan, layout: Layout, hook: TrainingHook | None = None
-) -> Iterator[None]:
+def explain_out_of_memory() -> Iterator[None]:
     """Turn an out-of-memory error within the block into a UserError with a hint.
-
-    Args:
-        plan: plan of the run.
-        layout: layout of the ranks.
-        hook: training hook, which may hold memory too.
 
     Raises:
         UserError: on the rank that ran out.
@@ -112,18 +99,8 @@ def explain_out_of_memory(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        setup = training_setup(plan.options, plan.shape, layout.world_size)
-        stages = dict(enumerate(estimate_memory(setup)))
-        for stage, parts in stages.items():
-            parts |= hook.extra_bytes(setup, stage, len(plan.data.names)) if hook else {}
-        stage, parts = max(stages.items(), key=lambda item: sum(item[1].values()))
-        sizes = ", ".join(
-            f"{name.replace('_', ' ')} {size / GB:.1f}" for name, size in parts.items() if size
-        )
         raise UserError(
-            f"out of memory: a rank of pipeline stage {stage} needs about "
-            f"{sum(parts.values()) / GB:.1f} GB ({sizes}) besides CUDA's own; "
-            f"{MEMORY_HINT}"
+            f"out of memory: {MEMORY_HINT}; tools/estimate_memory.py prints what takes the memory"
         ) from error
 
 

@@ -10,18 +10,17 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerAction
 
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.options import ProfilingOptions
+from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.step import StepResult, counts_losses
 
 T = TypeVar("T")
@@ -199,36 +198,35 @@ class PhaseTimers:
         return event
 
 
-class StepProfiler:
-    """Record a trace of the steps that the options name, on rank 0."""
+def build_profiler(
+    options: PretrainOptions, layout: Layout, first_step: int
+) -> torch.profiler.profile | None:
+    """Profiler of the steps that the options name; None except on rank 0 with ``--profile``.
 
-    def __init__(self, options: ProfilingOptions, run_dir: Path, layout: Layout) -> None:
-        self._options, self._folder = options, run_dir / "profile"
-        self._enabled = options.profile and layout.is_main
-        self._on_gpu = layout.device.type == "cuda"
-        self._running: torch.profiler.profile | None = None
+    Enter it before the first step and call its ``step`` after each one. It writes a trace, also if
+    the run ends early; a failure to write is a warning.
 
-    def before_step(self, steps_done: int) -> None:
-        """Start the trace if it is due."""
-        if self._enabled and steps_done == self._options.profile_step_start:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-            self._running = torch.profiler.profile(activities=activities)
-            self._running.start()
+    Args:
+        options: options of the run.
+        layout: layout of the ranks.
+        first_step: steps done before this start of the run.
+    """
+    start = options.profiling.profile_step_start - first_step
+    end = options.profiling.profile_step_end - first_step
+    if not options.profiling.profile or not layout.is_main or start < 0:
+        return None
 
-    def after_step(self, steps_done: int) -> None:
-        """Write the trace if its last step is done."""
-        if steps_done >= self._options.profile_step_end:
-            self.finish(steps_done)
+    def action(step: int) -> ProfilerAction:
+        if not start <= step < end:
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD if step < end - 1 else ProfilerAction.RECORD_AND_SAVE
 
-    def finish(self, steps_done: int) -> None:
-        """Write the trace of the steps so far, if one is running; a failure is a warning."""
-        trace, self._running = self._running, None
-        if trace is None:
-            return
-        trace.stop()
-        first = self._options.profile_step_start + 1
+    def write(trace: torch.profiler.profile) -> None:
+        name = f"steps-{first_step + start + 1}-to-{first_step + trace.step_num}.json"
         try:
-            with replacing(self._folder / f"steps-{first}-to-{steps_done}.json") as temporary:
+            with replacing(options.run_dir / "profile" / name) as temporary:
                 trace.export_chrome_trace(os.fspath(temporary))
         except (OSError, UserError) as error:
             warnings.warn(f"no trace of --profile: {error}", stacklevel=2)
+
+    return torch.profiler.profile(schedule=action, on_trace_ready=write)

@@ -207,24 +207,49 @@ class OptimizerOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingOptions(CheckedOptions):
-    """Options of every training run: of a base model and of a method's proxy."""
+class ModelOptions(CheckedOptions):
+    """Model, batch and parallel layout, which determine the memory of a training run."""
 
     model_size: str | None = None
     """Name of a model size; an unknown one lists all. Default: that of --pretrained-checkpoint, or
     82m."""
     seq_length: Count = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
-    train_iters: Count = 2000
-    """Optimizer steps (paper: 2000 for the Chameleon proxy, 10000 for the other proxies)."""
     global_batch_size: BatchSize = 128
     """Sequences per step, over all ranks (paper: 128; Pile: 512)."""
     micro_batch_size: BatchSize = 8
     """Sequences per forward pass and rank."""
-    seed: Seed = 1234
-    """Seed of the initial weights and the sample order."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
+    parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EstimateMemoryOptions(ModelOptions):
+    """Estimate the memory of each rank of a training run, without starting it.
+
+    The flags are those of tools/pretrain_gpt.py, plus the values that it reads from files.
+    """
+
+    model_size: str = "82m"
+    """Name of a model size; an unknown one lists all."""
+    vocab_size: Count = 50257
+    """Tokens of the tokenizer, without padding."""
+    world_size: Count = 1
+    """Number of ranks, over all nodes."""
+    device_memory_gb: Positive | None = None
+    """Memory of each device in GB (10^9 bytes): report whether the run fits, with exit status 1
+    otherwise."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingOptions(ModelOptions):
+    """Options of every training run: of a base model and of a method's proxy."""
+
+    train_iters: Count = 2000
+    """Optimizer steps (paper: 2000 for the Chameleon proxy, 10000 for the other proxies)."""
+    seed: Seed = 1234
+    """Seed of the initial weights and the sample order."""
     compile_layers: bool = False
     """Compile the transformer layers with torch.compile, on a GPU. The first step takes about a
     minute longer; losses differ by rounding only."""
@@ -240,7 +265,6 @@ class TrainingOptions(CheckedOptions):
     """Steps between two checkpoints; the last step always writes one."""
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
-    parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
     checkpointing: CheckpointingOptions = dataclasses.field(default_factory=CheckpointingOptions)
     guards: GuardOptions = dataclasses.field(default_factory=GuardOptions)
     stopping: StoppingOptions = dataclasses.field(default_factory=StoppingOptions)
@@ -271,7 +295,7 @@ class PretrainOptions(TrainingOptions, RunOptions):
     """Fine-tune these weights: a run folder (its latest checkpoint), a checkpoint folder or a
     Hugging Face GPT-2 folder. Optimizer and schedule start from scratch."""
     overwrite: bool = False
-    """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
+    """Start from scratch: if --run-dir holds a run, delete its contents before the first step."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)
     profiling: ProfilingOptions = dataclasses.field(default_factory=ProfilingOptions)
@@ -313,30 +337,3 @@ class PretrainOptions(TrainingOptions, RunOptions):
         if self.data.permutation != "megatron":
             why = f"--permutation {self.data.permutation} has no indices to cache"
             self.data.reject_changed(["data_cache_path"], why)
-
-
-@dataclasses.dataclass(frozen=True)
-class EstimateMemoryOptions(CheckedOptions):
-    """Estimate the memory of each rank of a training run, without starting it.
-
-    The flags are those of tools/pretrain_gpt.py, plus the values that it reads from files.
-    """
-
-    model_size: str = "82m"
-    """Name of a model size; an unknown one lists all."""
-    vocab_size: Count = 50257
-    """Tokens of the tokenizer, without padding."""
-    seq_length: Count = 1024
-    """Tokens per sample."""
-    global_batch_size: BatchSize = 128
-    """Sequences per step, over all ranks."""
-    micro_batch_size: BatchSize = 8
-    """Sequences per forward pass and rank."""
-    bf16: bool = False
-    """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
-    world_size: Count = 1
-    """Number of ranks, over all nodes."""
-    device_memory_gb: Positive | None = None
-    """Memory of each device in GB (10^9 bytes): report whether the run fits, with exit status 1
-    otherwise."""
-    parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)

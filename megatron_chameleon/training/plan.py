@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, implied_epochs, provenance
@@ -200,25 +199,23 @@ def check_overwrite(options: PretrainOptions) -> None:
     """Check that ``--overwrite`` does not delete an input of the run.
 
     Raises:
-        UserError: naming the flag of the input.
+        UserError: if the run folder contains an input.
     """
     if not options.overwrite:
         return
-    data = options.data
-    inputs: dict[str, Sequence[Path | str | None]] = {
-        "--corpus": [options.corpus],
-        "--pretrained-checkpoint": [options.pretrained_checkpoint],
-        "--mixture": [options.mixture],
-        "--tokenizer-model": [data.tokenizer_model],
-        "--data-cache-path": [data.data_cache_path],
-        "--data-path": DataPath.parse(data.data_path).prefixes if data.data_path else [],
-        "--mixture-change": [change.partition("=")[2] for change in data.mixture_changes],
-    }
-    folder = options.run_dir.resolve()
-    for flag, paths in inputs.items():
-        for path in paths:
-            if path and Path(path).resolve().is_relative_to(folder):
-                raise UserError(
-                    f"{flag} {path} is in {options.run_dir}, which --overwrite deletes; choose "
-                    "another --run-dir"
-                )
+    data, folder = options.data, options.run_dir.resolve()
+    inputs: list[Path | str | None] = [
+        options.corpus,
+        options.pretrained_checkpoint,
+        options.mixture,
+        data.tokenizer_model,
+        data.data_cache_path,
+        *(DataPath.parse(data.data_path).prefixes if data.data_path else ()),
+        *(change.partition("=")[2] for change in data.mixture_changes),
+    ]
+    for path in inputs:
+        if path and Path(path).resolve().is_relative_to(folder):
+            raise UserError(
+                f"{path} is in {options.run_dir}, which --overwrite deletes; choose another "
+                "--run-dir"
+            )

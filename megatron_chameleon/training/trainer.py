@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ from megatron_chameleon.training.memory import (
     dry_first_step,
     explain_out_of_memory,
 )
-from megatron_chameleon.training.metrics import StepProfiler
+from megatron_chameleon.training.metrics import build_profiler
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import (
@@ -51,7 +50,7 @@ from megatron_chameleon.training.plan import (
     warn_of_repeats,
 )
 from megatron_chameleon.training.records import Progress, RunRecords, format_duration
-from megatron_chameleon.training.run_folder import locked_run_folder, on_main, starting_run
+from megatron_chameleon.training.run_folder import delete_run, locked_run_folder, on_main
 from megatron_chameleon.training.step import train_step
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.validation import build_validation
@@ -87,7 +86,7 @@ def pretrain(
         if options.corpus and options.data.verify_corpus:
             verify_files(Corpus.load(options.corpus), "the corpus", layout)
         samples = samples_of(plan, plan.schedule)
-        with explain_out_of_memory(plan, layout):
+        with explain_out_of_memory():
             hook = build_hook(hook_factory, plan, layout)
         with on_main(locked_run_folder(options.run_dir)):
             progress = find_progress(plan, layout)
@@ -96,9 +95,7 @@ def pretrain(
                 samples = samples_of(plan, schedule)
             if progress.checkpoint and progress.step >= options.train_iters:
                 records = RunRecords(plan, layout, samples, progress)
-                if (
-                    progress.run and progress.run.status != "finished"
-                ):  # killed before it was recorded
+                if progress.run and progress.run.status != "finished":  # killed before its record
                     skipped = progress.checkpoint.guard.get("skipped", 0)
                     records.write_run(progress.step, "finished", skipped)
                 if layout.is_main:
@@ -157,8 +154,7 @@ class Trainer:
             start_step=progress.step,
         )
         self.mixture_interval = hook.mixture_interval if hook else 0
-        self.explain_out_of_memory = functools.partial(explain_out_of_memory, plan, layout, hook)
-        with self.explain_out_of_memory():
+        with explain_out_of_memory():
             if hook:
                 hook.prepare()
             self.model = build_trained_model(
@@ -173,7 +169,7 @@ class Trainer:
                 dry_first_step(plan, layout, self.model)
         self.model.optimizer.accepts = self._accepts
         self.validation = build_validation(plan, self.model.passes, layout)
-        self.profiler = StepProfiler(options.profiling, options.run_dir, layout)
+        self.profiler = build_profiler(options, layout, progress.step)
         self.sync = StepSync(layout)
         self.guard = StepGuard(options.guards, progress.guard)
         self.step = progress.step
@@ -189,25 +185,28 @@ class Trainer:
                 f"{self.options.train_iters}; run the same command again to resume"
             )
             return
-        run_dir = self.options.run_dir
         try:
-            with on_main(starting_run(run_dir, overwrite=self.options.overwrite)):
-                from_main(self.records.open_loggers)
-                roll_back(self.progress, run_dir)
-                self.record("running")
+            from_main(self._start)
             self._print(start_message(self.records))
             try:
-                self._train()
+                with self.profiler or contextlib.nullcontext():
+                    self._train()
             except BaseException as error:
                 is_interrupted = isinstance(error, KeyboardInterrupt)
                 self.record("interrupted" if is_interrupted else "failed")
                 raise
-            finally:
-                self.profiler.finish(self.step)
         finally:
             self.records.close_loggers()
         self.record("interrupted" if self._stopped_by else "finished")
         self._print(self._end_message())
+
+    def _start(self) -> None:
+        """Prepare the run folder, on rank 0; nothing is written or deleted before."""
+        if self.options.overwrite:
+            delete_run(self.options.run_dir)
+        self.records.open_loggers()
+        roll_back(self.progress, self.options.run_dir)
+        self.record("running")
 
     def _train(self) -> None:
         """Run the remaining steps, or until all ranks agree to stop."""
@@ -215,7 +214,7 @@ class Trainer:
         steps = steps_between_changes(self.step, self.options.train_iters, self.mixture_interval)
         chunks = [count * self.model.passes.shape.num_microbatches for count in steps]
         with (
-            self.explain_out_of_memory(),
+            explain_out_of_memory(),
             read_ahead(self.batches, self.layout.device, chunks) as batches,
         ):
             self.batches = self.phases.timed(batches, "data")
@@ -232,13 +231,13 @@ class Trainer:
         Raises:
             UserError: if too many consecutive steps were skipped.
         """
-        self.profiler.before_step(self.step)
         self.phases.start()
         model = self.model
         result = train_step(model.chunks, model.optimizer, model.scheduler, self._forward_backward)
         self.phases.lap("optimizer")
         self.step += 1
-        self.profiler.after_step(self.step)
+        if self.profiler:
+            self.profiler.step()
         self.meter.add(result)
         self.stop_reasons = self.sync.stop_reasons()
         if not result.skipped:
@@ -375,16 +374,17 @@ def start_message(records: RunRecords) -> str:
         for phase in schedule.phases
         if phase.first_sample >= max(records.samples_at(step), 1)
     ]
-    initial: list[str] = []
-    if plan.pretrained and not step:
-        initial = [f"initial weights: {plan.pretrained.where}", *plan.pretrained.left_out]
     lines = [
         f"{f'resuming at step {step}' if step else 'training'}: {name}, "
         f"{plan.shape.num_parameters:,} parameters, "
         f"{options.train_iters} steps of {plan.tokens_per_step:,} tokens on "
         f"{layout.world_size} x {layout.describe()['device']} (tensor {layout.tensor_size}, "
         f"pipeline {layout.pipeline_size}, data {layout.data_size})",
-        *initial,
+        *(
+            [f"initial weights: {plan.pretrained.where}", *plan.pretrained.left_out]
+            if plan.pretrained and not step
+            else []
+        ),
         f"mixture {plan.mixture.method}: {', '.join(weights)}",
         *phases,
     ]
@@ -409,8 +409,12 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's
     before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
+    # Nothing here reads uninitialized memory, so filling every new tensor would only cost time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

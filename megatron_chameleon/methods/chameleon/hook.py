@@ -22,10 +22,11 @@ from megatron_chameleon.methods.chameleon.compute import warn_degenerate, weigh_
 from megatron_chameleon.methods.output import format_names
 from megatron_chameleon.mixture import RECIPES
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.model.readout import check_layer
+from megatron_chameleon.model.gpt import unwrap
+from megatron_chameleon.model.readout import Reader, check_layer
 from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.progress import progress_bar
-from megatron_chameleon.training.hook import TrainingHook, reading
+from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 
 # Weights are rounded: the rounding errors of parallel layouts must not change the samples.
@@ -80,16 +81,9 @@ class OnlineChameleon(TrainingHook):
         If hidden states are not finite, the weights are unchanged, with a warning; the run's guards
         decide whether to stop.
         """
-        start, rows = time.perf_counter(), []
+        start = time.perf_counter()
         try:
-            with reading(model, self._shape, self._layout) as reader:
-                for name, (tokens, windows) in self._windows.items():
-                    self.flops += windows_flops(self._shape, self._layer, windows)
-                    with progress_bar(len(windows), " windows", quiet=True) as progress:
-                        vectors = embed_windows(
-                            reader, tokens, windows, self._layer, self._batch_size, progress, name
-                        )
-                    rows.append(vectors.mean(axis=0, dtype=np.float64))
+            means = self._embed(model)
         except UserError as error:  # hidden states are not finite
             warnings.warn(
                 f"mixture unchanged at step {step}: {str(error).partition(';')[0]}",
@@ -99,7 +93,7 @@ class OnlineChameleon(TrainingHook):
             return None
         before = self._rounded()
         # On one rank: last digits may depend on the processor, but all ranks need the same weights.
-        self._weights = from_main(lambda: self._smoothed(np.stack(rows)))
+        self._weights = from_main(lambda: self._smoothed(means))
         self._recomputed += 1
         after = self._rounded()
         if after == before:
@@ -125,6 +119,36 @@ class OnlineChameleon(TrainingHook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``."""
         self._weights, self._recomputed = dict(state["weights"]), state["recomputed"]
+
+    def _embed(self, model: Sequence[torch.nn.Module]) -> Array:
+        """Mean embedding of each domain with a weight, in the training precision.
+
+        Weights, gradients and random states are unchanged.
+
+        Raises:
+            UserError: if hidden states are not finite.
+        """
+        for chunk in model:
+            if self._layout.overlap_param_gather:
+                # Otherwise layers gather parameters in forward, but ranks run different batches.
+                chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+            chunk.eval()
+        first, *later = map(unwrap, model)
+        reader, means = Reader(first, self._shape, self._layout, later), []
+        try:
+            # Compiled layers would be recompiled for every other shape.
+            with torch.compiler.set_stance("force_eager"):
+                for name, (tokens, windows) in self._windows.items():
+                    self.flops += windows_flops(self._shape, self._layer, windows)
+                    with progress_bar(len(windows), " windows", quiet=True) as progress:
+                        vectors = embed_windows(
+                            reader, tokens, windows, self._layer, self._batch_size, progress, name
+                        )
+                    means.append(vectors.mean(axis=0, dtype=np.float64))
+        finally:
+            for chunk in model:
+                chunk.train()
+        return np.stack(means)
 
     def _rounded(self) -> dict[str, float]:
         return {name: round(weight, DECIMALS) for name, weight in self._weights.items()}

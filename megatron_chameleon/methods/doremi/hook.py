@@ -19,7 +19,6 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.proxy import MeanWeightsHook
 from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState, token_weights
 from megatron_chameleon.model.gpt import build_model_chunks
-from megatron_chameleon.model.memory import TrainingSetup, stage_parameters
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.hook import GlobalBatch
@@ -79,11 +78,6 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         for chunk in model:
             chunk.eval().requires_grad_(False)
         self._passes = Passes(model, batch_shape(self._plan, self._layout), len(self.names))
-
-    def extra_bytes(self, setup: TrainingSetup, stage: int, num_domains: int) -> dict[str, int]:
-        """The reference's weights, in the precision that the proxy is trained in."""
-        of_reference = dataclasses.replace(setup, shape=self._reference.shape)
-        return {"the reference": stage_parameters(of_reference, stage) * setup.element_bytes}
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
         """Update the weights by the excess losses of ``batch``, and weigh its tokens by them.

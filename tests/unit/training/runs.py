@@ -13,11 +13,11 @@ from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.training.checkpointing import find_progress, roll_back
+from megatron_chameleon.training.checkpointing import find_progress, resumed_schedule, roll_back
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.records import Progress
-from megatron_chameleon.training.run_folder import LOCK_NAME, locked_run_folder, starting_run
+from megatron_chameleon.training.run_folder import LOCK_NAME, locked_run_folder
 
 
 def progress_of_run(options: PretrainOptions) -> Progress:
@@ -28,8 +28,8 @@ def progress_of_run(options: PretrainOptions) -> Progress:
         locked_run_folder(options.run_dir),
     ):
         progress = find_progress(plan, layout)
-        with starting_run(options.run_dir, overwrite=options.overwrite):
-            roll_back(progress, options.run_dir)
+        resumed_schedule(plan, progress.checkpoint)
+        roll_back(progress, options.run_dir)
         return progress
 
 
