@@ -47,6 +47,7 @@ class RandomTraining:
         bf16: train in bfloat16 with main weights in float32.
         compiled: backend of torch.compile for the layers; None trains eagerly.
         optimizer: the optimizer's options.
+        train_iters: steps of the learning-rate schedule.
         model: further arguments of build_model_chunks.
     """
 
@@ -58,6 +59,7 @@ class RandomTraining:
         bf16: bool,
         compiled: Any = None,
         optimizer: OptimizerOptions = OPTIMIZER,
+        train_iters: int = 10**6,
         **model: Any,
     ) -> None:
         self.shape, self.layout = shape, layout
@@ -66,8 +68,8 @@ class RandomTraining:
             for chunk in chunks:
                 compile_layers(unwrap(chunk), backend=compiled)
         self.chunks = data_parallel(chunks, layout, bf16=bf16)
-        self._optimizer = build_optimizer(self.chunks, optimizer, layout, bf16=bf16)
-        self._scheduler = build_scheduler(self._optimizer, optimizer, train_iters=10**6)
+        self.optimizer = build_optimizer(self.chunks, optimizer, layout, bf16=bf16)
+        self._scheduler = build_scheduler(self.optimizer, optimizer, train_iters)
 
     def passes(self, num_microbatches: int, rows: int, num_domains: int = 1) -> Passes:
         """The forward and backward passes of one step on this rank."""
@@ -76,6 +78,6 @@ class RandomTraining:
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
         """One optimizer step, whose gradient norm must be finite."""
-        result = train_step(self.chunks, self._optimizer, self._scheduler, forward_backward)
+        result = train_step(self.chunks, self.optimizer, self._scheduler, forward_backward)
         assert math.isfinite(result.grad_norm)
         return result

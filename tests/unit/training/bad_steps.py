@@ -1,4 +1,4 @@
-"""Steps of a real run that go wrong."""
+"""Faults injected into steps of a real run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from megatron_chameleon.training import step, trainer
 
 
 def run_out(*_arguments, **_more):
-    """What a device without room says."""
+    """Raise the error of a device without free memory."""
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def before_steps(patched, actions):
-    """Call ``actions[step](model)`` before these steps of the next run, the first being 1."""
+    """Call ``actions[n](model)`` before the n-th step of the next run, counted from 1."""
     steps = iter(range(1, 1000))
 
     def train_step(model, *arguments, **more):
@@ -24,7 +24,7 @@ def before_steps(patched, actions):
 
 
 def poison(factor):
-    """Something that multiplies the next gradient of the first parameter by ``factor``."""
+    """Action of ``before_steps``: multiply the first parameter's next gradient by ``factor``."""
 
     def register(model):
         def multiply(gradient):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -13,79 +12,26 @@ from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_mas
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
-from megatron_chameleon.training.step import BatchShape, Passes, train_step
+from tests.random_training import RandomTraining
 
 VOCAB_SIZE, LENGTH, NUM_DOMAINS = 100, 24, 3
 EOD = VOCAB_SIZE - 1
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), VOCAB_SIZE, max_sequence_length=LENGTH)
 # No clipping, and a rate so low that a step leaves the weights unchanged.
 OPTIMIZER = OptimizerOptions(lr=1e-12, min_lr=0.0, lr_warmup_iters=0, clip_grad=0.0)
-# Difference of summed losses; rounding is less than a tenth of it.
-NOTICEABLE = 1e-4
-PLAIN = DocumentBoundaryOptions()
-OWN_TEXT = DocumentBoundaryOptions(reset_attention_mask=True)
-OWN_POSITIONS = DocumentBoundaryOptions(reset_attention_mask=True, reset_position_ids=True)
 MASKED_LOSS = DocumentBoundaryOptions(eod_mask_loss=True)
 
 
-def documents(*lengths, seed=0):
-    """Random documents, each with its end-of-document token."""
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.cat([torch.randint(EOD, (n - 1,), generator=generator), torch.tensor([EOD])])
-        for n in lengths
-    ]
-
-
-def batch_of(windows, options, domains=None):
+def batch_of(windows, options, domains):
     """A micro-batch of windows [b, LENGTH + 1]."""
     tokens = windows[:, :-1]
     return {
         "tokens": tokens,
         "labels": windows[:, 1:],
         **DocumentBoundaries(EOD, options)(tokens),
-        "domain": torch.tensor(domains or [0] * len(windows)),
+        "domain": torch.tensor(domains),
     }
-
-
-def step_on(layout, micro_batches, per_token_loss):
-    """Run one step; return the model with its gradients, and the result."""
-    model = build_model(SHAPE, layout, seed=0, per_token_loss=per_token_loss)
-    chunks = data_parallel([model], layout, bf16=False)
-    optimizer = build_optimizer(chunks, OPTIMIZER, layout, bf16=False)
-    shape = BatchShape(len(micro_batches), len(micro_batches[0]["tokens"]), LENGTH)
-    scheduler = build_scheduler(optimizer, OPTIMIZER, train_iters=10)
-    passes = Passes(chunks, shape, NUM_DOMAINS)
-    result = train_step(
-        chunks, optimizer, scheduler, lambda: passes.forward_backward(iter(micro_batches))
-    )
-    return unwrap(model), result
-
-
-def loss_of(layout, window, part, options):
-    """Summed loss of ``part`` of a window in a training step."""
-    batch = batch_of(window[None], options)
-    batch["loss_mask"][:] = 0.0
-    batch["loss_mask"][:, part] = 1.0
-    _, result = step_on(layout, [batch], per_token_loss=True)
-    assert result.domain_sums[0, 1] == batch["loss_mask"].sum() > 0
-    return result.domain_sums[0, 0].item()
-
-
-@pytest.mark.parametrize(
-    ("options", "looks_back"), [(PLAIN, True), (OWN_TEXT, False), (OWN_POSITIONS, False)], ids=str
-)
-def test_earlier_documents_affect_losses_unless_attention_is_reset(one_rank, options, looks_back):
-    first, other, last, rest = documents(9, 9, 10, 6)
-    inside = slice(9, 9 + 10 - 1)  # every token of ``last`` that is predicted from ``last``
-    losses = [
-        loss_of(one_rank, torch.cat([before, last, rest]), inside, options)
-        for before in (first, other)
-    ]
-    assert (abs(losses[0] - losses[1]) > NOTICEABLE) == looks_back
-    assert (losses[0] == losses[1]) == (not looks_back)
 
 
 def windows_with_ends(*rows, seed=1):
@@ -107,7 +53,7 @@ ENDS: list[list[Sequence[int]]] = [
 DOMAINS = [[0, 1], [1, 2], [2, 2]]
 
 
-def masked_micro_batches(options=MASKED_LOSS):
+def masked_micro_batches(options):
     pairs = zip(ENDS, DOMAINS, strict=True)
     return [batch_of(windows_with_ends(*ends, seed=7), options, where) for ends, where in pairs]
 
@@ -122,11 +68,13 @@ def losses_direct(model, batch):
 
 
 @pytest.mark.parametrize(
-    "options", [MASKED_LOSS, dataclasses.replace(OWN_POSITIONS, eod_mask_loss=True)], ids=str
+    "options", [MASKED_LOSS, DocumentBoundaryOptions(True, True, True)], ids=str
 )
 def test_masked_tokens_are_in_neither_gradients_nor_sums(one_rank, options):
     batches = masked_micro_batches(options)
-    trained, result = step_on(one_rank, batches, per_token_loss=True)
+    training = RandomTraining(SHAPE, one_rank, bf16=False, optimizer=OPTIMIZER, per_token_loss=True)
+    passes = training.passes(len(batches), len(DOMAINS[0]), NUM_DOMAINS)
+    result = training.step(lambda: passes.forward_backward(iter(batches)))
     plain = build_model(SHAPE, one_rank, seed=0)
     total, count = torch.zeros(()), 0
     sums = torch.zeros(NUM_DOMAINS, 3, dtype=torch.float64)
@@ -143,6 +91,6 @@ def test_masked_tokens_are_in_neither_gradients_nor_sums(one_rank, options):
     norm = torch.stack([g.norm() for g in gradients]).norm().item()
     assert result.grad_norm == pytest.approx(norm)
     assert result.grad_norm > 0.1
-    found = dict(trained.named_parameters())
+    found = dict(unwrap(training.chunks[0]).named_parameters())
     for name, gradient in zip(parameters, gradients, strict=True):
         torch.testing.assert_close(found[name].main_grad, gradient, atol=1e-6, rtol=1e-5, msg=name)

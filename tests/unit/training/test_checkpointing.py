@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -20,10 +19,10 @@ from megatron_chameleon.artifacts.checkpoint import (
     step_folder,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.training import trainer
 from megatron_chameleon.training.options import CheckpointingOptions, LoggingOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.full_disk import largest_file_size
+from tests.unit.training.bad_steps import before_steps
 from tests.unit.training.runs import losses, record_at
 
 ASYNC = CheckpointingOptions(async_save=True)
@@ -48,19 +47,6 @@ def names_in(run_dir):
     return sorted(path.name for path in (run_dir / FOLDER_NAME).iterdir())
 
 
-def before_step(monkeypatch, number, act):
-    """Have ``act`` called before the step of this number, in the next run."""
-    steps = itertools.count(1)
-    real = vars(trainer)["train_step"]  # which may do so before another step already
-
-    def train_step(*arguments):
-        if next(steps) == number:
-            act()
-        return real(*arguments)
-
-    monkeypatch.setattr(trainer, "train_step", train_step)
-
-
 def run_to_step_2(options_for):
     """The folder of a run that was killed after the checkpoint of step 2."""
     options = options_for(save_interval=2)
@@ -70,16 +56,14 @@ def run_to_step_2(options_for):
     return options.run_dir
 
 
-def checkpoints_in(run_dir):
-    return TrainingRun.load(run_dir).checkpoints
-
-
 @pytest.mark.parametrize("async_save", [False, True])
 def test_only_the_last_checkpoints_are_kept(options_for, tmp_path, async_save):
     checkpointing = CheckpointingOptions(async_save=async_save, keep_last_checkpoints=2)
     pretrain(options_for(save_interval=1, checkpointing=checkpointing))
     assert names_in(tmp_path / "run") == ["step-00000005", "step-00000006"]
-    assert checkpoints_in(tmp_path / "run") == [f"checkpoints/step-0000000{n}" for n in (5, 6)]
+    assert TrainingRun.load(tmp_path / "run").checkpoints == [
+        f"checkpoints/step-0000000{n}" for n in (5, 6)
+    ]
 
 
 @pytest.fixture
@@ -90,8 +74,8 @@ def fill_disk(monkeypatch, capsys):  # capsys: what is printed goes to no file
 
         def fill(size, first, until):
             begin = partial(full.enter_context, largest_file_size(size))
-            before_step(monkeypatch, first, begin)
-            before_step(monkeypatch, until, full.close)
+            actions = {first: lambda _model: begin(), until: lambda _model: full.close()}
+            before_steps(monkeypatch, actions)
             return full
 
         yield fill
@@ -106,8 +90,6 @@ def test_full_disk_costs_one_checkpoint_only(options_for, finished_run, fill_dis
         pretrain(options_for(save_interval=2, checkpointing=checkpointing))
     (message,) = (str(w.message) for w in warned if w.category is CheckpointWarning)
     assert message.startswith(f"cannot write the checkpoint {step_folder(run_dir, 4)} (")
-    assert f"the last checkpoint is {step_folder(run_dir, 2)}: free space" in message
-    assert "\n" not in message
     run = TrainingRun.load(run_dir)
     assert (run.status, [failed.step for failed in run.failed_saves]) == ("finished", [4])
     assert names_in(run_dir) == ["step-00000002", "step-00000006"]
@@ -140,7 +122,7 @@ def test_killed_writer_costs_one_checkpoint_only(options_for, tmp_path, monkeypa
             os.kill(os.getpid(), signal.SIGKILL)
         real(*arguments, **more)
 
-    before_step(monkeypatch, 6, monkeypatch.undo)
+    before_steps(monkeypatch, {6: lambda _model: monkeypatch.undo()})
     monkeypatch.setattr(FileSystemWriterAsync, WRITE, staticmethod(killed_once))
     with pytest.warns(CheckpointWarning, match=r"step-00000003 \(rank 0: .*\); training continues"):
         pretrain(options_for(checkpointing=ASYNC))

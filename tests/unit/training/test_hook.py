@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from megatron_chameleon.model.flops import training_flops
-from megatron_chameleon.model.gpt import build_model, unwrap
+from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training import hook as hook_module
 from megatron_chameleon.training.domain_gradients import (
@@ -16,42 +18,29 @@ from megatron_chameleon.training.domain_gradients import (
     span_products,
 )
 from megatron_chameleon.training.hook import HookRunner, TrainingHook
-from megatron_chameleon.training.optimizer import build_optimizer, data_parallel
-from megatron_chameleon.training.options import OptimizerOptions
-from megatron_chameleon.training.step import BatchShape, Passes
 from tests.device_reads import device_reads
+from tests.random_training import RandomTraining, random_batches
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 NUM_DOMAINS, MICRO_BATCHES, ROWS = 4, 3, 2
 RATE = 0.25
 # Domain 2 has no sample.
-DOMAINS = [0, 1, 1, 3, 1, 0]
+DOMAINS = [[0, 1], [1, 3], [1, 0]]
 
 
 @pytest.fixture
 def micro_batches():
     generator = torch.Generator().manual_seed(0)
-    batches = []
-    for number in range(MICRO_BATCHES):
-        text = torch.randint(100, (ROWS, 17), generator=generator)
-        mask = (torch.rand(ROWS, 16, generator=generator) < 0.8).float()
-        batches.append(
-            {
-                "tokens": text[:, :-1],
-                "labels": text[:, 1:],
-                "loss_mask": mask,
-                "position_ids": torch.arange(16).expand(ROWS, 16),
-                "domain": torch.tensor(DOMAINS[number * ROWS : (number + 1) * ROWS]),
-            }
-        )
+    batches = list(itertools.islice(random_batches(100, ROWS, 16), MICRO_BATCHES))
+    for batch, domains in zip(batches, DOMAINS, strict=True):
+        batch["loss_mask"] = (torch.rand(ROWS, 16, generator=generator) < 0.8).float()
+        batch["domain"] = torch.tensor(domains)
     return batches
 
 
 def build_passes(layout, *, per_token):
-    model = build_model(SHAPE, layout, seed=0, per_token_loss=per_token)
-    chunks = data_parallel([model], layout, bf16=False)
-    build_optimizer(chunks, OptimizerOptions(), layout, bf16=False)  # it finishes gradients
-    return Passes(chunks, BatchShape(MICRO_BATCHES, ROWS, 16), NUM_DOMAINS)
+    training = RandomTraining(SHAPE, layout, bf16=False, per_token_loss=per_token)
+    return training.passes(MICRO_BATCHES, ROWS, NUM_DOMAINS)
 
 
 @pytest.fixture
@@ -172,26 +161,6 @@ def test_domain_gradients_are_those_of_mean_losses_and_combine(
     run(hook, passes, micro_batches, one_rank)
     # Domains 0, 1 and 3 have two, three and one samples: one padding sample.
     assert hook.flops == training_flops(SHAPE, 16, 16)
-
-
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_micro_batches_by_domain_hold_all_samples_of_the_domain(micro_batches, pipeline):
-    whole = torch.cat([batch["tokens"] for batch in micro_batches])
-    of_domains = dict(enumerate([[0, 5], [1, 2, 4], [], [3], [5, 4, 3, 1, 0]]))
-    found = micro_batches_by_domain(micro_batches, of_domains, ROWS, pipeline)
-    for domain, rows in of_domains.items():
-        parts = found[domain]
-        masks = torch.cat([part["loss_mask"] for part in parts])
-        tokens = torch.cat([part["tokens"] for part in parts])
-        assert torch.equal(tokens[: len(rows)], whole[rows])
-        assert not masks[len(rows) :].any()
-        sizes = [len(part["tokens"]) for part in parts]
-        assert len(sizes) == max(-(-len(rows) // ROWS), 1)
-        assert sizes[0] == max(sizes)
-        assert max(sizes) - min(sizes) <= (pipeline == 1)
-        assert 1 <= min(sizes) <= max(sizes) <= ROWS
-    # The original masks are unchanged.
-    assert all(batch["loss_mask"].any() for batch in micro_batches)
 
 
 LENGTHS = (1, 100, CHUNK, CHUNK + 1, 3 * CHUNK - 1, CHUNK * CHUNKS_AT_ONCE + CHUNK + 7)

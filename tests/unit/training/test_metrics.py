@@ -102,7 +102,7 @@ def test_wandb_run_continues_after_a_resume(pretrain_options, tmp_path, monkeypa
         _, logger = open_loggers(options, 0)
         for step in steps:
             logger.log(step, FIGURES)
-        summary = dict(logger._run.summary)  # type: ignore[attr-defined]
+        summary = dict(logger._run.summary)  # type: ignore[union-attr]
         assert summary.get("step") == steps[-1]
         logger.close()
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))

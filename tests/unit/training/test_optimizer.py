@@ -18,44 +18,35 @@ from torch.nn.functional import cross_entropy
 
 from megatron_chameleon.model.gpt import build_model, build_model_chunks, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
-from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
+from megatron_chameleon.training.optimizer import data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
-from megatron_chameleon.training.step import BatchShape, Passes, finalize_gradients, train_step
+from megatron_chameleon.training.step import finalize_gradients
 from tests.device_reads import device_reads
+from tests.random_training import RandomTraining, random_batches
 
 SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3, clip_grad=0.5)
 STEPS, NUM_DOMAINS = 8, 3
 
 
-def micro_batches(count, *, masked=False):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(count):
-        text = torch.randint(100, (2, 17), generator=generator)
-        yield {
-            "tokens": text[:, :-1].contiguous(),
-            "labels": text[:, 1:].contiguous(),
-            "loss_mask": (text[:, 1:] >= 20 * masked).float(),
-            "position_ids": torch.arange(16).repeat(2, 1),
-            "domain": torch.randint(NUM_DOMAINS, (2,), generator=generator),
-        }
+def micro_batches(*, masked=False):
+    for batch in random_batches(SHAPE.vocab_size, 2, 16, NUM_DOMAINS):
+        yield {**batch, "loss_mask": (batch["labels"] >= 20 * masked).float()}
 
 
-class Stepper:
+class Stepper(RandomTraining):
     """Steps of a small model on three micro-batches each."""
 
-    def __init__(self, layout, *, bf16=False, masked=False, batches=None):
-        chunks = build_model_chunks(SHAPE, layout, 0, bf16=bf16, per_token_loss=masked)
-        self.chunks = data_parallel(chunks, layout, bf16=bf16)
-        self.optimizer = build_optimizer(self.chunks, OPTIONS, layout, bf16=bf16)
-        self.scheduler = build_scheduler(self.optimizer, OPTIONS, STEPS)
-        self.batches = micro_batches(100, masked=masked) if batches is None else iter(batches)
-        self.shape = BatchShape(3, 2, 16) if batches is None else BatchShape(1, 6, 16)
+    def __init__(self, layout, *, bf16=False, masked=False):
+        settings = {"optimizer": OPTIONS, "train_iters": STEPS, "per_token_loss": masked}
+        super().__init__(SHAPE, layout, bf16=bf16, **settings)
+        passes = self.passes(3, 2, NUM_DOMAINS)
+        self.forward_backward = functools.partial(
+            passes.forward_backward, micro_batches(masked=masked)
+        )
 
     def __call__(self):
-        passes = Passes(self.chunks, self.shape, NUM_DOMAINS)
-        forward_backward = functools.partial(passes.forward_backward, self.batches)
-        return train_step(self.chunks, self.optimizer, self.scheduler, forward_backward)
+        return self.step(self.forward_backward)
 
     @property
     def weights(self):
@@ -75,7 +66,7 @@ def adamw_direct(model, count):
     parameters = dict(model.named_parameters())
     first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
-    batches = micro_batches(3 * count)
+    batches = micro_batches()
     norms = []
     for step in range(1, count + 1):
         losses = []

@@ -13,20 +13,16 @@ import pytest
 
 from megatron_chameleon.artifacts import CheckpointRecord, MixturePhase, SampledTokens, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointWarning, step_folder
-from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.training.checkpointing import (
-    FIXED_OPTIONS,
     check_same_samples,
     resumed_schedule,
 )
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
     OptimizerOptions,
-    PretrainOptions,
 )
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.trainer import pretrain, samples_of
@@ -48,15 +44,11 @@ SHARDED = TrainingParallelOptions(use_distributed_optimizer=True)
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
 OTHER: list[tuple[dict[str, Any], str]] = [
     ({"seed": 7}, "--seed 1234, not 7"),
-    ({"train_iters": 8}, "--train-iters 6, not 8"),
-    ({"global_batch_size": 4}, "--global-batch-size 8, not 4"),
-    ({"seq_length": 16}, "--seq-length 32, not 16"),
     ({"model_size": "tiny"}, "--model-size nano, not tiny"),
-    ({"bf16": True}, "--bf16 False, not True"),
     ({"data": DataOptions(permutation="epoch")}, "--permutation megatron, not epoch"),
     ({"boundaries": MASKED}, "--eod-mask-loss False, not True"),
     ({"optimizer": OptimizerOptions(lr=2e-2, lr_warmup_iters=2)}, "--lr 0.01, not 0.02"),
-    ({"optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=3)}, "--lr-warmup-iters 2, not 3"),
+    ({"parallel": SHARDED}, "--use-distributed-optimizer"),
 ]
 FREE: list[dict[str, Any]] = [
     {"micro_batch_size": 2, "log_interval": 1, "save_interval": 1},
@@ -68,19 +60,12 @@ FREE: list[dict[str, Any]] = [
 
 def test_only_options_that_do_not_affect_results_may_change(progress_of, trained_run):
     before = contents(trained_run)
-    for changes, flag in [*OTHER, ({"parallel": SHARDED}, "--use-distributed-optimizer")]:
+    for changes, flag in OTHER:
         with pytest.raises(UserError, match=flag):
             progress_of(trained_run, **changes)
     assert contents(trained_run) == before
     for changes in FREE:
         assert progress_of(trained_run, **changes).step == 6
-    names = set(json_values(PretrainOptions(run_dir=Path("run"), corpus=Path("corpus"))))
-    free = {"checkpointing", "compile_layers", "corpus", "data", "deterministic", "dry_first_step"}
-    free |= {"guards", "log_interval", "logging", "micro_batch_size", "mixture", "online"}
-    free |= {"overwrite", "parallel", "pretrained_checkpoint", "profiling", "run_dir"}
-    free |= {"save_interval", "stopping", "validation"}
-    assert free | {name for changes, _ in OTHER for name in changes} == names | {"data"}
-    assert {flag_of(name) for name in FIXED_OPTIONS} >= {flag.split()[0] for _, flag in OTHER}
 
 
 def test_corpus_and_mixture_are_compared_by_content(progress_of, trained_run, corpus, tmp_path):
