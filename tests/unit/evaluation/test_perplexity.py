@@ -46,9 +46,8 @@ def test_several_checkpoints_share_the_other_options():
     found = parse("--output a.json --checkpoint a b --output b.json --overlap 16")
     assert [(str(o.checkpoint), str(o.output)) for o in found] == [("a", "a.json"), ("b", "b.json")]
     assert {o.overlap for o in found} == {16}
-    for line in ("--checkpoint a b --output a.json", "--checkpoint a b --output x.json x.json"):
-        with pytest.raises(UserError, match="--output"):
-            parse(line)
+    with pytest.raises(UserError, match="--output"):
+        parse("--checkpoint a b --output x.json x.json")
 
 
 def losses_by_document(corpus, finished_run, name, protocol):

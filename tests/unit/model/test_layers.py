@@ -92,7 +92,6 @@ def gradients(layout, recompute):
 @pytest.mark.parametrize(
     "recompute",
     [
-        RecomputeOptions("full"),
         RecomputeOptions("full", recompute_num_layers=2),
         RecomputeOptions("full", recompute_method="block", recompute_num_layers=3),
         RecomputeOptions("selective"),

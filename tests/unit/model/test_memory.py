@@ -41,10 +41,8 @@ def with_vocabulary(size, **changes):
 BF16 = with_vocabulary(5000, bf16=True, micro_batch_size=8)
 SETUPS = {
     "plain": PLAIN,
-    "one sequence": dataclasses.replace(PLAIN, micro_batch_size=1, num_microbatches=1),
     "bf16": BF16,
     "large vocabulary": with_vocabulary(9000),
-    "full": laid_out(recompute=RecomputeOptions("full")),
     "full by twos": laid_out(recompute=RecomputeOptions("full", None, 2)),
     "block": laid_out(recompute=RecomputeOptions("full", "block", 2)),
     "selective": laid_out(recompute=RecomputeOptions("selective")),
@@ -62,7 +60,7 @@ def test_the_estimate_is_near_the_measured_peak(one_rank, name):
     assert peak_bytes_per_rank(setup) == pytest.approx(measured, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["1m", "684m", "1.2b"])
+@pytest.mark.parametrize("name", ["1m", "1.2b"])
 def test_the_parameters_of_all_ranks_are_those_of_the_shape(name):
     shape = ModelShape(model_size(name), vocab_size=50_257, max_sequence_length=1024)
     setup = dataclasses.replace(PLAIN, shape=shape)
