@@ -13,7 +13,6 @@ import pandas as pd
 from megatron_chameleon.artifacts import (
     DomainLoss,
     EvaluationResult,
-    Mixture,
     TrainingRun,
     loss_difference,
     mean_perplexity_difference,
@@ -109,6 +108,18 @@ class Comparison:
         )
         return int((ours < theirs).sum())
 
+    def counts_better(self, groups: Sequence[tuple[str, Sequence[Evaluated]]]) -> list[list[str]]:
+        """The row that counts the domains in which each other group is better than the first.
+
+        A group is a label and its runs. Without a baseline or other groups there is no row.
+        """
+        if self.baseline is None or len(groups) < 2:
+            return []
+        (label, reference), *others = groups
+        better = [self.domains_better(runs, reference) for _, runs in others]
+        counts = [f"{count} of {len(self.domains)}" for count in better]
+        return [[f"domains better than {label}", MISSING, *counts]]
+
     def table(
         self,
         title: str,
@@ -175,13 +186,6 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
     names = sorted(results, key=lambda name: name != chosen)  # stable: the others stay sorted
     runs = tuple(Evaluated(n, labels[n], results[n], folder.base_runs.get(n)) for n in names)
     return Comparison(runs, runs[0] if chosen is not None else None)
-
-
-def mixture_of(folder: RunFolder, evaluated: Evaluated) -> Mixture | None:
-    """A mixture in 4-mixture with the weights that the run was trained with."""
-    weights = {} if evaluated.run is None else evaluated.run.mixture
-    same = (m for m in folder.mixtures.values() if same_weights(m.weights, weights))
-    return next(same, None)
 
 
 def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
@@ -275,7 +279,7 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
 
     The average gives each domain the same weight, as in the paper's tables.
     """
-    runs, baseline, domains = comparison.runs, comparison.baseline, comparison.domains
+    runs = comparison.runs
     # The distinct mixtures of the runs; the baseline's only where there is no other run.
     mixed: list[Evaluated] = []
     for run in comparison.others or runs:
@@ -285,15 +289,14 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     for run in mixed:
         assert run.run is not None
         label = run.label if len(mixed) > 1 else ""
-        weights |= weight_columns(label, run.run.mixture, mixture_of(folder, run))
+        mixtures = folder.mixtures.values()
+        same = (m for m in mixtures if same_weights(m.weights, run.run.mixture))
+        weights |= weight_columns(label, run.run.mixture, next(same, None))
     unigram = pd.Series({name: d.unigram_perplexity for name, d in runs[0].result.domains.items()})
     perplexities = formatted(comparison.perplexity, format_perplexity, min)
     averages = cells_of([run.result.mean_perplexity for run in runs], format_perplexity, min)
     summary = [["average", format_perplexity(unigram.mean()), *averages]]
-    if baseline is not None and comparison.others:
-        better = [comparison.domains_better([run], [baseline]) for run in comparison.others]
-        counts = [f"{count} of {len(domains)}" for count in better]
-        summary.append([f"domains better than {baseline.label}", MISSING, *counts])
+    summary += comparison.counts_better([(run.label, [run]) for run in runs])
     marked = "; the lowest of each row is marked" if len(runs) > 1 else ""
     notes = [f"On {runs[0].result.protocol.describe()}. Lower is better{marked}."]
     if comparison.left_out:
@@ -322,11 +325,7 @@ def seed_table(comparison: Comparison) -> Table | None:
     deviations = pd.DataFrame({label: each.std(axis=1) for label, each in by_group.items()})
     texts = formatted(means, format_perplexity, min, deviations)
     summary = [["average", *texts.iloc[-1]]]
-    if comparison.baseline is not None and len(groups) > 1:
-        reference = groups[0]
-        better = [comparison.domains_better(group.runs, reference.runs) for group in groups[1:]]
-        counts = [f"{count} of {len(comparison.domains)}" for count in better]
-        summary.append([f"domains better than {reference.label}", MISSING, *counts])
+    summary += comparison.counts_better([(group.label, group.runs) for group in groups])
     seeds = ", ".join(f"{group.label} {len(group.runs)}" for group in groups)
     note = f"Means over seeds ± the standard deviation across seeds; seeds: {seeds}."
     columns = [texts.add_prefix("perplexity ")]

@@ -127,15 +127,13 @@ def umap_points(vectors: Array) -> Array | None:
 
 def windows_picture(folder: RunFolder) -> figures.Picture | None:
     """A point for each window of text; None without embeddings."""
-    title, found = "Map of window embeddings", window_map(folder)
+    found = window_map(folder)
     if found is None:
         return None
-    return figures.Picture(
-        "windows",
-        title,
-        f"A point for each window of text, near others with similar embeddings: {found.summary}.",
-        window_map_figure(found),
+    caption = (
+        f"A point for each window of text, near others with similar embeddings: {found.summary}."
     )
+    return figures.Picture("windows", "Map of window embeddings", caption, window_map_figure(found))
 
 
 def window_map_figure(found: WindowMap) -> Figure:

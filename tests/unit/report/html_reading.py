@@ -16,8 +16,7 @@ class Node:
     text: str = ""  # of itself and all below
 
     def all(self, tag: str) -> list[Node]:
-        found = [self] if self.tag == tag else []
-        return [*found, *(node for child in self.children for node in child.all(tag))]
+        return [node for node in self.everything() if node.tag == tag]
 
     def everything(self) -> list[Node]:
         return [self, *(node for child in self.children for node in child.everything())]

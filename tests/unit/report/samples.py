@@ -40,6 +40,7 @@ from tests.unit.artifacts import artifact_samples
 PROVENANCE = dataclasses.replace(artifact_samples.PROVENANCE, options={}, inputs={})
 PROTOCOL = Protocol(split="test", window_length=64)
 NAMES = ["code", "a|b_<x>", "prose"]
+UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 
 
 def write_corpus(root: Path, names: list[str]) -> Corpus:
@@ -133,12 +134,8 @@ def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Pat
     random_mixture(random_weights(names, rng), "finetune", features).save(
         root / "4-mixture/chameleon-finetune.json"
     )
-    for i, (name, mixture, method) in enumerate(
-        [
-            ("uniform-seed1", uniform, "uniform"),
-            ("chameleon-pretrain-seed1", weights, "chameleon-pretrain"),
-        ]
-    ):
+    runs = {UNIFORM: (uniform, "uniform"), CHAMELEON: (weights, "chameleon-pretrain")}
+    for i, (name, (mixture, method)) in enumerate(runs.items()):
         shifted = (np.array(floors) + 0.1 + rng.normal(0, 0.05, len(names))).tolist()
         write_training_run(root / "5-base" / name, mixture, method)
         write_losses(root / "5-base" / name, names, shifted, seed=2 + i)
@@ -150,6 +147,11 @@ def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Pat
 def rows_of(table: Table) -> dict[str, list[str]]:
     """Name of a row -> its other cells, summary included."""
     return {row[0]: list(row[1:]) for row in (*table.rows, *table.summary)}
+
+
+def edit_run(root: Path, name: str, **changes: Any) -> None:
+    run = TrainingRun.load(root / "5-base" / name)
+    dataclasses.replace(run, **changes).save()
 
 
 def edit_evaluation(root: Path, name: str, **changes: Any) -> None:
@@ -215,7 +217,6 @@ HOSTILE_NAMES = [
     "a|b `c` [d](javascript:alert(1))",
     "\x1b[31mred\u202eevil",
 ]
-RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 TASKS = ("arc_easy", "piqa", "winogrande")
 ZERO_SHOT = dataclasses.replace(DOWNSTREAM_PROTOCOL, shots=[0])
 
@@ -228,7 +229,6 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
     """
     write_run_folder(root, names, seed)
     rng = np.random.default_rng(seed)
-    corpus = Corpus.load(root / "1-corpus")
     difficulty = {name: rng.normal(0, 0.3, 12) for name in names}
     for name in RUNS:
         run = TrainingRun.load(root / "5-base" / name)
@@ -236,17 +236,16 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
             domain: SampledTokens(weight, weight * run.tokens, round(weight * run.tokens), 1.5)
             for domain, weight in run.mixture.items()
         }
-        dataclasses.replace(run, domain_tokens=tokens).save()
-        path = root / "6-evaluation" / f"{name}.json"
-        result = EvaluationResult.load(path)
+        edit_run(root, name, domain_tokens=tokens)
+        result = EvaluationResult.load(root / "6-evaluation" / f"{name}.json")
         domains = {
             domain: _by_document(loss.loss + difficulty[domain], loss.unigram_loss)
             for domain, loss in result.domains.items()
         }
-        dataclasses.replace(result, domains=domains, corpus_hash=corpus.hash).save(path)
+        edit_evaluation(root, name, domains=domains)
         accuracies = {task: {0: float(rng.random())} for task in TASKS}
-        answers = downstream(accuracies, protocol=ZERO_SHOT, checkpoint_hash=name)
-        answers.save(root / "6-evaluation" / f"{name}-downstream.json")
+        answers = downstream(accuracies, ZERO_SHOT, checkpoint_hash=name)
+        save(root, f"{name}-downstream", answers)
     Mixture(random_weights(names, rng), "doremi", cost=Cost(9e12, 40.0, 20.0, 2)).save(
         root / "4-mixture/doremi.json"
     )

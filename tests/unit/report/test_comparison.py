@@ -26,27 +26,22 @@ from megatron_chameleon.report.comparison import (
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
 from tests.unit.report.samples import (
+    CHAMELEON,
     NAMES,
     PROTOCOL,
+    RUNS,
+    UNIFORM,
     edit_evaluation,
     evaluation,
     random_mixture,
     random_weights,
     rows_of,
-    write_run_folder,
     write_training_run,
 )
 
-CHAMELEON = "chameleon-pretrain-seed1"
-
-
-@pytest.fixture
-def root(tmp_path):
-    return write_run_folder(tmp_path / "run")
-
 
 def test_averages_and_counts_are_over_domains(root):
-    edit_evaluation(root, "uniform-seed1", domains=evaluation(NAMES, [1.0, 2.0, 3.0]).domains)
+    edit_evaluation(root, UNIFORM, domains=evaluation(NAMES, [1.0, 2.0, 3.0]).domains)
     edit_evaluation(root, CHAMELEON, domains=evaluation(NAMES, [0.9, 2.1, 3.0]).domains)
     folder = RunFolder.load(root)
     table = perplexity_table(folder, compare(folder))
@@ -88,12 +83,11 @@ def test_intervals_of_a_recomputed_mixture_are_not_shown(root, rng):
     ],
 )
 def test_evaluations_that_cannot_be_compared_are_rejected(root, changes, message):
-    edit_evaluation(root, "uniform-seed1", **changes)
+    edit_evaluation(root, UNIFORM, **changes)
     with pytest.raises(UserError, match=message):
         compare(RunFolder.load(root))
 
 
-RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 TOKENS = [20, 30, 50]
 
 

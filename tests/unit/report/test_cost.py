@@ -70,7 +70,7 @@ def test_chameleon_costs_its_proxy_its_embeddings_and_its_algebra(root):
         assert (mixture.cost.flops, mixture.cost.device_seconds) == (3.4e12, 22.5)
 
 
-def test_a_run_that_two_mixtures_share_is_the_cost_of_each_and_once_in_the_total(root):
+def test_a_shared_run_counts_for_each_mixture_and_once_in_the_total(root):
     ledger = ledger_of(RunFolder.load(root))
     assert ledger.mixtures["doremi"].cost.flops == 12e12
     assert ledger.mixtures["doremi"].cost.device_seconds == 81.5
@@ -138,7 +138,7 @@ def test_each_mixture_has_its_cost_in_hours_and_as_a_ratio(root):
     assert found["uniform"] == ["-", "-", "-", "-", "-"]
 
 
-def test_a_swarm_of_two_mixtures_is_the_cost_of_each_and_once_in_the_total(root):
+def test_a_shared_swarm_counts_for_each_mixture_and_once_in_the_total(root):
     before = ledger_of(RunFolder.load(root)).total
     work = root / "4-mixture/regmix/swarm"
     SwarmRecord(work, {}, "0", NAMES, [[0.5, 0.3, 0.2]] * 3, PROVENANCE).save()

@@ -12,19 +12,13 @@ from megatron_chameleon.report.downstream import downstream_tables
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
 from tests.unit.report.samples import (
+    CHAMELEON,
     DOWNSTREAM_PROTOCOL,
+    UNIFORM,
     downstream,
     rows_of,
     save,
-    write_run_folder,
 )
-
-UNIFORM, CHAMELEON = "uniform-seed1", "chameleon-pretrain-seed1"
-
-
-@pytest.fixture
-def root(tmp_path):
-    return write_run_folder(tmp_path / "run")
 
 
 def tables_of(root, uniform, chameleon, **options):
@@ -82,7 +76,7 @@ def test_an_unfinished_task_has_its_shots_and_no_mean(root):
     assert any(note.startswith("Not evaluated for Uniform: sciq, 1-shot: ") for note in mean.notes)
 
 
-def test_other_questions_are_rejected(root):
+def test_results_of_different_protocols_are_rejected(root):
     tasks = {"sciq": {0: 0.5, 1: 0.7}}
     other = dataclasses.replace(DOWNSTREAM_PROTOCOL, limit=9)
     with pytest.raises(UserError, match="limit is"):

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -185,13 +184,3 @@ def test_a_file_of_other_origin_is_not_replaced(tmp_path):
         write_report(tmp_path, {"b.png": b"1", "a.png": b"2"})
     assert files_in(tmp_path) == ["a.png"]
     assert (tmp_path / "a.png").read_text() == "mine"
-
-
-def test_report_after_a_failure_removes_all_earlier_files(tmp_path):
-    write_report(tmp_path, {"a.png": b"1"})
-    (tmp_path / "tables").write_text("a file in the way")
-    with pytest.raises(UserError, match="cannot write"):
-        write_report(tmp_path, {"b.png": b"2", "tables/x.csv": b"3"})
-    os.remove(tmp_path / "tables")
-    write_report(tmp_path, {"c.png": b"4"})
-    assert files_in(tmp_path) == ["c.png", LIST_NAME]

@@ -13,9 +13,15 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.run_folder import RunFolder, distinct_runs, merge
-from tests.unit.report.samples import NAMES, edit_evaluation, write_run_folder
-
-UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
+from tests.unit.report.samples import (
+    CHAMELEON,
+    NAMES,
+    PROVENANCE,
+    UNIFORM,
+    edit_evaluation,
+    edit_run,
+    write_run_folder,
+)
 
 
 def change_cost(path, seconds):
@@ -78,12 +84,12 @@ def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
     shutil.rmtree(proxy)
     proxy.symlink_to(roots[0] / "2-proxy/tiny-seed1")
     for root, name in zip(roots, ("one", "two"), strict=True):
-        Mixture(
-            weights=dict.fromkeys(NAMES, 1 / 3),
-            method="doremi",
-            parameters={"made_from": ["../2-proxy/tiny-seed1"]},
-            cost=Cost(1e9, 7.0, 7.0, 1),
-        ).save(root / f"4-mixture/{name}.json")
+        weights, parameters = (
+            Mixture.uniform(NAMES).weights,
+            {"made_from": ["../2-proxy/tiny-seed1"]},
+        )
+        mixture = Mixture(weights, "doremi", parameters, cost=Cost(1e9, 7.0))
+        mixture.save(root / f"4-mixture/{name}.json")
     both = merged(roots)
     for folder in (both, RunFolder.load(roots[1])):
         entries = [entry for entry in ledger_of(folder).entries if "tiny-seed1" in entry]
@@ -98,15 +104,10 @@ def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
 def test_mixtures_of_one_name_are_read_from_their_folders(roots):
     for root, made_from in zip(roots, ("proxy-a", "proxy-b"), strict=True):
         run = TrainingRun.load(root / "2-proxy/tiny-seed1")
-        seconds = 100.0 if made_from == "proxy-a" else 200.0
-        dataclasses.replace(
-            run, root=root / "4-mixture/doge" / made_from, cost=Cost(0.0, seconds, seconds, 1)
-        ).save()
-        Mixture(
-            weights=dict.fromkeys(NAMES, 1 / 3),
-            method="doge",
-            parameters={"made_from": [f"doge/{made_from}"]},
-        ).save(root / "4-mixture/doge.json")
+        cost = Cost(0.0, 100.0 if made_from == "proxy-a" else 200.0)
+        dataclasses.replace(run, root=root / "4-mixture/doge" / made_from, cost=cost).save()
+        weights, parameters = Mixture.uniform(NAMES).weights, {"made_from": [f"doge/{made_from}"]}
+        Mixture(weights, "doge", parameters).save(root / "4-mixture/doge.json")
     ledger = ledger_of(merged(roots))
     found = {name: cost.cost.device_seconds for name, cost in ledger.mixtures.items()}
     assert found["doge (run-a)"] == 100.0
@@ -125,22 +126,10 @@ def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):
         assert part in str(rejected.value)
 
 
-@pytest.fixture
-def root(tmp_path):
-    return write_run_folder(tmp_path / "run")
-
-
-def trained_on(root, name, corpus_hash, data_path=None):
-    run = TrainingRun.load(root / "5-base" / name)
-    provenance = dataclasses.replace(
-        run.provenance, inputs={"corpus": corpus_hash}, options={"data": {"data_path": data_path}}
-    )
-    dataclasses.replace(run, provenance=provenance).save()
-
-
 @pytest.mark.parametrize("has_corpus", [True, False])
 def test_runs_of_another_corpus_are_rejected_though_not_evaluated(root, has_corpus):
-    trained_on(root, CHAMELEON, "other")
+    made = dataclasses.replace(PROVENANCE, inputs={"corpus": "other"})
+    edit_run(root, CHAMELEON, provenance=made)
     (root / f"6-evaluation/{CHAMELEON}.json").unlink()
     if not has_corpus:
         shutil.rmtree(root / "1-corpus")

@@ -16,16 +16,12 @@ from megatron_chameleon.report.weights import (
 )
 from tests.unit.report.samples import (
     NAMES,
+    UNIFORM,
+    edit_run,
     rows_of,
-    write_run_folder,
     write_sweep,
     write_training_run,
 )
-
-
-@pytest.fixture
-def root(tmp_path):
-    return write_run_folder(tmp_path / "run")
 
 
 def test_fine_tuning_weights_are_next_to_the_pretraining_weights(root):
@@ -42,25 +38,14 @@ def test_fine_tuning_weights_are_next_to_the_pretraining_weights(root):
     assert found["fine-tuning 95% interval"][2] == f"{low:.4f} to {high:.4f}"
 
 
-UNIFORM, CHAMELEON = "uniform-seed1", "chameleon-pretrain-seed1"
-
-
-def token_counts(target, actual, epochs=None):
-    """For each of NAMES."""
-    epochs = epochs or [1.0] * len(NAMES)
-    return {
-        name: SampledTokens(weight=1 / len(NAMES), target=a, actual=g, epochs=e)
-        for name, a, g, e in zip(NAMES, target, actual, epochs, strict=True)
-    }
-
-
-def add_run(root, name, tokens, method="uniform", **changes):
-    weights = dict.fromkeys(NAMES, 1 / len(NAMES))
-    write_training_run(root / "5-base" / name, weights, method, domain_tokens=tokens, **changes)
+def token_counts(targets, actual, epochs):
+    counts = zip(NAMES, targets, actual, epochs, strict=True)
+    return {name: SampledTokens(1 / 3, *each) for name, *each in counts}
 
 
 def test_target_and_actual_tokens_and_epochs(root):
-    add_run(root, UNIFORM, token_counts([1000.4, 2000.0, 0.0], [1010, 1900, 0], [0.5, 12.34, 0.0]))
+    counts = token_counts([1000.4, 2000.0, 0.0], [1010, 1900, 0], [0.5, 12.34, 0.0])
+    edit_run(root, UNIFORM, domain_tokens=counts)
     (table,) = token_tables(RunFolder.load(root))
     assert table.title == "Sampled tokens: Uniform"
     assert table.header == ("domain", "target tokens", "actual tokens", "difference", "epochs")
@@ -75,7 +60,8 @@ def test_many_mixtures_are_a_row_each(root):
     count = MOST_TABLES + 1
     for i in range(count):
         tokens = token_counts([1000.0 + i] * 3, [1000 + i, 900, 1001 + i], [1.0, 0.5, 2.0 + i])
-        add_run(root, f"run-{i}", tokens, method="manual")
+        path = root / f"5-base/run-{i}"
+        write_training_run(path, Mixture.uniform(NAMES).weights, "manual", domain_tokens=tokens)
     (table,) = token_tables(RunFolder.load(root))
     assert len(table.rows) == count
     assert rows_of(table)["run-0"] == ["3,000", "-10.00% (a|b_<x>)", "2 (prose)"]

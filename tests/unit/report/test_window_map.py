@@ -22,39 +22,21 @@ from megatron_chameleon.report.window_map import (
     window_map,
     window_map_figure,
 )
-from tests.unit.report.samples import PROVENANCE, write_run_folder
+from tests.unit.report.samples import PROVENANCE
 
 RECIPE = EmbeddingRecipe("1", 1, 64, 16, 0, "0")
 HIDDEN = 8
 
 
-def write_store(root: Path, counts: dict[str, int], seed=0) -> EmbeddingStore:
-    """Windows of each domain around a centre of its own."""
-    rng = np.random.default_rng(seed)
-    store = EmbeddingStore(root, RECIPE, HIDDEN, {}, PROVENANCE, Cost())
+def folder_with(root: Path, counts: dict[str, int]) -> RunFolder:
+    """A run folder whose windows of each domain lie around a centre."""
+    rng = np.random.default_rng(0)
+    store = EmbeddingStore(root / "3-embeddings", RECIPE, HIDDEN, {}, PROVENANCE, Cost())
     for name, count in counts.items():
         vectors = rng.normal(size=HIDDEN) * 10 + rng.normal(size=(count, HIDDEN))
         store = store.with_domain(name, vectors.astype(np.float32), "hash", Cost())
     store.save()
-    return store
-
-
-def folder_with(tmp_path, counts, **options) -> RunFolder:
-    root = write_run_folder(tmp_path / "run")
-    write_store(root / "3-embeddings", counts, **options)
     return RunFolder.load(root)
-
-
-def a_map(count=3, each=20, seed=0, names=None) -> WindowMap:
-    rng = np.random.default_rng(seed)
-    centres = rng.uniform(-50, 50, size=(count, 2))
-    points = np.repeat(centres, each, axis=0) + rng.normal(size=(count * each, 2))
-    return WindowMap(
-        points=points.astype(np.float32),
-        domains=np.repeat(np.arange(count), each),
-        names=tuple(names or (f"domain {i}" for i in range(count))),
-        summary="some windows",
-    )
 
 
 def test_pca_keeps_what_varies_most(rng):
@@ -74,9 +56,9 @@ def test_pca_keeps_what_varies_most(rng):
     np.testing.assert_allclose(distances, apart, atol=0.8)
 
 
-def test_the_sample_is_even_seeded_and_without_repeats(tmp_path, monkeypatch):
+def test_the_sample_is_even_seeded_and_without_repeats(root, monkeypatch):
     monkeypatch.setattr("megatron_chameleon.report.window_map.MOST_WINDOWS", 50)
-    folder = folder_with(tmp_path, {"few": 5, "many": 200, "more": 400})
+    folder = folder_with(root, {"few": 5, "many": 200, "more": 400})
     first, second = window_map(folder), window_map(folder)
     assert first is not None
     assert second is not None
@@ -86,21 +68,18 @@ def test_the_sample_is_even_seeded_and_without_repeats(tmp_path, monkeypatch):
     assert len(np.unique(first.points, axis=0)) == 37
 
 
-def test_embeddings_that_are_not_finite_are_reported(tmp_path):
-    folder = folder_with(tmp_path, {"code": 12})
-    store = folder.embeddings["3-embeddings"]
-    vectors = np.ones((12, HIDDEN), dtype=np.float32)
-    vectors[5, 3] = np.inf
-    store.with_domain("prose", vectors, "hash", Cost()).save()
-    with pytest.raises(UserError, match="NaN or infinite") as rejected:
-        window_map(RunFolder.load(folder.root))
-    assert "domain 'prose'" in str(rejected.value)
+def test_embeddings_that_are_not_finite_are_reported(root):
+    folder = folder_with(root, {"code": 12})
+    vectors = np.full((12, HIDDEN), np.inf, dtype=np.float32)
+    folder.embeddings["3-embeddings"].with_domain("prose", vectors, "hash", Cost()).save()
+    with pytest.raises(UserError, match="NaN or infinite"):
+        window_map(RunFolder.load(root))
 
 
 @pytest.mark.slow
-def test_umap_keeps_domains_together_and_is_seeded(tmp_path):
+def test_umap_keeps_domains_together_and_is_seeded(root):
     pytest.importorskip("umap")
-    folder = folder_with(tmp_path, {"code": 70, "news": 70, "prose": 70})
+    folder = folder_with(root, {"code": 70, "news": 70, "prose": 70})
     found = window_map(folder)
     assert found is not None
     assert found.summary == (
@@ -131,7 +110,11 @@ def test_umap_leaves_the_threads_of_others_alone():
 
 
 def test_of_a_thousand_domains_those_that_lie_apart_are_named():
-    shown = a_map(count=1000, each=3)
+    rng = np.random.default_rng(0)
+    points = np.repeat(rng.uniform(-50, 50, size=(1000, 2)), 3, axis=0) + rng.normal(size=(3000, 2))
+    names = tuple(f"domain {i}" for i in range(1000))
+    domains = np.repeat(np.arange(1000), 3)
+    shown = WindowMap(points.astype(np.float32), domains, names, "some windows")
     named = named_domains(shown)
     assert len(named) == len(set(named)) == MOST_NAMED
     centres = shown.centroids[named]
