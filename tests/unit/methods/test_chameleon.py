@@ -13,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,17 +218,12 @@ def test_kept_domains_retain_their_ratios(compute, tmp_path):
     assert limited.weights[DOMAINS[0]] / limited.weights[DOMAINS[1]] == pytest.approx(9)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "changes", "overrides"),
-    [
-        ("reference", {"normalize": False, "ridge": 1e-3}, {"normalize": False, "ridge": 1e-3}),
-        ("scaled", {"ridge": 0.5}, {"ridge": 0.5, "ridge_relative": False}),
-        ("scaled", {"temperature": 3}, {"temperature_pretrain": 3, "temperature_relative": False}),
-    ],
-)
-def test_recipe_and_hyperparameters(compute, inputs, recipe, changes, overrides):
-    mixture = compute(weighting=RecipeOptions(recipe, bootstrap_resamples=2, **changes))
-    expected = chameleon_weights(means_of(inputs["store"]), "pretrain", recipe, **overrides)
+def test_hyperparameters_replace_those_of_the_recipe(compute, inputs):
+    changes: dict[str, Any] = {"ridge": 0.5, "temperature": 3.0, "center": False}
+    mixture = compute(weighting=RecipeOptions("scaled", bootstrap_resamples=2, **changes))
+    overrides: dict[str, Any] = {"ridge": 0.5, "ridge_relative": False, "center": False}
+    overrides |= {"temperature_pretrain": 3.0, "temperature_relative": False}
+    expected = chameleon_weights(means_of(inputs["store"]), "pretrain", "scaled", **overrides)
     np.testing.assert_allclose(values(mixture.weights), expected.weights, rtol=1e-9)
     assert mixture.parameters["recipe"].items() >= overrides.items()
 
