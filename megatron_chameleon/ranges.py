@@ -84,13 +84,16 @@ class CheckedOptions:
         """Raise UserError for the first of ``fields`` that differs from its default.
 
         Args:
-            fields: fields without effect in this combination of options.
+            fields: fields without effect in this combination of options; a group of options
+                stands for all of its fields.
             reason: the reason, printed after the flag and its value.
         """
-        defaults = {field.name: field for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in fields:
             value = getattr(self, name)
-            if value != defaults[name].default:
+            if isinstance(value, CheckedOptions):
+                value.reject_changed([field.name for field in dataclasses.fields(value)], reason)
+            elif value != defaults[name]:
                 raise UserError(f"{flag_of(name)} {value}: {reason}; leave it out")
 
 

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.ranges import (
-    CheckedOptions,
-    LargeCount,
-    Positive,
-    flag_of,
-)
+from megatron_chameleon.ranges import CheckedOptions, LargeCount, Positive
 from megatron_chameleon.training.options import TrainingOptions
 
 
@@ -62,18 +55,3 @@ class ProxyMethodOptions(MethodOptions):
     work_dir: Path | None = None
     """Folder of the runs of the method; --output without .json by default."""
     proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
-
-
-def changed_flags(options: Any, default: Any) -> Iterator[tuple[str, object]]:
-    """Flag and value of each option that differs from ``default``, in nested groups, too.
-
-    Args:
-        options: an options dataclass.
-        default: an instance of the same type.
-    """
-    for field in dataclasses.fields(options):
-        value, usual = getattr(options, field.name), getattr(default, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from changed_flags(value, usual)
-        elif value != usual:
-            yield flag_of(field.name), value

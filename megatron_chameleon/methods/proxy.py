@@ -32,12 +32,13 @@ from megatron_chameleon.methods.output import ONE_HOT, cost_totals, epoch_limit,
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import DogeState
 from megatron_chameleon.mixture.doremi import DoremiState
+from megatron_chameleon.model.sizes import name_of
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.hook import HookFactory, TrainingHook
 from megatron_chameleon.training.options import PretrainOptions
-from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.plan import TrainingPlan, plan_training
 from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
@@ -147,8 +148,21 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
         return {**self.settings, **state, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. Raises UserError if it is damaged or of other settings."""
-        self.state = load_state(state, self.state, self.settings)
+        """Restore ``state``. Raises UserError if other settings produced it."""
+        before = {**state["rule"], **state}
+        for name, value in {**self.settings["rule"], **self.settings}.items():
+            if name != "rule" and before.get(name) != value:
+                raise UserError(
+                    f"the proxy was trained with {name} {before.get(name)}, not {value}; "
+                    f"{FRESH_START}"
+                )
+        arrays = [k for k, value in vars(self.state).items() if isinstance(value, np.ndarray)]
+        self.state = dataclasses.replace(
+            self.state,
+            **{name: np.array(state[name], np.float64) for name in arrays},
+            counted=state["counted"],
+            moved=state["moved"],
+        )
 
 
 def by_name(names: Sequence[str], weighted: Sequence[int], weights: Array) -> dict[str, float]:
@@ -157,44 +171,11 @@ def by_name(names: Sequence[str], weighted: Sequence[int], weights: Array) -> di
     return {name: found.get(position, 0.0) for position, name in enumerate(names)}
 
 
-def load_state(saved: Mapping[str, Any], first: State, settings: Mapping[str, Any]) -> State:
-    """Restore a state from the result of :meth:`MeanWeightsHook.state_dict`.
-
-    Args:
-        saved: result of ``state_dict`` in a checkpoint.
-        first: the initial state.
-        settings: settings of this run.
-
-    Raises:
-        UserError: if ``saved`` was produced by other settings, or is damaged.
-    """
-    before = {**saved["rule"], **saved}
-    for name, value in {**settings["rule"], **settings}.items():
-        if name != "rule" and before.get(name) != value:
-            raise UserError(
-                f"the proxy was trained with {name} {before.get(name)}, not {value}; {FRESH_START}"
-            )
-    arrays = {}
-    for name, value in vars(first).items():
-        if isinstance(value, np.ndarray):
-            try:
-                arrays[name] = np.array(saved[name], np.float64)
-                damaged = arrays[name].shape != value.shape or not np.isfinite(arrays[name]).all()
-            except (KeyError, TypeError, ValueError):  # ragged rows, or strings
-                damaged = True
-            if damaged:
-                raise UserError(
-                    f"the checkpoint of the proxy is damaged: '{name}' must be "
-                    f"{' x '.join(map(str, value.shape))} finite numbers; {FRESH_START}"
-                )
-    return dataclasses.replace(first, **arrays, counted=saved["counted"], moved=saved["moved"])
-
-
 class ProxyMethod(abc.ABC, Generic[Options, State]):
     """Base class of methods whose mixture is the mean of the weights in a proxy's training hook.
 
     The constructor validates the options and the files that they name, and writes nothing. The
-    constructor of a subclass ends with :meth:`check_proxy`.
+    constructor of a subclass calls :meth:`check_proxy`.
 
     Attributes:
         options: options of the method.
@@ -202,6 +183,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         weighted: positions of the domains that get a weight; all by default.
         work_dir: folder of the runs.
         run: training options of the proxy.
+        plan: training plan of the proxy.
 
     Raises:
         UserError: for a mistake in the options or in the files that they name.
@@ -217,6 +199,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         check_output(options.output, Mixture.KIND)
         self.work_dir = resolve_work_dir(options.output, options.work_dir)
         self.run = training_options(options.proxy, options.corpus, self.work_dir / PROXY)
+        self.plan = plan_training(self.run)
 
     @classmethod
     def compute(cls, options: Options, stops: StopRequests | None = None) -> bool:
@@ -251,28 +234,20 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         return True
 
     @abc.abstractmethod
-    def make_hook(self, plan: TrainingPlan, layout: Layout) -> MeanWeightsHook[State]:
-        """Construct the hook of the proxy's run."""
-
-    @abc.abstractmethod
-    def load_state(self, saved: dict[str, Any]) -> State:
-        """Restore the hook's state from a checkpoint.
-
-        Raises:
-            UserError: if it is damaged or was produced by another rule.
-        """
+    def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> MeanWeightsHook[State]:
+        """Construct the hook of the proxy's run, without a layout to read a saved state."""
 
     @abc.abstractmethod
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
 
-    def check_proxy(self, plan: TrainingPlan) -> None:
+    def check_proxy(self) -> None:
         """Check the run in the proxy's folder, and the hook's state in its newest checkpoint.
 
         Raises:
             UserError: if the run has other options or another hook.
         """
-        if not check_run_folder(plan):
+        if not check_run_folder(self.plan):
             return
         for folder in reversed(checkpoint_folders(self.run.run_dir)):
             try:
@@ -280,7 +255,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             except UserError:  # damaged: training reports it and resumes from the one before
                 continue
             try:
-                self.load_state(self._hook_state(record))
+                self.load_state(record)
             except UserError as error:
                 raise UserError(f"{self.run.run_dir}: {error}") from None
             return
@@ -293,22 +268,28 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         """
         run = TrainingRun.load(self.run.run_dir)
         record = CheckpointRecord.load(step_folder(run.root, run.step))
-        return run, record.hash, self.load_state(self._hook_state(record))
+        return run, record.hash, self.load_state(record)
 
-    def _hook_state(self, record: CheckpointRecord) -> dict[str, Any]:
-        if record.hook is not None and record.hook.name == self.hook.__name__:
-            return record.hook.state
-        other = f"the hook {record.hook.name}" if record.hook else "no hook"
-        raise UserError(
-            f"the proxy was trained with {other}, not one of {self.title}; {FRESH_START}"
-        )
+    def load_state(self, record: CheckpointRecord) -> State:
+        """The state of the hook in a checkpoint.
+
+        Raises:
+            UserError: if it belongs to another hook, or was produced by other settings.
+        """
+        if record.hook is None or record.hook.name != self.hook.__name__:
+            other = f"the hook {record.hook.name}" if record.hook else "no hook"
+            raise UserError(
+                f"the proxy was trained with {other}, not one of {self.title}; {FRESH_START}"
+            )
+        hook = self.make_hook(self.plan, None)
+        hook.load_state_dict(record.hook.state)
+        return hook.state
 
     def write_mean_weights(
         self,
         state: State,
         steps: int,
         runs: Sequence[TrainingRun],
-        stopwatch: Stopwatch,
         *,
         settings: Mapping[str, Any],
         scores: Array,
@@ -325,7 +306,6 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             state: final state of the hook.
             steps: number of steps, without skipped ones.
             runs: runs trained for the mixture, the proxy last.
-            stopwatch: measures the cost of the mixture without the runs.
             settings: parameters of the method, for the mixture file.
             scores: [k] score of each domain.
             inputs: name -> hash of each artifact read besides the corpus.
@@ -333,7 +313,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             heading: the line above the table.
             hint: end of the warnings: options to change.
         """
-        options, names = self.options, self.corpus.names
+        stopwatch, options, names = Stopwatch(), self.options, self.corpus.names
         last = by_name(names, self.weighted, state.weights)
         mean = by_name(names, self.weighted, state.mean)
         changes = {name: abs(last[name] - mean[name]) for name in names}
@@ -371,6 +351,10 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             method=self.name,
             parameters={
                 **settings,
+                "proxy": {
+                    "model_size": name_of(self.plan.shape.size),
+                    "train_iters": self.run.train_iters,
+                },
                 "last_weights": last,
                 "last_from_mean": last_from_mean,
                 "moved_per_step": per_step,

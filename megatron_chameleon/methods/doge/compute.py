@@ -6,9 +6,7 @@ afterwards, by tools/pretrain_gpt.py.
 
 from __future__ import annotations
 
-from typing import Any
-
-from megatron_chameleon.artifacts import Corpus, Stopwatch
+from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge.hook import GradientAlignment
 from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
@@ -16,9 +14,8 @@ from megatron_chameleon.methods.output import epoch_limit, select_domains
 from megatron_chameleon.methods.proxy import ProxyMethod
 from megatron_chameleon.mixture.doge import DogeRecipe, DogeState, Roles
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
-from megatron_chameleon.model.sizes import name_of
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.plan import TrainingPlan, plan_training
+from megatron_chameleon.training.plan import TrainingPlan
 
 # The paper's values: all domains are the target, and the target is not trained on.
 MU, MU_OUT_OF_DOMAIN = 0.01, 0.05
@@ -38,43 +35,26 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         # A target that is not trained on gets no weight: its tokens do not count.
         trained = [self.corpus.names[position] for position in self.roles.train]
         epoch_limit(options, self.corpus, trained).check()
-        plan = plan_training(self.run)
-        self.size = plan.shape.size
-        self.check_proxy(plan)
+        self.check_proxy()
 
-    def make_hook(
-        self, plan: TrainingPlan | None = None, layout: Layout | None = None
-    ) -> GradientAlignment:
+    def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> GradientAlignment:
         """Construct the hook of the proxy's run."""
         return GradientAlignment(self.corpus.names, self.recipe, self.roles)
 
-    def load_state(self, saved: dict[str, Any]) -> DogeState:
-        """Restore the hook's state from a checkpoint."""
-        hook = self.make_hook()
-        hook.load_state_dict(saved)
-        return hook.state
-
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
-        stopwatch, names, options, recipe = (
-            Stopwatch(),
-            self.corpus.names,
-            self.options,
-            self.recipe,
-        )
+        names, options, recipe = self.corpus.names, self.options, self.recipe
         run, proxy_hash, state = self.finished()
         target = "all domains"
         if options.target is not None:
             trained = "trained on" if options.train_on_target else "not trained on"
             target = f"{', '.join(names[position] for position in self.roles.target)} ({trained})"
-        settings = PaperSettings(model_size=self.size, trained_tokens=run.tokens)
-        proxy = {"model_size": name_of(self.size), "train_iters": self.run.train_iters}
+        settings = PaperSettings(model_size=self.plan.shape.size, trained_tokens=run.tokens)
         self.write_mean_weights(
             state,
             state.counted,
             [run],
-            stopwatch,
-            settings={**self.make_hook().settings, "proxy": proxy},
+            settings=self.make_hook(self.plan, None).settings,
             scores=state.mean_alignment,
             inputs={"proxy": proxy_hash},
             paper_flops=paper_flops(self.name, settings),

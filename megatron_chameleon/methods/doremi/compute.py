@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
 
-from megatron_chameleon.artifacts import Mixture, MixtureWarning, Stopwatch, TrainingRun
+from megatron_chameleon.artifacts import Mixture, MixtureWarning, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
@@ -23,7 +22,6 @@ from megatron_chameleon.methods.proxy import (
     ProxyMethod,
     forward_only,
     is_finished,
-    load_state,
     train_proxy,
     training_options,
 )
@@ -37,7 +35,6 @@ from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import TrainingPlan, plan_training
-from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.stopping import StopRequests
 
 REFERENCE, NATURAL = "reference", "natural"
@@ -58,8 +55,6 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         epoch_limit(options, corpus, corpus.names).check()
         self.reference_dir = options.reference or self.work_dir / REFERENCE
         self.reference: Reference | None = None
-        plan = plan_training(self.run)
-        self.shape = plan.shape
         if options.reference is not None:
             self.reference = self.load_reference()
             self._warn_reference_differences()
@@ -69,7 +64,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
                 plan_training(dataclasses.replace(run, mixture="uniform"))
             else:
                 check_run_folder(plan_training(run))
-        self.check_proxy(plan)
+        self.check_proxy()
 
     @property
     def reference_run(self) -> PretrainOptions:
@@ -107,68 +102,50 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         """
         folder = self.reference_dir
         name = "--reference" if self.options.reference else "DoReMi's reference"
-        if not TrainingRun.exists(folder):
-            raise UserError(f"{name} {folder}: no run there; pass the folder of a finished run")
-        run = TrainingRun.load(folder)
-        if run.status != "finished":
+        if not is_finished(folder):
             raise UserError(
-                f"{name} {folder}: the run is {run.status} at step {run.step} of "
-                f"{run.train_iters}; finish it first"
+                f"{name} {folder}: no finished run there; finish it, or choose another "
+                "--reference or --work-dir"
             )
         record = CheckpointRecord.load(find_checkpoint(folder, name))
         require_tokenizer(record, self.corpus)
         shape = shape_of(record)
-        for flag, theirs, mine in (
-            ("a vocabulary of", shape.vocab_size, self.shape.vocab_size),
-            ("--seq-length", shape.max_sequence_length, self.shape.max_sequence_length),
-        ):
-            if theirs != mine:
-                raise UserError(
-                    f"{record.root} was trained with {flag} {theirs}, the proxy has {mine}; use "
-                    "the same, or another --reference"
-                )
+        if shape.max_sequence_length != self.run.seq_length:
+            raise UserError(
+                f"{record.root} was trained with --seq-length {shape.max_sequence_length}, the "
+                f"proxy has {self.run.seq_length}; use the same, or another --reference"
+            )
         check_model_layout(shape.size, self.run.parallel, shape.max_sequence_length)
         return Reference(record, shape)
 
-    def make_hook(self, plan: TrainingPlan, layout: Layout) -> ExcessLossReweighting:
+    def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> ExcessLossReweighting:
         """Construct the hook of the proxy's run."""
-        assert self.reference is not None
+        self.reference = self.reference or self.load_reference()
         return ExcessLossReweighting(plan, layout, self.reference, self.recipe)
-
-    def load_state(self, saved: dict[str, Any]) -> DoremiState:
-        """Restore the hook's state from a checkpoint."""
-        if self.reference is None:
-            if not is_finished(self.reference_dir):
-                raise UserError(
-                    f"the reference of this proxy, {self.reference_dir}, is missing or not "
-                    f"finished: restore it, or {FRESH_START}"
-                )
-            self.reference = self.load_reference()
-        first = DoremiState.first(len(self.corpus.names), self.shape.vocab_size, self.recipe)
-        return load_state(saved, first, self.reference.settings(self.recipe))
 
     def _warn_reference_differences(self) -> None:
         """Warn if a user-supplied reference was trained on other data than the proxy."""
         run = TrainingRun.load(self.reference_dir)
         before = run.provenance.options.get("boundaries", {})
-        differences = []
-        if run.provenance.inputs.get("corpus") != self.corpus.hash:
-            differences.append(f"on another corpus than {self.corpus.root}")
-        for name, value in json_values(self.run.boundaries).items():
+        differences = [
+            flag_of(name)
+            for name, value in json_values(self.run.boundaries).items()
             # With --eod-mask-loss, the masked tokens have no excess loss either.
-            if before.get(name, False) != value and not (name == "eod_mask_loss" and value):
-                differences.append(f"with {flag_of(name)} {before.get(name, False)}, not {value}")
+            if before.get(name, False) != value and not (name == "eod_mask_loss" and value)
+        ]
+        if run.provenance.inputs.get("corpus") != self.corpus.hash:
+            differences.append("--corpus")
         if differences:
             warnings.warn(
-                f"--reference {self.reference_dir} was trained {' and '.join(differences)}: the "
-                "excess losses include that difference",
+                f"--reference {self.reference_dir} was trained with another "
+                f"{' and '.join(differences)}: the excess losses include that difference",
                 MixtureWarning,
                 stacklevel=2,
             )
 
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
-        stopwatch, recipe, variant = Stopwatch(), self.recipe, self.options.rule.doremi_variant
+        recipe, variant = self.recipe, self.options.rule.doremi_variant
         trained = TrainingRun.load(self.reference_dir)
         run, proxy_hash, state = self.finished()
         reference = self.reference
@@ -179,14 +156,13 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
             paper_flops(self.name, PaperSettings(model_size=size, trained_tokens=tokens)) / 2
             for size, tokens in (
                 (reference.shape.size, trained.tokens),
-                (self.shape.size, run.tokens),
+                (self.plan.shape.size, run.tokens),
             )
         ]
         self.write_mean_weights(
             state,
             state.counted - int(recipe.count_first),
             [trained, run],
-            stopwatch,
             settings={
                 "variant": variant,
                 "eta": recipe.eta,
@@ -197,10 +173,6 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
                     "model_size": name_of(reference.shape.size),
                     "train_iters": trained.step,
                     "mixture": trained.mixture,
-                },
-                "proxy": {
-                    "model_size": name_of(self.shape.size),
-                    "train_iters": self.run.train_iters,
                 },
             },
             scores=state.excess,

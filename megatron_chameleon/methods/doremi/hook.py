@@ -47,13 +47,14 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
 
     Args:
         plan: plan of the proxy's run.
-        layout: layout of the ranks; the reference is sharded like the proxy.
+        layout: layout of the ranks; the reference is sharded like the proxy. None to read a saved
+            state.
         reference: the reference, which computes in the precision of the proxy.
         recipe: parameters of the update rule.
     """
 
     def __init__(
-        self, plan: TrainingPlan, layout: Layout, reference: Reference, recipe: DoremiRecipe
+        self, plan: TrainingPlan, layout: Layout | None, reference: Reference, recipe: DoremiRecipe
     ) -> None:
         names = plan.data.names
         first = DoremiState.first(len(names), plan.shape.vocab_size, recipe)
@@ -66,18 +67,19 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
 
     def prepare(self) -> None:
         """Build the frozen reference and load its weights."""
-        options = self._plan.options
+        options, layout = self._plan.options, self._layout
+        assert layout is not None
         model: Sequence[torch.nn.Module] = build_model_chunks(
             self._reference.shape,
-            self._layout,
+            layout,
             options.seed,
             bf16=options.bf16,
-            deterministic=options.deterministic and self._layout.device.type == "cuda",
+            deterministic=options.deterministic and layout.device.type == "cuda",
         )
         load_weights(self._reference.checkpoint, model)
         for chunk in model:
             chunk.eval().requires_grad_(False)
-        self._passes = Passes(model, batch_shape(self._plan, self._layout), len(self.names))
+        self._passes = Passes(model, batch_shape(self._plan, layout), len(self.names))
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
         """Update the weights by the excess losses of ``batch``, and weigh its tokens by them.

@@ -1,19 +1,18 @@
 """Data Mixing Laws: fit an exponential law to each loss of runs, and find the best mixture.
 
-Ye et al.: Data Mixing Laws, ICLR 2025. Section 4 first carries the losses to the target's steps and
-model size: step law, then size law, then mixing law.
+Ye et al.: Data Mixing Laws, ICLR 2025. As in section 4, the losses are first extrapolated to the
+target's steps, then to its model size; the mixing laws are fitted to the result.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Cost, MixtureWarning
+from megatron_chameleon.artifacts import MixtureWarning
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.mixing_laws import (
@@ -24,14 +23,11 @@ from megatron_chameleon.methods.mixing_laws import (
 from megatron_chameleon.methods.swarm.fit import (
     SECONDS_WITHOUT_BAR,
     FitMethod,
-    FitRuns,
     Fitted,
-    mixtures_to_train,
-    swarm_runs,
 )
-from megatron_chameleon.methods.swarm.swarm import SwarmResult, train_swarm
+from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.fit_quality import Predict, folds_of
+from megatron_chameleon.mixture.fit_quality import folds_of
 from megatron_chameleon.mixture.mixing_laws import (
     LawSettings,
     fit_mixing_laws,
@@ -41,44 +37,60 @@ from megatron_chameleon.mixture.mixing_laws import (
 from megatron_chameleon.progress import progress_bar
 
 MIN_RUNS = 4
-# Maximum number of folds: up to this many runs, each run is its own fold.
 MAX_FOLDS = 128
 
 
 class MixingLawsFit(FitMethod[MixingLawsOptions]):
     """Data Mixing Laws: a swarm per model size, a law per loss, and the optimum of their sum."""
 
-    name = "mixing-laws"
+    name, swarm_folder = "mixing-laws", "swarm-{}"
 
     def check_number_of_runs(self, count: int) -> None:
         """Raise UserError for too few runs to fit a law with one held out."""
         if count < MIN_RUNS:
             raise UserError(f"{count} runs are too few for a law; use {MIN_RUNS} or more")
 
-    def train(self) -> FitRuns | None:
-        """Train a swarm per size, and extrapolate its losses to the target's steps and size."""
-        options, swarms, flops = self.options, dict[str, SwarmResult](), 0.0
-        mixtures = mixtures_to_train(options, self.corpus)
-        for size in options.laws.model_sizes or (options.swarm.model_size,):
-            settings = dataclasses.replace(options.swarm, model_size=size)
-            folder = self.work_dir / f"swarm-{size}"
-            result = train_swarm(settings, self.corpus, mixtures, folder)
-            if result is None:
-                return None
-            swarms[size] = result
-            flops += self.swarm_paper_flops(settings)
-        joined = dataclasses.replace(
-            next(iter(swarms.values())),
-            diverged=sorted({number for swarm in swarms.values() for number in swarm.diverged}),
-            cost=sum((swarm.cost for swarm in swarms.values()), Cost()),
+    @property
+    def model_sizes(self) -> Sequence[str]:
+        """The sizes that a power law extrapolates, or the swarm's size."""
+        return self.options.laws.model_sizes or super().model_sizes
+
+    def losses_to_fit(
+        self, swarms: Mapping[str, SwarmResult]
+    ) -> tuple[Array, list[str], dict[str, Any]]:
+        """Predict the losses at the target's steps and size, by power laws."""
+        target, lines = self.options.laws, list[str]()
+        parameters: dict[str, Any] = {}
+        by_size = {name: swarm.losses[:, -1] for name, swarm in swarms.items()}
+        if target.target_steps is not None:
+            for name, swarm in swarms.items():
+                steps = np.array(swarm.steps, np.float64)
+                used = steps >= self.options.first_step
+                steps, curves = steps[used], swarm.losses[:, used].swapaxes(1, 2)
+                by_size[name], exponent = _power_law(steps, curves, float(target.target_steps))
+                error, ahead = None, ""
+                if len(steps) > MIN_POINTS:  # predict the last measurement from the others
+                    predicted, _ = _power_law(steps[:-1], curves[..., :-1], steps[-1])
+                    error = float(np.nanmean(np.abs(predicted - curves[..., -1])))
+                    ahead = f"; backtest error on the last one {error:.4f}"
+                lines.append(
+                    f"losses of {name} at step {target.target_steps:,} by a power law of exponent "
+                    f"{exponent:.3g} over the measurements{ahead}"
+                )
+                parameters[f"step_law_{name}"] = {"exponent": exponent, "backtest_mae": error}
+        if target.target_size is None:
+            (losses,) = by_size.values()
+            return losses, lines, parameters
+        names = sorted(by_size, key=layer_parameters)
+        sizes = np.array([layer_parameters(name) for name in names])
+        curves = np.stack([by_size[name] for name in names], axis=2)
+        losses, exponent = _power_law(sizes, curves, layer_parameters(target.target_size))
+        lines.append(
+            f"losses of {target.target_size} by a power law of exponent {exponent:.3g} over "
+            f"{', '.join(by_size)}"
         )
-        losses, lines, parameters = extrapolated(options, swarms)
-        runs = swarm_runs(joined, losses, [self.work_dir / f"swarm-{s}" for s in swarms], flops)
-        return dataclasses.replace(
-            runs,
-            origin="\n".join([runs.origin, *lines]),
-            parameters={**runs.parameters, **parameters},
-        )
+        parameters["size_law"] = {"exponent": exponent, "sizes": list(by_size)}
+        return losses, lines, parameters
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
         """Fit a law to every loss, and find their optimum."""
@@ -110,15 +122,14 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
             high = np.minimum(table.mixtures.max(axis=0) + margin, 1.0) * high
         optimum = law_optimum(laws, shares, low, high, start=np.mean(table.mixtures, axis=0))
 
-        def refit(mixtures: Array, losses: Array, on_fit: Callable[[], object]) -> Predict:
-            return fit_mixing_laws(mixtures, losses, settings, on_fit, near=laws).predict
-
         return Fitted(
             heading=f"Data Mixing Laws: {len(table.metrics)} laws over {len(domains)} domains, "
             f"minimized by a grid of 1/{optimum.grid_steps} and a descent",
             weights=optimum.weights,
             predict=laws.predict,
-            refit=refit,
+            refit=lambda x, y: fit_mixing_laws(x, y, settings, near=laws).predict,
+            # Up to MAX_FOLDS runs, each run is its own fold.
+            folds=folds_of(len(table.keys), min(len(table.keys), MAX_FOLDS), options.fit_seed),
             parameters={
                 "laws": {
                     metric: {
@@ -134,57 +145,6 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
             },
             remedy="more runs, or a larger --law-ridge, may help",
         )
-
-    def folds(self, count: int) -> list[Array]:
-        """A fold per run, up to ``MAX_FOLDS``."""
-        return folds_of(count, min(count, MAX_FOLDS), self.options.laws.fit_seed)
-
-
-def extrapolated(
-    options: MixingLawsOptions, swarms: dict[str, SwarmResult]
-) -> tuple[Array, list[str], dict[str, Any]]:
-    """Predict the losses at the target's steps and size.
-
-    Args:
-        options: of the method.
-        swarms: model size -> its swarm, all on the same mixtures.
-
-    Returns:
-        Losses [n, k], NaN where a member of any size diverged; lines for the user; parameters for
-        the mixture's file.
-    """
-    target, lines = options.laws, list[str]()
-    parameters: dict[str, Any] = {}
-    by_size = {name: swarm.losses[:, -1] for name, swarm in swarms.items()}
-    if target.target_steps is not None:
-        for name, swarm in swarms.items():
-            steps = np.array(swarm.steps, np.float64)
-            used = steps >= options.first_step
-            steps, curves = steps[used], swarm.losses[:, used].swapaxes(1, 2)
-            by_size[name], exponent = _power_law(steps, curves, float(target.target_steps))
-            error, ahead = None, ""
-            if len(steps) > MIN_POINTS:  # a law over all measurements but the last predicts it
-                predicted, _ = _power_law(steps[:-1], curves[..., :-1], steps[-1])
-                error = float(np.nanmean(np.abs(predicted - curves[..., -1])))
-                ahead = f"; its error on the last one is {error:.4f}"
-            lines.append(
-                f"losses of {name} at step {target.target_steps:,} by a power law of exponent "
-                f"{exponent:.3g} over the measurements{ahead}"
-            )
-            parameters[f"step_law_{name}"] = {"exponent": exponent, "backtest_mae": error}
-    if target.target_size is None:
-        (losses,) = by_size.values()
-        return losses, lines, parameters
-    names = sorted(by_size, key=layer_parameters)
-    sizes = np.array([layer_parameters(name) for name in names])
-    curves = np.stack([by_size[name] for name in names], axis=2)
-    losses, exponent = _power_law(sizes, curves, layer_parameters(target.target_size))
-    lines.append(
-        f"losses of {target.target_size} by a power law of exponent {exponent:.3g} over "
-        f"{', '.join(by_size)}"
-    )
-    parameters["size_law"] = {"exponent": exponent, "sizes": list(by_size)}
-    return losses, lines, parameters
 
 
 def _power_law(x: Array, curves: Array, target: float) -> tuple[Array, float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
@@ -13,15 +11,11 @@ from megatron_chameleon.methods.regmix import RegmixOptions
 from megatron_chameleon.methods.swarm.fit import (
     SECONDS_WITHOUT_BAR,
     FitMethod,
-    FitRuns,
     Fitted,
-    mixtures_to_train,
-    swarm_runs,
     token_shares,
 )
-from megatron_chameleon.methods.swarm.swarm import train_swarm
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.fit_quality import Predict, folds_of
+from megatron_chameleon.mixture.fit_quality import folds_of
 from megatron_chameleon.mixture.regmix import (
     TreeSettings,
     fit_trees,
@@ -68,15 +62,6 @@ class Regmix(FitMethod[RegmixOptions]):
                 "lower --min-runs-in-leaf"
             )
 
-    def train(self) -> FitRuns | None:
-        """Train the swarm."""
-        options, folder = self.options.swarm, self.work_dir / "swarm"
-        mixtures = mixtures_to_train(self.options, self.corpus)
-        result = train_swarm(options, self.corpus, mixtures, folder)
-        if result is None:
-            return None
-        return swarm_runs(result, result.losses[:, -1], [folder], self.swarm_paper_flops(options))
-
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
         """Fit trees to every loss; average the sampled mixtures of the lowest predicted target.
 
@@ -109,9 +94,6 @@ class Regmix(FitMethod[RegmixOptions]):
             losses[:, others] = of_others(mixtures)
             return losses
 
-        def refit(mixtures: Array, losses: Array, on_fit: Callable[[], object]) -> Predict:
-            return fit_trees(mixtures, losses, settings, on_fit)
-
         names, low, high = self.corpus.names, optimum.low, optimum.high
         ranges = ", ".join(
             f"{names[at]} {format_weight(low[at])} to {format_weight(high[at])}"
@@ -122,7 +104,8 @@ class Regmix(FitMethod[RegmixOptions]):
             f"{trees.num_trees} trees per loss",
             weights=optimum.weights,
             predict=predict,
-            refit=refit,
+            refit=lambda mixtures, losses: fit_trees(mixtures, losses, settings),
+            folds=folds_of(len(table.keys), trees.folds, trees.fit_seed),
             parameters={
                 "spread_of_the_best": dict(zip(names, optimum.spread.tolist(), strict=True)),
                 "range_of_the_best": dict(
@@ -135,7 +118,3 @@ class Regmix(FitMethod[RegmixOptions]):
             remedy="more runs may help",
             closing=(f"90% of the best mixtures have {ranges}",),
         )
-
-    def folds(self, count: int) -> list[Array]:
-        """Random folds of the size that the options set."""
-        return folds_of(count, self.options.trees.folds, self.options.trees.fit_seed)

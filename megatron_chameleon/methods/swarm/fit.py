@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -30,6 +30,7 @@ from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.output import (
     align_columns,
+    cost_totals,
     epoch_limit,
     format_names,
     format_weight,
@@ -37,10 +38,11 @@ from megatron_chameleon.methods.output import (
     write_and_print,
 )
 from megatron_chameleon.methods.proxy import resolve_work_dir
-from megatron_chameleon.methods.swarm.options import FitOptions, SwarmOptions
-from megatron_chameleon.methods.swarm.swarm import SwarmResult
+from megatron_chameleon.methods.swarm.options import FitOptions
+from megatron_chameleon.methods.swarm.swarm import SwarmResult, train_swarm
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import (
+    Fit,
     FitQuality,
     Predict,
     fit_linear,
@@ -53,7 +55,6 @@ from megatron_chameleon.model.flops import PaperSettings, paper_flops
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
-MAX_METRICS = 40
 # A domain sampled in fewer runs than this is named in a warning: its effect is hardly known.
 MIN_RUNS_PER_DOMAIN = 5
 # Metrics of the target whose magnitudes differ by more than this factor are named in a warning. The
@@ -93,8 +94,8 @@ class Fitted:
         heading: the line above the table.
         weights: [k] mixture with the lowest predicted loss, before the epoch limit.
         predict: mixtures [n, k] -> losses [n, m].
-        refit: function that repeats the fit on mixtures [n, k] and losses [n, m] of a subset; it
-            calls its last argument after each of the m fits.
+        refit: repeats the fit on mixtures [n, k] and losses [n, m] of a subset.
+        folds: folds of the cross-validation: positions of the held-out runs.
         parameters: parameters of the method, for the mixture file.
         remedy: advice for a poor fit.
         closing: lines under the table.
@@ -103,7 +104,8 @@ class Fitted:
     heading: str
     weights: Array
     predict: Predict
-    refit: Callable[[Array, Array, Callable[[], object]], Predict]
+    refit: Fit
+    folds: list[Array]
     parameters: dict[str, Any]
     remedy: str
     closing: tuple[str, ...] = ()
@@ -113,6 +115,8 @@ class FitMethod(abc.ABC, Generic[Options]):
     """A method that fits the losses of runs; :meth:`compute` is its ``--method``."""
 
     name: ClassVar[str]
+    # Folder of a swarm in --work-dir, with its model size.
+    swarm_folder: ClassVar[str] = "swarm"
 
     def __init__(self, options: Options) -> None:
         self.options, self.corpus = options, Corpus.load(options.corpus)
@@ -122,16 +126,28 @@ class FitMethod(abc.ABC, Generic[Options]):
         """Raise UserError for too few runs to fit."""
 
     @abc.abstractmethod
-    def train(self) -> FitRuns | None:
-        """Train swarms; None after a stop request. Every rank calls this."""
-
-    @abc.abstractmethod
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
         """Fit the runs; minimize the weighted mean of their losses, with weights ``shares`` [m]."""
 
-    @abc.abstractmethod
-    def folds(self, count: int) -> list[Array]:
-        """Folds of the cross-validation: positions of the held-out runs among ``count``."""
+    @property
+    def model_sizes(self) -> Sequence[str]:
+        """Model sizes of the proxies, a swarm each."""
+        return [self.options.swarm.model_size]
+
+    def losses_to_fit(
+        self, swarms: Mapping[str, SwarmResult]
+    ) -> tuple[Array, list[str], dict[str, Any]]:
+        """Losses of the swarms' members that the fit predicts.
+
+        Args:
+            swarms: model size -> its swarm, all on the same n mixtures.
+
+        Returns:
+            Losses [n, k], NaN where a member of any size diverged; lines for the user; parameters
+            for the mixture file.
+        """
+        (swarm,) = swarms.values()
+        return swarm.losses[:, -1], [], {}
 
     def compute(self) -> bool:
         """Train or read the runs, fit them, write the mixture. Every rank calls this.
@@ -162,20 +178,31 @@ class FitMethod(abc.ABC, Generic[Options]):
             self.fit_and_write(trained)
         return trained is not None
 
-    @property
-    def work_dir(self) -> Path:
-        """Folder of the swarms."""
-        return resolve_work_dir(self.options.output, self.options.work_dir)
-
-    def swarm_paper_flops(self, options: SwarmOptions) -> float:
-        """FLOPs of a swarm, counted as in the tables of the Chameleon paper."""
-        tokens = options.train_iters * options.global_batch_size * options.seq_length
-        settings = PaperSettings(
-            model_size=options.model_size,
-            trained_tokens=tokens,
-            num_proxies=self.options.num_proxies,
+    def train(self) -> FitRuns | None:
+        """Train the swarms; None after a stop request. Every rank calls this."""
+        options, swarms, flops = self.options, dict[Path, SwarmResult](), 0.0
+        work_dir = resolve_work_dir(options.output, options.work_dir)
+        mixtures = mixtures_to_train(options, self.corpus)
+        for size in self.model_sizes:
+            folder = work_dir / self.swarm_folder.format(size)
+            settings = dataclasses.replace(options.swarm, model_size=size)
+            result = train_swarm(settings, self.corpus, mixtures, folder)
+            if result is None:
+                return None
+            swarms[folder] = result
+            tokens = settings.train_iters * settings.global_batch_size * settings.seq_length
+            paper = PaperSettings(
+                model_size=size, trained_tokens=tokens, num_proxies=options.num_proxies
+            )
+            flops += paper_flops(self.name, paper)
+        by_size = dict(zip(self.model_sizes, swarms.values(), strict=True))
+        losses, lines, parameters = self.losses_to_fit(by_size)
+        runs = swarm_runs(swarms, losses, flops)
+        return dataclasses.replace(
+            runs,
+            origin="\n".join([runs.origin, *lines]),
+            parameters={**runs.parameters, **parameters},
         )
-        return paper_flops(self.name, settings)
 
     def fit_and_write(self, runs: FitRuns) -> None:
         """Fit the runs, cross-validate this fit and a linear baseline, and write the mixture."""
@@ -184,12 +211,18 @@ class FitMethod(abc.ABC, Generic[Options]):
         self.check_number_of_runs(count)
         shares = target_shares(options.target, table.metrics)
         fitted = self.fit(table, shares)
-        folds = self.folds(count)
-        total = len(folds) * len(table.metrics)
-        with progress_bar(total, " fits", "cross-validating", delay=SECONDS_WITHOUT_BAR) as bar:
+        folds = fitted.folds
+        with progress_bar(
+            len(folds), " folds", "cross-validating", delay=SECONDS_WITHOUT_BAR
+        ) as bar:
+
+            def refit(mixtures: Array, losses: Array) -> Predict:
+                bar.update()
+                return fitted.refit(mixtures, losses)
+
             held_out, linear = (
                 held_out_predictions(fit, table.mixtures, table.losses, folds)
-                for fit in (lambda x, y: fitted.refit(x, y, bar.update), fit_linear)
+                for fit in (refit, fit_linear)
             )
         one_by_one = len(folds) == count
         procedure = "leave one out" if one_by_one else f"{len(folds)}-fold cross-validation"
@@ -209,14 +242,11 @@ class FitMethod(abc.ABC, Generic[Options]):
                 MixtureWarning,
                 stacklevel=2,
             )
-        spent, folder = stopwatch.cost(), options.output.parent
-        total_cost: dict[str, object] = {}
+        spent = stopwatch.cost()
         if runs.cost is None:
             cost, of_what = spent, "the fit alone (that of the runs is unknown)"
         else:
             cost, of_what = runs.cost + spent, "all"
-            figures = {"flops": cost.flops, "device_seconds": cost.device_seconds}
-            total_cost = {"total_cost": figures}
         mixture = Mixture(
             method=self.name,
             parameters={
@@ -231,8 +261,10 @@ class FitMethod(abc.ABC, Generic[Options]):
                     "outside_range": outside,
                     "extrapolates": reach.extrapolates,
                 },
-                "made_from": [os.path.relpath(swarm, folder) for swarm in runs.made_from],
-                **total_cost,
+                "made_from": [
+                    os.path.relpath(swarm, options.output.parent) for swarm in runs.made_from
+                ],
+                **({} if runs.cost is None else {"total_cost": cost_totals(cost)}),
                 **runs.parameters,
             },
             provenance=provenance(options, {"corpus": self.corpus.hash, **runs.inputs}),
@@ -322,14 +354,13 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
         "metrics": zip(read.metric_columns, table.metrics, strict=True),
     }
     renamed = {key: {old: new for old, new in each if old != new} for key, each in pairs.items()}
-    origin = [f"{len(read.keys)} runs of {ratios} and {metrics}"]
-    for path, columns in zip((ratios, metrics), renamed.values(), strict=True):
-        if columns:
-            changes = [f"{column} -> {name}" for column, name in columns.items()]
-            origin.append(f"columns of {path}: {format_names(changes)}")
+    origin = f"{len(read.keys)} runs of {ratios} and {metrics}"
+    changes = [f"{old} -> {new}" for each in renamed.values() for old, new in each.items()]
+    if changes:
+        origin = f"{origin}\ncolumns: {format_names(changes)}"
     return FitRuns(
         table,
-        "\n".join(origin),
+        origin,
         parameters={
             "runs": len(read.keys),
             "ratios": str(ratios),
@@ -342,20 +373,23 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
     )
 
 
-def swarm_runs(
-    result: SwarmResult, losses: Array, folders: Sequence[Path], paper_flops: float
-) -> FitRuns:
-    """The members of a swarm that did not diverge.
+def swarm_runs(swarms: Mapping[Path, SwarmResult], losses: Array, paper_flops: float) -> FitRuns:
+    """The members that did not diverge in any swarm.
 
     Args:
-        result: result of the swarm.
+        swarms: folder -> swarm, all of them trained on the same mixtures.
         losses: [n, k] losses to fit: measured after a step, or extrapolated.
-        folders: folders of the swarms, which were all trained on the same mixtures.
         paper_flops: FLOPs of the swarms, counted as in the tables of the Chameleon paper.
 
     Raises:
         UserError: if all members diverged, or no domain has held-out text.
     """
+    folders = list(swarms)
+    result = dataclasses.replace(
+        swarms[folders[0]],
+        diverged=sorted({number for swarm in swarms.values() for number in swarm.diverged}),
+        cost=sum((swarm.cost for swarm in swarms.values()), Cost()),
+    )
     count, table = len(result.mixtures), result.runs(losses)
     origin = f"{len(table.keys)} proxies of {' and '.join(map(str, folders))}"
     if not table.metrics:
@@ -523,12 +557,10 @@ class CrossValidation:
 
         shown = [name + "*" * bool(share) for name, share in zip(metrics, shares, strict=True)]
         rows = [["loss", "Spearman", "error", "linear: Spearman", "error", "error of a constant"]]
-        rows += [cells(name, at) for at, name in enumerate(shown[:MAX_METRICS])]
+        rows += [cells(name, at) for at, name in enumerate(shown)]
         rows.append(cells("target", -1))
         heading = f"error on held-out runs ({self.procedure}; * is in the target):"
         lines = [heading, *align_columns(rows)]
-        if len(metrics) > MAX_METRICS:
-            lines.append(f"... and {len(metrics) - MAX_METRICS} more losses, see the file")
         return lines if self.verdict is None else [*lines, f"{self.verdict}; {remedy}"]
 
 

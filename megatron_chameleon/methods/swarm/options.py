@@ -8,7 +8,7 @@ from typing import Literal
 
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.options import MethodOptions, changed_flags
+from megatron_chameleon.methods.options import MethodOptions
 from megatron_chameleon.ranges import (
     BatchSize,
     BelowOne,
@@ -44,8 +44,8 @@ class SwarmOptions(CheckedOptions):
     """Sequences per forward pass; the default follows from --seq-length and the device's memory.
     Must divide --global-batch-size."""
     members_at_once: Count | None = None
-    """Members trained concurrently on each device, in a process each; the default is as many as
-    memory and CPU cores allow."""
+    """Members trained concurrently on each device, each in its own process; the default is as many
+    as memory and CPU cores allow."""
     seed: Seed = 1234
     """Seed from which each member's initial weights and sample order are derived."""
     permutation: Permutation = "feistel"
@@ -53,8 +53,8 @@ class SwarmOptions(CheckedOptions):
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     deterministic: bool = False
-    """Use only bit-reproducible algorithms, some of which are slower on a GPU; the CPU's always
-    are."""
+    """Use only bit-reproducible algorithms, some of which are slower on a GPU. On a CPU, all are
+    reproducible."""
     lr: Positive = 4e-4
     """Peak learning rate (RegMix: 4e-4)."""
     min_lr: NonNegative = 4e-5
@@ -75,8 +75,8 @@ class SwarmOptions(CheckedOptions):
     clip_grad: NonNegative = 1.0
     """Largest gradient norm; 0 disables clipping (assumed)."""
     eval_interval: int = 0
-    """Steps between measurements of the held-out losses, which are always measured after the last
-    step too; 0 measures only then."""
+    """Steps between measurements of the held-out losses; 0 measures only after the last step, which
+    is always measured."""
     eval_tokens: LargeCount = 131072
     """Maximum held-out tokens per domain and measurement, in windows spread over the valid
     split."""
@@ -168,10 +168,6 @@ class FitOptions(MethodOptions):
         super().__post_init__()
         if (self.ratios is None) != (self.metrics is None):
             raise UserError("--ratios and --metrics need each other; pass both tables")
-        if self.ratios is None:
-            return
-        reason = "nothing is trained with --ratios"
-        self.reject_changed(["num_proxies", "work_dir"], reason)
-        for nested in (self.sampling, self.swarm):
-            for flag, value in changed_flags(nested, type(nested)()):
-                raise UserError(f"{flag} {value}: {reason}; leave it out")
+        if self.ratios is not None:
+            unused = ["num_proxies", "work_dir", "sampling", "swarm"]
+            self.reject_changed(unused, "nothing is trained with --ratios")

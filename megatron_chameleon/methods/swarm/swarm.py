@@ -55,6 +55,7 @@ from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
 from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
     GuardOptions,
@@ -155,13 +156,9 @@ class Swarm:
     num_ranks: int
     max_loss: float
 
-    def run_folder(self, member: int) -> Path:
-        """Folder of a member's run."""
-        return member_path(self.folder, member).with_suffix("")
-
     def member_run(self, member: int) -> PretrainOptions:
         """Options of a member's run, those of tools/pretrain_gpt.py."""
-        options, folder = self.options, self.run_folder(member)
+        options, folder = self.options, member_path(self.folder, member).with_suffix("")
         digest = hashlib.sha256(f"{options.seed}/member/{member}".encode()).digest()
         return PretrainOptions(
             run_dir=folder,
@@ -302,16 +299,14 @@ def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder:
         require_new((ratios, metrics), "choose another --work-dir")
     else:
         found = SwarmRecord.load(folder)
-        if found.settings.get("members") != MEMBERS:
-            raise UserError(
-                f"{folder} holds a swarm of an earlier release; fit its tables with --ratios "
-                f"{ratios} --metrics {metrics}, or choose another --work-dir"
-            )
+        before = found.settings
         differences = [
-            f"it has --{name.replace('_', '-')} {found.settings.get(name)}, not {value}"
+            f"it has {flag_of(name)} {before.get(name)}, not {value}"
             for name, value in settings.items()
-            if found.settings.get(name) != value
+            if before.get(name) != value
         ]
+        if before.get("members") != MEMBERS:
+            differences.insert(0, "it was trained by an earlier release")
         if (found.domains, found.corpus_hash) != (corpus.names, corpus.hash):
             differences.append("it was trained on another corpus")
         if len(found.mixtures) > len(rows):
@@ -323,8 +318,8 @@ def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder:
         ]
         if differences:
             raise UserError(
-                f"{folder} holds another swarm: {differences[0]}; restore that, or choose another "
-                "--work-dir"
+                f"{folder} holds another swarm: {differences[0]}; restore that, choose another "
+                f"--work-dir, or fit its tables with --ratios {ratios} --metrics {metrics}"
             )
     made_by = provenance(options, {"corpus": corpus.hash})
     SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by).save()
@@ -516,14 +511,7 @@ def _collect(swarm: Swarm) -> SwarmResult:
     losses = np.full((count, len(steps), len(domains)), np.nan)
     diverged = [member for member, record in members.items() if record.diverged is not None]
     for member in members.keys() - diverged:
-        record = members[member]
-        widths = [len(row) for row in record.losses]
-        if record.steps != steps or widths != [len(domains)] * len(steps):
-            raise UserError(
-                f"{member_path(folder, member)}: field losses: expected {len(steps)} measurements "
-                f"of {len(domains)} domains; delete the file and run again"
-            )
-        losses[member] = np.array(record.losses, np.float64)
+        losses[member] = np.array(members[member].losses, np.float64)
     cost = sum((record.cost for record in members.values()), start=Cost())
     result = SwarmResult(domains, swarm.mixtures, steps, losses, diverged, cost)
     write_mixture_runs(result.runs(losses[:, -1]), folder / RATIOS_NAME, folder / METRICS_NAME)

@@ -6,12 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.options import ExtractionOptions, RecipeOptions
 from megatron_chameleon.methods.doge.options import DogeRule
 from megatron_chameleon.methods.doremi.options import DoremiRule
-from megatron_chameleon.methods.options import ProxyOptions, changed_flags
-from megatron_chameleon.ranges import CheckedOptions, Count, Positive, flag_of
+from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.ranges import CheckedOptions, Count, Positive
 
 MethodName = Literal["chameleon", "doge", "doremi"]
 # Option groups that each method reads besides `axes` and `proxy`.
@@ -35,13 +34,6 @@ class AxisOptions(CheckedOptions):
     """Values of --ridge (paper: 1 10 100). Nothing is trained or embedded for them."""
     sweep_num_windows: tuple[Count, ...] | None = None
     """Values of --num-windows (paper: 2k 4k 8k)."""
-
-    def __post_init__(self) -> None:
-        """Raise UserError for a flag without values."""
-        super().__post_init__()
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) == ():
-                raise UserError(f"{flag_of(field.name)}: needs at least one value; or leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +64,8 @@ class SweepOptions(CheckedOptions):
     def __post_init__(self) -> None:
         """Raise UserError for options that the method does not use."""
         super().__post_init__()
-        used = GROUPS[self.method]
-        for groups in GROUPS.values():
-            for group in (group for group in groups if group not in used):
-                options = getattr(self, group)
-                for flag, value in changed_flags(options, type(options)()):
-                    raise UserError(
-                        f"{flag} {value}: --method {self.method} does not use it; leave it out"
-                    )
-        if self.method != "chameleon" and self.mode != "pretrain":
-            raise UserError(
-                f"--mode {self.mode}: --method {self.method} has no such weights; leave it out, or "
-                "use --method chameleon"
-            )
+        others = [group for groups in GROUPS.values() for group in groups]
+        unused = [group for group in others if group not in GROUPS[self.method]]
+        if self.method != "chameleon":
+            unused.append("mode")
+        self.reject_changed(unused, f"--method {self.method} does not use it")

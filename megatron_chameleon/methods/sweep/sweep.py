@@ -41,8 +41,6 @@ from megatron_chameleon.methods.proxy import (
     training_options,
 )
 from megatron_chameleon.methods.sweep.options import SweepOptions
-from megatron_chameleon.mixture.doge import DogeRecipe
-from megatron_chameleon.mixture.doremi import DoremiRecipe
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import distributed, from_main
@@ -93,8 +91,8 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
         The record that was written, the same on every rank; None after a stop signal.
 
     Raises:
-        UserError: for a mistake in the options or in what they name, before any training; later,
-            as training or embedding does.
+        UserError: for a mistake in the options or in the files that they name, before any
+            training; later, for errors of training or embedding.
     """
     stops, parallel = StopRequests(options.proxy.stopping), forward_only(options.proxy.parallel)
     with distributed(parallel, seed=0) as layout:
@@ -133,11 +131,11 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
 
 
 def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], list[Values]]:
-    """The axes and the points, validated with all that they name. Writes nothing.
+    """Plan the axes and the points; validate them and the files that they name. Writes nothing.
 
     Returns:
-        Hyperparameter -> its distinct values in order, with the centre's, for those to vary; and
-        the centre, then the other points axis by axis, without duplicates.
+        Hyperparameter to vary -> its sorted distinct values, including the centre's; and the
+        points: the centre first, then the others axis by axis.
 
     Raises:
         UserError: for the first mistake found.
@@ -155,7 +153,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
     fields = dataclasses.fields(options.axes)
     for field in fields:
         values, name = getattr(options.axes, field.name), field.name.removeprefix("sweep_")
-        if values is None:
+        if not values:
             continue
         if name not in centre:
             flag = name.replace("_", "-")
@@ -204,15 +202,14 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     plain = training_options(proxy, options.corpus, options.output / PROXIES / name)
     if options.method == "chameleon":
         return _chameleon_point(options, values, plain)
-    rule: DogeRecipe | DoremiRecipe
-    default: DogeRecipe | DoremiRecipe
-    if options.method == "doge":
-        rule, default = doge_recipe(options.doge, MU), doge_recipe(DogeRule(), MU)
-    else:
-        rule, default = doremi_recipe(options.doremi), doremi_recipe(DoremiRule())
+    rule, default = (
+        [dataclasses.asdict(doge_recipe(rule, MU)) for rule in (options.doge, DogeRule())]
+        if options.method == "doge"
+        else [dataclasses.asdict(doremi_recipe(rule)) for rule in (options.doremi, DoremiRule())]
+    )
     name = f"{options.method}-{name}"
     if rule != default:  # so that sweeps of several rules can share a folder
-        name = f"{name}-{sha256_of_json(dataclasses.asdict(rule))[:RULE_DIGITS]}"
+        name = f"{name}-{sha256_of_json(rule)[:RULE_DIGITS]}"
     mixture, work_dir = options.output / MIXTURES / f"{name}.json", options.output / PROXIES / name
     shared: dict[str, Any] = {
         "corpus": options.corpus,
