@@ -145,7 +145,7 @@ def test_sizes_are_megatrons_for_one_epoch_and_continue_after_it(make_corpus, me
     more = of_data_path(corpus, text, 100, weights=sizes)
     batch = more.batch(range(100))
     assert abs(more.counts(100) - 100 / 43 * np.array(sizes)).max() < 1
-    # Each domain by Megatron's rule for as many samples of it alone.
+    # Each domain has the samples that Megatron builds for it alone.
     for number, count in enumerate(more.counts(100).tolist()):
         alone = megatron_samples(text.split()[number], "1", count)
         found = batch["tokens"][batch["domain"] == number]
@@ -164,20 +164,13 @@ def test_a_batch_stacks_its_samples(corpus, permutation):
     assert (batch["tokens"].dtype, batch["tokens"].shape) == (torch.int64, (40, SEQ_LENGTH))
 
 
-def test_domains_of_weight_zero_are_never_opened_or_sampled(corpus):
-    corpus.prefix("tiny", "train").with_suffix(".bin").unlink()
-    corpus.prefix("long", "train").with_suffix(".idx").unlink()
-    dataset = blended(corpus, [0.0, 0.5, 0.0, 0.5], 100)
-    assert dataset.counts(100).tolist() == [0, 50, 0, 50]
-    assert set(dataset.batch(range(100))["domain"].tolist()) == {1, 3}
-
-
 @pytest.mark.parametrize("permutation", ["megatron", *FREE])
-def test_rare_domains_have_enough_samples(corpus, permutation):
+def test_domains_without_weight_are_never_opened_and_rare_ones_can_be_read(corpus, permutation):
+    corpus.prefix("unused", "train").with_suffix(".bin").unlink()
     for rare in (1e-3, 1e-12, 1e-300):
-        dataset = blended(corpus, [1.0, rare, rare, rare], 2000, permutation=permutation)
+        dataset = blended(corpus, [1.0, rare, rare, 0.0], 2000, permutation=permutation)
         assert dataset.counts(2000).sum() == 2000
-        dataset.batch(range(2000))
+        assert set(dataset.batch(range(2000))["domain"].tolist()) <= {0, 1, 2}
         with pytest.raises(IndexError):
             dataset[2000]
 
@@ -191,7 +184,7 @@ def stream_of(dataset, domain, num_samples):
 @pytest.mark.parametrize("permutation", FREE)
 @pytest.mark.parametrize("remainder", [0, 3])
 def test_every_token_is_read_once_per_epoch(make_corpus, permutation, remainder):
-    # 13 windows and some tokens more: windows that begin in one epoch end in the next.
+    # 13 windows and a remainder: windows that begin in one epoch end in the next.
     size, epochs = SEQ_LENGTH * 13 + remainder, SEQ_LENGTH
     corpus = without_checksums(make_corpus({"a": [1] * size}))  # a document per token
     numbers = np.arange(1, size + 1, dtype=np.uint16)
@@ -285,6 +278,3 @@ def test_an_order_that_is_too_large_is_rejected(corpus):
         blended(corpus, [1, 1, 1, 0], MAX_SAMPLES)
     with pytest.raises(UserError, match="--train-iters"):
         blended(corpus, [1, 1, 1, 0], MAX_SAMPLES + 1, permutation="feistel")
-
-
-THREE = MixtureSchedule((Phase(0, (1, 0)), Phase(10, (1, 3)), Phase(25, (0, 2))))

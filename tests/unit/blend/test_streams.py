@@ -13,10 +13,8 @@ import warnings
 import numpy as np
 import pytest
 
-from megatron_chameleon.blend import streams
 from megatron_chameleon.blend.streams import cached_arrays, megatron_view
 from megatron_chameleon.blend.token_data import corpus_tokens
-from megatron_chameleon.corpus.indexed import map_file
 from megatron_chameleon.errors import UserError
 
 KEY = {"seed": 1, "lengths": "0" * 64}
@@ -63,18 +61,6 @@ def test_a_damaged_entry_is_rebuilt(tmp_path, damage, number):
         warnings.simplefilter("error")
         assert_same(cached_arrays(folder, KEY, build_nothing), arrays_of(number))
     assert list(folder.iterdir()) == [entry]
-
-
-def test_a_new_entry_that_is_damaged_is_an_error(tmp_path, monkeypatch):
-    def damaged(path):
-        content = map_file(path).copy()
-        content[0] ^= 1
-        return content
-
-    monkeypatch.setattr(streams, "map_file", damaged)
-    with pytest.raises(UserError, match="checksum") as error:
-        cached_arrays(tmp_path, KEY, lambda: arrays_of(9))
-    assert "\n" not in str(error.value)
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):

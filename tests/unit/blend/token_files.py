@@ -13,7 +13,7 @@ from megatron_chameleon.corpus.indexed import IndexedWriter
 
 @dataclasses.dataclass(frozen=True)
 class MegatronTokenizer:
-    """What Megatron's data sets ask of a tokenizer."""
+    """The attributes of a tokenizer that Megatron's datasets read."""
 
     eod: int
     vocab_size: int

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import shutil
 import signal
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -84,39 +82,29 @@ def test_the_mixture_is_the_mean_of_the_logged_weights(name, found, corpus):
     mixture, hooks, run = Mixture.load(found), hooks_of(found), proxy_run(found)
     parameters, uniform = mixture.parameters, dict.fromkeys(DOMAINS, 1 / 3)
     path = [hook["weights"] for hook in hooks]
-    assert len(path) == STEPS
     averaged = [uniform, *path] if name == "doremi" else path  # the original DoReMi counts both
     for domain in DOMAINS:
         own = [weights[domain] for weights in path]
         assert mixture.weights[domain] == pytest.approx(np.mean([w[domain] for w in averaged]))
-        assert parameters["last_weights"][domain] == pytest.approx(own[-1])
         assert parameters["trajectory"]["weights"][domain] == own
         later = own[STEPS // 2 :]
         assert parameters["range_in_second_half"][domain] == [min(later), max(later)]
+        score = hooks[-1]["excess"][domain] if name == "doremi" else None
+        score = score or np.mean([hook["alignment"][domain] for hook in hooks])
+        assert (mixture.scores or {})[domain] == pytest.approx(score)
     assert max(mixture.weights.values()) - min(mixture.weights.values()) > 1e-3
-    assert parameters["trajectory"]["steps"] == list(range(1, STEPS + 1))
-    assert parameters["steps_averaged"] == len(averaged)
+    assert parameters["last_weights"] == pytest.approx(path[-1])
+    assert parameters["steps_averaged"] == len(averaged) == STEPS + (name == "doremi")
     assert parameters["moved_per_step"] == pytest.approx(moves_of(hooks).mean())
-    scores = {
-        domain: hooks[-1]["excess"][domain]
-        if name == "doremi"
-        else np.mean([hook["alignment"][domain] for hook in hooks])
-        for domain in DOMAINS
-    }
-    assert mixture.scores == pytest.approx(scores)
     assert run.mixture == pytest.approx(uniform)  # sampling stays uniform
     assert mixture.provenance is not None
     inputs = {"corpus": corpus.hash, "proxy": record_of(found).hash}
     assert inputs.items() <= mixture.provenance.inputs.items()
-    # The mixture's own cost is that of its computation; the total includes the runs.
     runs = [TrainingRun.load(found.parent / place) for place in parameters["made_from"]]
     assert len(runs) == {"doremi": 2, "doge": 1}[name]
     assert runs[-1].root.resolve() == run.root.resolve()
-    total = sum((run.cost for run in runs), mixture.cost)
-    assert mixture.cost.flops == 0 < total.flops
-    assert parameters["total_cost"] == pytest.approx(
-        {"flops": total.flops, "device_seconds": total.device_seconds}
-    )
+    assert mixture.cost.flops == 0 < sum(run.cost.flops for run in runs)
+    assert parameters["total_cost"]["flops"] == sum(run.cost.flops for run in runs)
 
 
 @for_method(("name", "is_stopped"), [("doremi", False), ("doge", True)])
@@ -177,80 +165,54 @@ def test_a_finished_proxy_is_reused_within_an_epoch_limit(
     assert mixture.unconstrained == pytest.approx(Mixture.load(found).weights)
 
 
-@pytest.mark.parametrize(
-    ("last", "mean", "warning"),
+@for_method(
+    ("name", "last", "mean", "warning"),
     [
-        ([0.02, 0.97, 0.01], [0.02, 0.96, 0.02], "'code' has 96%"),
-        ([0.1, 0.2, 0.7], [0.3, 0.3, 0.4], "0.30 .*'poems'"),
-        ([0.5, 0.3, 0.2], [0.4, 0.3, 0.3], None),
+        ("doge", [0.02, 0.97, 0.01], [0.02, 0.96, 0.02], "'code' has 96%"),
+        ("doge", [0.1, 0.2, 0.7], [0.3, 0.3, 0.4], "0.30 .*'poems'"),
     ],
 )
-def test_unsettled_or_collapsed_weights_are_warned_of(copied, options, last, mean, warning):
+def test_collapsed_or_unsettled_weights_give_a_warning(copied, options, last, mean, warning):
     edit_state(copied, log_weights=np.log(last).tolist(), mean=mean)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(MixtureWarning, match=warning):
         compute(options())
-    messages = [str(each.message) for each in caught if each.category is MixtureWarning]
-    assert len(messages) == (warning is not None)
-    assert warning is None or re.search(warning, messages[0])
 
 
 @for_method(
     ("name", "changes", "problem"),
     [
-        ("doremi", {"rule": DoremiRule(doremi_eta=0.2)}, "eta 0.1, not 0.2"),
         ("doremi", {"rule": DoremiRule("fork", 0.1, 1e-3)}, "clip_tokens True, not False"),
         ("doremi", {"seed": 7}, "--seed 1234, not 7"),
-        ("doremi", {"reference": None}, "reference"),
+        ("doremi", {"reference": None}, "DoReMi's reference"),
         ("doge", {"rule": DogeRule(doge_mu=0.3)}, "mu 0.2, not 0.3"),
         ("doge", {"target": "news", "train_on_target": True}, r"'poems'\], not \['news'\]"),
+        ("doremi", HookState("GradientAlignment", {}), "GradientAlignment"),
+        ("doremi", None, "no hook"),
     ],
 )
 def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes, problem):
+    if not isinstance(changes, dict):  # the hook in its checkpoint
+        dataclasses.replace(record_of(copied), hook=changes).save()
+        changes = {}
     with pytest.raises(UserError, match=problem) as error:
         compute(options(**changes))
     assert "--work-dir" in str(error.value)
     assert str(copied.with_suffix("") / "proxy") in str(error.value)
     assert not copied.exists()
-    assert not (copied.with_suffix("") / "reference").exists()
     assert capsys.readouterr().out == ""
-
-
-@for_method(
-    ("name", "change", "problem"),
-    [
-        ("doge", {"mean": [0.5, 0.5]}, "'mean'"),
-        ("doge", {"log_weights": [1.0, None, 2.0]}, "'log_weights'"),
-        ("doremi", {"reference": "0" * 64}, "reference 000"),
-        ("doremi", HookState("GradientAlignment", {}), "GradientAlignment"),
-        ("doremi", None, "no hook"),
-    ],
-)
-def test_a_damaged_or_foreign_state_is_an_error(options, copied, change, problem):
-    if isinstance(change, dict):
-        edit_state(copied, **change)
-    else:
-        dataclasses.replace(record_of(copied), hook=change).save()
-    with pytest.raises(UserError, match=problem):
-        compute(options())
-    assert not copied.exists()
 
 
 @for_method(
     ("name", "changes", "problem"),
     [
         ("doremi", {"rule": DoremiRule(excess_ceiling=-1.0)}, "--excess-ceiling"),
-        ("doremi", {"reference_mixture": "natural"}, "--reference-mixture natural"),
         ("doremi", {"reference": Path("lost")}, "--reference lost"),
-        ("doremi", {"reference": None, "reference_model_size": "big"}, "big"),
         ("doremi", {"reference": None, "reference_mixture": "lost.json"}, "lost.json"),
         ("doremi", {"seq_length": 16}, "--seq-length 32"),
         ("doge", {"target": "prose"}, "--target prose"),
         ("doge", {"target": "news,code"}, "--target news,code"),
-        ("doge", {"train_on_target": True}, "--train-on-target"),
         ("doge", {"rule": DogeRule(doge_mu=1e-310)}, "--doge-mu"),
         ("doge", {"target": "poems", "token_budget": 19_100, "max_epochs": 1.0}, "--max-epochs 1"),
-        ("doge", {"global_batch_size": 5}, "--global-batch-size 5"),
         ("doge", {"output": Path("mixture")}, "--output mixture"),
         ("doge", {"output": Path("/dev/null/doge.json")}, "/dev/null"),
     ],

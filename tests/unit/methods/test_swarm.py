@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import math
 import os
 import shutil
 import signal
@@ -101,10 +100,7 @@ def test_results_tables_and_cost(whole, corpus):
     last = result.losses[:, -1]
     assert last[1].argmin() == 0  # a member knows what it is trained on
     assert last[3].argmin() == 2
-    assert (last.mean(1) < math.log(VOCAB_SIZE)).all()
     ratios, metrics = rows_of(folder / "ratios.csv"), rows_of(folder / "metrics.csv")
-    assert ratios[0][1:] == [f"train_{name}" for name in DOMAINS]
-    assert metrics[0][1:] == [f"valid_{name}" for name in DOMAINS]
     np.testing.assert_array_equal(np.array(ratios[1:], float)[:, 1:], MIXTURES)
     np.testing.assert_array_equal(np.array(metrics[1:], float)[:, 1:], last)
     seen = len(MIXTURES) * STEPS * 8 * 32
@@ -112,17 +108,18 @@ def test_results_tables_and_cost(whole, corpus):
     measured = len(MIXTURES) * len(result.steps) * held_out
     expected = training_flops(SHAPE, seen, 32) + forward_flops(SHAPE, measured, 32)
     assert result.cost.flops == pytest.approx(expected, rel=1e-3)  # short windows
-    assert 0 < result.cost.device_seconds == pytest.approx(result.cost.wall_seconds)
     assert SwarmRecord.load(folder).cost == result.cost
     run = TrainingRun.load(folder / "members" / "00002")
     assert (run.status, run.checkpoints) == ("finished", [])
 
 
-def test_members_are_added(whole, corpus, tmp_path):
+def test_a_stopped_swarm_resumes_and_members_are_added(whole, corpus, tmp_path):
     folder = without(whole, tmp_path / "more", 3)
     record = SwarmRecord.load(folder)
     dataclasses.replace(record, mixtures=record.mixtures[:3]).save()
     before = member_path(folder, 0).stat().st_mtime_ns
+    late = StoppingOptions(exit_duration_in_mins=1e-3)
+    assert train_swarm(swarm_options(stopping=late), corpus, MIXTURES, folder) is None
     same(train_swarm(swarm_options(members_at_once=1), corpus, MIXTURES, folder), whole[0])
     assert member_path(folder, 0).stat().st_mtime_ns == before
 
@@ -151,9 +148,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
-def test_an_interrupted_swarm_resumes_on_two_ranks_to_the_same_bits(
-    whole, corpus, tmp_path, number
-):
+def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, number):
+    """Also on two ranks, after an error on one of them."""
     result, _ = whole
     folder, script = without(whole, tmp_path / "killed", 2, 3), tmp_path / "swarm.py"
     script.write_text(COMMAND)
@@ -166,23 +162,17 @@ def test_an_interrupted_swarm_resumes_on_two_ranks_to_the_same_bits(
     process.send_signal(number)
     assert process.wait(240) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
     assert not member_path(folder, 2).exists()
-    if number == signal.SIGTERM:  # an error on one rank alone ends all ranks with that error
+    if number == signal.SIGTERM:
         shutil.rmtree(folder / "members" / "00003", ignore_errors=True)
         broken = folder / "members" / "00003" / "run.json"
         broken.parent.mkdir()
         broken.write_text("{")
         assert finish(start(torchrun(2, *arguments), log), 240) == 1
-        assert log.read_text().count("failed: member 3: ") == 2
+        assert log.read_text().count("failed: member 3: ") == 2  # on both ranks
         broken.unlink()
-    assert finish(start(torchrun(2, *arguments), log), 240) == 0, log.read_text()
+        assert finish(start(torchrun(2, *arguments), log), 240) == 0, log.read_text()
     same(train_swarm(swarm_options(), corpus, MIXTURES, folder), result)
     assert (folder / "metrics.csv").read_text() == (whole[1] / "metrics.csv").read_text()
-
-
-def test_a_time_limit_stops_the_swarm(whole, corpus, tmp_path):
-    folder = without(whole, tmp_path / "late", 3)
-    late = StoppingOptions(exit_duration_in_mins=1e-3)
-    assert train_swarm(swarm_options(stopping=late), corpus, MIXTURES, folder) is None
 
 
 @pytest.mark.parametrize(
@@ -216,22 +206,14 @@ def test_what_cannot_be_trained_is_rejected(whole, corpus, changes, mixtures, id
         train_swarm(swarm_options(**changes), corpus, mixtures, whole[1])
 
 
-def test_a_folder_of_an_older_release_is_rejected(whole, corpus, tmp_path):
-    record = SwarmRecord.load(without(whole, tmp_path / "old"))
-    del record.settings["members"]
-    record.save()
-    with pytest.raises(UserError, match="--work-dir"):
-        train_swarm(swarm_options(), corpus, MIXTURES, record.root)
-
-
 def test_concurrency_follows_from_memory_and_cores(monkeypatch):
-    shape = ModelShape(model_size("1m"), 50_257, 2048)
-    options, gpu = SwarmOptions(), torch.device("cuda")
+    shape, gpu = ModelShape(model_size("1m"), 50_257, 2048), torch.device("cuda")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)), raising=False)
     found = []
     for memory in (80 * 10**9, 4 * 10**9):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, m=memory: (m, m))
-        found.append(concurrency(options, shape, gpu, 512))
-    assert found[0][0] == 8 > found[1][0]
-    assert 8 >= found[0][1] > found[1][1] == 1
-    assert concurrency(options, shape, torch.device("cpu"), 512)[0] == 1
+        found.append(concurrency(SwarmOptions(), shape, gpu, 512))
+    (large, many), (small, one) = found
+    assert (large, one) == (8, 1)
+    assert small < large
+    assert 1 < many <= 8

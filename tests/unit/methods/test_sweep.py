@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import shutil
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ import pytest
 from megatron_chameleon.artifacts import (
     CheckpointRecord,
     EmbeddingStore,
-    Mixture,
     Sweep,
     TrainingRun,
     find_checkpoint,
@@ -32,12 +29,15 @@ from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.methods.sweep.options import AxisOptions, SweepOptions
 from megatron_chameleon.methods.sweep.sweep import plan_sweep, point_of, sweep_mixture
 from megatron_chameleon.training.options import OptimizerOptions, StoppingOptions
-from tests.small_corpus import DOMAINS
 from tools.sweep_mixture import main
 
 SMALL = AxisOptions(sweep_train_iters=(4, 2), sweep_ridge=(1.0,), sweep_num_windows=(8,))
 SMALL_POINTS = [(4, 16, 10.0), (2, 16, 10.0), (4, 16, 1.0), (4, 8, 10.0)]
 PROXIES = ["nano-2steps-seed5", "nano-4steps-seed5"]
+RULES: dict[str, Any] = {
+    "doremi": {"doremi": DoremiRule(doremi_eta=0.1)},
+    "doge": {"doge": DogeRule(doge_mu=0.3)},
+}
 STOP_AT_ONCE = StoppingOptions(exit_duration_in_mins=1e-6)
 
 
@@ -77,12 +77,11 @@ def options(corpus, tmp_path):
 def hooked(corpus, tmp_path):
     """``hooked(method, **changes)``: a sweep of DoReMi or DoGE over two numbers of steps."""
 
-    def make(method, rule_of=None, **changes) -> SweepOptions:
-        rules = {"doremi": DoremiRule(doremi_eta=0.1), "doge": DogeRule(doge_mu=0.3)}
+    def make(method, **changes) -> SweepOptions:
         settings = {
             "axes": AxisOptions(sweep_train_iters=(3, 4)),
             "proxy": proxy_options(),
-            (rule_of or method): rules[rule_of or method],
+            **RULES.get(method, {}),
             **changes,
         }
         return SweepOptions(corpus=corpus.root, output=tmp_path / "run", method=method, **settings)
@@ -138,63 +137,44 @@ def test_axes_are_sorted_and_points_distinct(options):
 
 
 @pytest.mark.parametrize(
-    ("axes", "changes", "problem"),
+    ("method", "changes", "problem"),
     [
-        ({}, {}, "--sweep-train-iters, "),
-        ({"sweep_model_size": ("99m",)}, {}, "99m"),
-        ({"sweep_train_iters": (1,)}, {}, "'nano, 1 steps, .*': --lr-warmup-iters 1"),
+        ("chameleon", {"axes": AxisOptions()}, "--sweep-train-iters, "),
+        ("chameleon", {"axes": AxisOptions(sweep_model_size=("99m",))}, "99m"),
+        ("chameleon", {"axes": AxisOptions(sweep_train_iters=(1,))}, "1 steps': --lr-warmup-iters"),
+        ("chameleon", {"doge": DogeRule(doge_mu=0.3)}, "--doge-mu 0.3"),
+        ("doremi", {"axes": AxisOptions(sweep_ridge=(1.0,))}, "--sweep-ridge"),
+        ("doge", {"mode": "finetune"}, "--mode finetune"),
+        ("doge", {"extraction": ExtractionOptions(num_windows=8)}, "--num-windows 8"),
     ],
 )
-def test_an_invalid_point_is_an_error_before_training(options, tmp_path, axes, changes, problem):
+def test_mistakes_are_errors_before_training(hooked, tmp_path, method, changes, problem):
     with pytest.raises(UserError, match=problem):
-        sweep_mixture(options(AxisOptions(**axes), **changes))
+        sweep_mixture(hooked(method, **changes))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("method", ["doremi", "doge"])
-def test_options_that_a_method_does_not_use_are_errors(hooked, tmp_path, method):
-    for changes, flag in (
-        ({"axes": AxisOptions(sweep_ridge=(1.0,))}, "--sweep-ridge"),
-        ({"mode": "finetune"}, "--mode finetune"),
-        ({"extraction": ExtractionOptions(num_windows=8)}, "--num-windows 8"),
-        ({"method": "chameleon"}, f"--{method}-"),
-    ):
-        with pytest.raises(UserError, match=flag):
-            sweep_mixture(hooked(**{"method": method, **changes}, rule_of=method))
-    assert not (tmp_path / "run").exists()
-
-
-def test_every_proxy_and_store_is_computed_once(finished_sweep, corpus):
+def test_every_proxy_and_store_is_computed_once(finished_sweep):
     root, printed = finished_sweep
     swept = Sweep.load(root)
     assert values_of(swept) == SMALL_POINTS
-    assert sorted(path.name for path in (root / "2-proxy").iterdir()) == PROXIES
-    stores = sorted(path.name for path in (root / "3-embeddings").iterdir())
-    sixteen = [f"{name}-16windows" for name in PROXIES]
-    assert stores == sorted([*sixteen, f"{PROXIES[1]}-8windows"])
-    for point in swept.points:
-        mixture = swept.load_mixture(point)
-        assert mixture.parameters["recipe"]["ridge"] == point.settings["ridge"]
-        assert mixture.parameters["windows"] == dict.fromkeys(
-            DOMAINS, point.settings["num_windows"]
-        )
-        run = TrainingRun.load(root / point.made_from[0])
-        assert (run.status, run.step) == ("finished", point.settings["train_iters"])
-        assert run.mixture == pytest.approx(Mixture.uniform(list(DOMAINS)).weights)
-        proxy = CheckpointRecord.load(find_checkpoint(run.root))
-        assert mixture.provenance is not None
-        assert mixture.provenance.inputs["checkpoint"] == proxy.hash
+    assert swept.axes == {"train_iters": [2, 4], "ridge": [1.0, 10.0], "num_windows": [8, 16]}
+    proxies, stores = (sorted((root / each).iterdir()) for each in ("2-proxy", "3-embeddings"))
+    assert [path.name for path in proxies] == PROXIES
+    sizes = [f"{PROXIES[0]}-16windows", f"{PROXIES[1]}-16windows", f"{PROXIES[1]}-8windows"]
+    assert [path.name for path in stores] == sizes
     assert printed.count("nothing to do") == 2
-    body = json.loads((root / "sweep.json").read_text())
-    assert body["axes"] == {"train_iters": [2, 4], "ridge": [1.0, 10.0], "num_windows": [8, 16]}
-    assert body["provenance"]["inputs"] == {"corpus": corpus.hash}
-    assert not any(Path(point["mixture"]).is_absolute() for point in body["points"])
-    costs = [TrainingRun.load(root / "2-proxy" / name).cost for name in PROXIES]
-    costs += [EmbeddingStore.load(path).cost for path in (root / "3-embeddings").iterdir()]
+    for point in swept.points:
+        mixture, run = swept.load_mixture(point), TrainingRun.load(root / point.made_from[0])
+        assert mixture.parameters["recipe"]["ridge"] == point.settings["ridge"]
+        assert set(mixture.parameters["windows"].values()) == {point.settings["num_windows"]}
+        assert (run.status, run.step) == ("finished", point.settings["train_iters"])
+        assert mixture.provenance is not None
+        proxy = CheckpointRecord.load(find_checkpoint(run.root))
+        assert mixture.provenance.inputs["checkpoint"] == proxy.hash
+    costs = [TrainingRun.load(path).cost for path in proxies]
+    costs += [EmbeddingStore.load(path).cost for path in stores]
     assert swept.cost.flops == pytest.approx(sum(cost.flops for cost in costs))
-    costs += [swept.load_mixture(point).cost for point in swept.points]
-    seconds = sum(cost.device_seconds for cost in costs)
-    assert swept.cost.device_seconds == pytest.approx(seconds)
 
 
 def test_a_sweep_is_extended_and_lost_artifacts_are_restored(swept, options, tmp_path, capsys):
@@ -217,13 +197,11 @@ def test_a_stopped_sweep_resumes_and_plots_the_weights(options, tmp_path, capsys
     run = TrainingRun.load(tmp_path / "run/2-proxy" / PROXIES[1])
     assert (run.status, run.step) == ("interrupted", 1)
     assert not Sweep.exists(tmp_path / "run")
-    assert not (tmp_path / "run/3-embeddings").exists()
     assert not main(options())
     assert values_of(Sweep.load(tmp_path / "run")) == SMALL_POINTS
     assert TrainingRun.load(run.root).step == 4
     assert "Weights over ridge" in capsys.readouterr().out
-    report = sorted(path.name for path in (tmp_path / "run/7-report").iterdir())
-    assert report == ["stability.pdf", "stability.png"]
+    assert (tmp_path / "run/7-report/stability.png").is_file()
 
 
 @pytest.mark.parametrize("method", ["doremi", "doge"])
@@ -233,8 +211,6 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
     assert sweep.axes == {"train_iters": [3, 4]}
     mixtures = [sweep.load_mixture(point) for point in sweep.points]
     assert mixtures[0].weights != mixtures[1].weights
-    for parameters in (mixture.parameters for mixture in mixtures):
-        assert (parameters["eta"] if method == "doremi" else parameters["rule"]["mu"]) in (0.1, 0.3)
     runs = [path.parent for path in root.rglob("run.json")]
     assert len(runs) == (4 if method == "doremi" else 2)
     costs = [TrainingRun.load(run).cost.flops for run in runs]
@@ -243,18 +219,18 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
     assert capsys.readouterr().out.count("nothing to do") == len(runs)
 
 
-def test_each_rule_has_its_own_proxies(hooked):
+@pytest.mark.parametrize(
+    ("method", "rules"),
+    [
+        ("doge", [DogeRule(), DogeRule(0.01), DogeRule(0.3), DogeRule(0.3, doge_eps=0.1)]),
+        ("doremi", [DoremiRule(), DoremiRule(doremi_eta=1.0), DoremiRule("fork")]),
+    ],
+)
+def test_each_rule_has_its_own_proxies(hooked, method, rules):
     """The first two are the default rule, whose files have no digest."""
-    rules: dict[str, list[Any]] = {
-        "doge": [DogeRule(), DogeRule(0.01), DogeRule(0.3), DogeRule(0.3, doge_eps=0.1)],
-        "doremi": [DoremiRule(), DoremiRule(doremi_eta=1.0), DoremiRule("fork")],
-    }
-    for method, variants in rules.items():
-        options = [hooked(method, **{method: rule}) for rule in variants]
-        points = [point_of(each, {"model_size": "nano", "train_iters": 4}) for each in options]
-        names = [point.made_from[-1].parent.name for point in points]
-        assert names == [point.mixture.stem for point in points]
-        assert names[0] == names[1] == f"{method}-nano-4steps-seed5"
-        assert len(set(names)) == len(variants) - 1
-        if method == "doremi":
-            assert points[-1].made_from[0].name == "nano-4steps-seed5"
+    values: dict[str, Any] = {"model_size": "nano", "train_iters": 4}
+    points = [point_of(hooked(method, **{method: rule}), values) for rule in rules]
+    names = [point.made_from[-1].parent.name for point in points]
+    assert names == [point.mixture.stem for point in points]
+    assert names[0] == names[1] == f"{method}-nano-4steps-seed5"
+    assert len(set(names)) == len(rules) - 1
