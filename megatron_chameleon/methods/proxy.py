@@ -235,7 +235,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
 
     @abc.abstractmethod
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> MeanWeightsHook[State]:
-        """Construct the hook of the proxy's run, without a layout to read a saved state."""
+        """Construct the hook of the proxy's run; the layout is None to read a saved state."""
 
     @abc.abstractmethod
     def write_mixture(self) -> None:

@@ -40,7 +40,7 @@ class DogeOptions(ProxyMethodOptions):
     """Target domains of the corpus, a,b: they are sampled like the others, but not trained on, and
     get no weight. By default all domains are the target, and all are trained on."""
     train_on_target: bool = False
-    """Train on the domains of --target, too, and give them weights."""
+    """Train on the domains of --target, too, and weigh them."""
     rule: DogeRule = dataclasses.field(default_factory=DogeRule)
 
     def __post_init__(self) -> None:

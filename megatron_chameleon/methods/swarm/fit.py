@@ -115,7 +115,7 @@ class FitMethod(abc.ABC, Generic[Options]):
     """A method that fits the losses of runs; :meth:`compute` is its ``--method``."""
 
     name: ClassVar[str]
-    # Folder of a swarm in --work-dir, with its model size.
+    # Folder of a swarm in --work-dir; {} stands for its model size.
     swarm_folder: ClassVar[str] = "swarm"
 
     def __init__(self, options: Options) -> None:
@@ -131,13 +131,13 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     @property
     def model_sizes(self) -> Sequence[str]:
-        """Model sizes of the proxies, a swarm each."""
+        """Model sizes of the proxies; one swarm is trained for each."""
         return [self.options.swarm.model_size]
 
     def losses_to_fit(
         self, swarms: Mapping[str, SwarmResult]
     ) -> tuple[Array, list[str], dict[str, Any]]:
-        """Losses of the swarms' members that the fit predicts.
+        """Losses of the members to fit.
 
         Args:
             swarms: model size -> its swarm, all on the same n mixtures.
