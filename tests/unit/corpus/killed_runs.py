@@ -6,14 +6,12 @@ encoded nothing, so that hundreds of runs take seconds.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,22 +51,12 @@ def kill_at(at: int, output: Path) -> Callable[[], int]:
     return lambda: changes
 
 
-def in_child(work: Callable[[], None]) -> int:
+def in_child(work: Callable[[], None]) -> int | None:
     """Do ``work`` in a forked process; return its exit status."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def main(folder: Path, shard_bytes: int) -> None:

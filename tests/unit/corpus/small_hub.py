@@ -1,6 +1,6 @@
 """The parts of the Hugging Face hub that reading a data set needs, served from a folder.
 
-Repositories are <root>/<owner>/<name>, with one commit each; those in ``gated`` are forbidden.
+Repositories are <root>/<owner>/<name>, with one commit each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 @contextlib.contextmanager
-def serve(root: Path, gated: Sequence[str] = ()) -> Iterator[tuple[str, list[str]]]:
+def serve(root: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield the address of the hub and the list of its requests."""
     requests: list[str] = []
-    handler = type("Handler", (_HubHandler,), {"hub": (root, gated, requests)})
+    handler = type("Handler", (_HubHandler,), {"hub": (root, requests)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -34,7 +34,7 @@ def serve(root: Path, gated: Sequence[str] = ()) -> Iterator[tuple[str, list[str
 
 class _HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    hub: tuple[Path, Sequence[str], list[str]]
+    hub: tuple[Path, list[str]]
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -42,7 +42,7 @@ class _HubHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         length = int(self.headers["Content-Length"] or 0)
         body = json.loads(self.rfile.read(length)) if length else {}
-        root, gated, requests = self.hub
+        root, requests = self.hub
         path = unquote(urlparse(self.path).path)
         requests.append(f"{self.command} {path} {self.headers.get('Range') or ''}".strip())
         head, _, rest = path.partition("/datasets/")
@@ -50,8 +50,6 @@ class _HubHandler(BaseHTTPRequestHandler):
         repository = root / owner / name
         if not rest or not name or not repository.is_dir():
             self._refuse(404, "RepoNotFound")
-        elif f"{owner}/{name}" in gated:
-            self._refuse(403, "GatedRepo")
         elif parts[1] not in ("", "main", COMMIT):  # empty for the repository itself
             self._refuse(404, "RevisionNotFound")
         elif head == "/api":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.corpus import indexed, join, shards
+from megatron_chameleon.corpus import join, shards
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile, open_tokens
 from megatron_chameleon.corpus.join import (
     DUPLICATE,
     HELD_OUT,
     KEPT,
+    CorpusWriter,
     document_bytes,
     find_left_out,
-    join_shards,
     reasons_to_leave_out,
     regroup,
     token_bytes,
@@ -31,17 +30,16 @@ from megatron_chameleon.corpus.join import (
 from megatron_chameleon.corpus.readers import MalformedLines
 from megatron_chameleon.corpus.shards import (
     DOCUMENT,
-    DOCUMENTS_NAME,
     Shard,
     ShardWriter,
-    splits_of,
+    assign_splits,
     text_digest,
 )
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 
-def write_shard(folder, blocks, domains, empty=()):
+def write_shard(folder, blocks, domains):
     """A shard of blocks of tokens, DOCUMENT records and digests, saved and loaded."""
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, "uint16")
@@ -49,7 +47,7 @@ def write_shard(folder, blocks, domains, empty=()):
         writer.add(*block)
     counts: dict[str, Any] = {"checksums": writer.finish()}
     counts |= {name: getattr(writer, name) for name in ("documents", "tokens", "runs", "copies")}
-    counts |= {"domains": list(domains), "empty": list(empty), "malformed": MalformedLines()}
+    counts |= {"domains": list(domains), "empty": [], "malformed": MalformedLines()}
     Shard(folder, "0" * 64, dtype="uint16", hashes=[], seconds=0.0, **counts).save()
     return Shard.load(folder)
 
@@ -57,25 +55,9 @@ def write_shard(folder, blocks, domains, empty=()):
 # Splits
 
 
-def split_reference(digest, shares):
-    """The split of one text, one end of the interval after another."""
-    position = (int.from_bytes(digest[:8]) >> 11) * 2.0**-53
-    ends = zip(SPLITS, accumulate(shares), strict=True)
-    return next((name for name, end in ends if position < end), SPLITS[-1])
-
-
 def split_all(digests, shares):
     heads = np.frombuffer(b"".join(digest[:8] for digest in digests), ">u8").astype(np.uint64)
-    return [SPLITS[number] for number in splits_of(heads, shares)]
-
-
-@given(
-    st.lists(st.binary(min_size=16, max_size=16), max_size=20),
-    st.sampled_from([(1 / 3, 1 / 3, 1 / 3), (0.25, 0.25, 0.5), (0.9, 0.05, 0.05)]),
-)
-def test_splits_match_the_reference(digests, shares):
-    digests += [b"\x00" * 16, b"\xff" * 16, b"\x80" + b"\x00" * 15, b"\x7f" + b"\xff" * 15]
-    assert split_all(digests, shares) == [split_reference(digest, shares) for digest in digests]
+    return [SPLITS[number] for number in assign_splits(heads, shares)]
 
 
 def test_the_splits_follow_the_shares_and_never_change():
@@ -172,83 +154,25 @@ def test_memory_holds_one_range_however_often_a_text_occurs(tmp_path, monkeypatc
     assert max(sizes) <= 20
 
 
-# Joining
-
-NUM_DOMAINS, NUM_DOCUMENTS = 40, 1000
+# Writing
 
 
-@pytest.fixture
-def two_shards(tmp_path):
-    """Two shards of random documents with distinct texts, of many domains in random order."""
-    rng = np.random.default_rng(0)
-    found = []
-    for number in range(2):
-        documents = np.zeros(NUM_DOCUMENTS, DOCUMENT)
-        for name, low, high in (
-            ("tokens", 1, 20),
-            ("domain", 0, NUM_DOMAINS),
-            ("split", 0, 3),
-            ("text_bytes", 1, 100),
-        ):
-            documents[name] = rng.integers(low, high, NUM_DOCUMENTS)
-        tokens = rng.integers(0, 60_000, int(documents["tokens"].sum()))
-        digests = rng.integers(0, 2**63, (NUM_DOCUMENTS, 2)).astype(np.uint64)
-        names = [f"{name}" for name in rng.permutation(NUM_DOMAINS)]
-        blocks, empty = [(tokens, documents, digests)], [number + 1] * NUM_DOMAINS
-        found.append(write_shard(tmp_path / f"{number}", blocks, names, empty))
-    (tmp_path / "joined").mkdir()
-    return found
-
-
-def joined_reference(shards, name, split):
-    """Tokens and lengths of one split of a domain, one document after another."""
-    tokens, lengths, text_bytes = [], [], 0
-    for shard in shards:
-        (documents,) = shard.blocks(DOCUMENTS_NAME, DOCUMENT, NUM_DOCUMENTS)
-        ends = np.cumsum(documents["tokens"])
-        all_tokens = np.fromfile(shard.root / "tokens.bin", np.uint16)
-        for document, end in zip(documents, ends, strict=True):
-            if shard.domains[document["domain"]] == name and SPLITS[document["split"]] == split:
-                tokens.append(all_tokens[end - document["tokens"] : end])
-                lengths.append(int(document["tokens"]))
-                text_bytes += int(document["text_bytes"])
-    return np.concatenate(tokens), lengths, text_bytes
-
-
-def test_documents_go_to_their_domain_and_split_in_the_order_of_the_shards(
-    two_shards, tmp_path, monkeypatch
-):
-    """The write buffers of all domains together are bounded."""
-    writers, waiting, copied = [], [], []
-
-    class Counted(indexed.IndexedWriter):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            writers.append(self)
-
+def test_write_buffers_of_all_domains_together_are_bounded(tmp_path, monkeypatch):
     def on_bytes(num_bytes):
-        copied.append(num_bytes)
-        waiting.append(sum(len(writer._tokens) + len(writer._lengths) for writer in writers))
+        waiting.append(sum(len(file._tokens) + len(file._lengths) for file in writer._writers))
 
-    monkeypatch.setattr(join, "IndexedWriter", Counted)
     monkeypatch.setattr(join, "_WAITING_BYTES", 2000)
-    joined = join_shards(two_shards, ["first", "0"], tmp_path / "joined", True, on_bytes)
-    assert 1000 < max(waiting) < 2000 * 1.5
-    assert sum(copied) == 2 * sum(shard.tokens for shard in two_shards)
-    own = [name for name in two_shards[0].domains if name != "0"]
-    assert list(joined.domains) == ["first", "0", *own]
-    for name in two_shards[0].domains:
-        assert joined.not_written[name].empty == 3
-        for split in SPLITS:
-            part = joined.domains[name].split(split)
-            tokens, lengths, text_bytes = joined_reference(two_shards, name, split)
-            path = tmp_path / "joined" / f"{part.prefix}.bin"
-            np.testing.assert_array_equal(np.fromfile(path, np.uint16), tokens)
-            found = np.fromfile(path.with_suffix(".idx"), np.int32, len(lengths), offset=34)
-            assert found.tolist() == lengths
-            counts = (part.documents, part.tokens, part.text_bytes)
-            assert counts == (len(lengths), sum(lengths), text_bytes)
-    assert {path.name for path in (tmp_path / "joined").iterdir()} == {"tokens"}
+    (tmp_path / "tokens").mkdir()
+    waiting: list[int] = []
+    writer = CorpusWriter(tmp_path, [f"{i}" for i in range(40)], "uint16", on_bytes)
+    files = np.random.default_rng(0).integers(0, 120, 1000)
+    lengths, text_bytes = np.full(1000, 10, np.int32), np.ones(1000, np.int64)
+    writer.copy(files, lengths, text_bytes, lambda start, stop: bytes(stop - start), 0)
+    assert 1000 < max(waiting) < 3000
+    assert (
+        sum(domain.split(split).tokens for domain in writer.finish().values() for split in SPLITS)
+        == 10_000
+    )
 
 
 # Other domains
@@ -263,51 +187,43 @@ def documents_in(corpus, name, split):
 
 def test_regrouped_documents_keep_their_tokens_and_splits(tmp_path, monkeypatch):
     """Random labels for two of the three domains; no document in valid is of 'four'."""
-    root, rng = tmp_path / "old", np.random.default_rng(5)
-    root.mkdir()
-    file = word_tokenizer(root / "tokenizer.json")
-    corpus = write_small_corpus(root, tokenizer_hash=sha256_of_files(file))
-    tokenizer = corpus_tokenizer(corpus)
+    file = word_tokenizer(tmp_path / "tokenizer.json")
+    corpus = write_small_corpus(tmp_path, tokenizer_hash=sha256_of_files(file))
+    tokenizer, rng, divided = corpus_tokenizer(corpus), np.random.default_rng(5), ("news", "poems")
     labels = {
         (name, split): rng.integers(
             0, 3 if split == "valid" else 4, corpus.domains[name].split(split).documents
         )
-        for name in ("news", "poems")
+        for name in divided
         for split in SPLITS
     }
-    copied: list[int] = []
-    new = tmp_path / "new"
-    new.mkdir()
-    domains = regroup(corpus, labels, NAMES, tokenizer, new, copied.append)
-    tokenizer.save(new)
-    dataclasses.replace(corpus, root=new, domains=domains).save()
-    regrouped = Corpus.load(new)
-    assert regrouped.names == ["code", *NAMES]
-    regrouped.verify()
-    for split in SPLITS:
-        documents = [
-            (label, document)
-            for name in ("news", "poems")
-            for document, label in zip(
-                documents_in(corpus, name, split), labels[name, split], strict=True
-            )
-        ]
-        for number, name in enumerate(NAMES):
-            expected = [document for label, document in documents if label == number]
-            assert documents_in(regrouped, name, split) == expected
-        old_parts = [corpus.domains[name].split(split) for name in ("news", "poems")]
-        new_parts = [regrouped.domains[name].split(split) for name in NAMES]
-        assert sum(p.text_bytes for p in new_parts) == sum(p.text_bytes for p in old_parts)
-    assert regrouped.domain_hash("code") == corpus.domain_hash("code")
-    assert sum(copied) == corpus.token_bytes * sum(
-        corpus.domains[name].split(split).tokens for name, split in labels
-    )
 
+    def regrouped(root):
+        root.mkdir()
+        domains = regroup(corpus, labels, NAMES, tokenizer, root, lambda num_bytes: None)
+        tokenizer.save(root)
+        dataclasses.replace(corpus, root=root, domains=domains).save()
+        return Corpus.load(root)
+
+    new = regrouped(tmp_path / "new")
+    assert new.names == ["code", *NAMES]
+    new.verify()
+    assert new.domain_hash("code") == corpus.domain_hash("code")
+    for split in SPLITS:
+        documents = [document for name in divided for document in documents_in(corpus, name, split)]
+        targets = np.concatenate([labels[name, split] for name in divided])
+        for number, name in enumerate(NAMES):
+            expected = [documents[i] for i in np.flatnonzero(targets == number)]
+            assert documents_in(new, name, split) == expected
+        before, after = (
+            sum(some.domains[name].split(split).text_bytes for name in names)
+            for some, names in ((corpus, divided), (new, NAMES))
+        )
+        assert before == after
     monkeypatch.setattr(join, "_BLOCK_DOCUMENTS", 7)
     monkeypatch.setattr(join, "_WAITING_BYTES", 100)
     monkeypatch.setattr(join, "_BLOCK_TOKENS", 300)
-    (tmp_path / "again").mkdir()
-    assert regroup(corpus, labels, NAMES, tokenizer, tmp_path / "again", copied.append) == domains
+    assert regrouped(tmp_path / "again").domains == new.domains
 
 
 @pytest.mark.parametrize("kind", ["tokenizer_json", "sentencepiece_model"])

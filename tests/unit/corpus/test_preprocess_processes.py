@@ -57,11 +57,6 @@ def test_the_command_makes_a_corpus_without_importing_torch(command, jsonl, text
     errors = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip()]
     assert {line.split(":")[0] for line in errors} == {"tokenizing", "joining"}  # progress alone
 
-    done = run(command("--overwrite", "--input", f"a={jsonl('a.jsonl', [b'{'] * 3)}"))
-    assert done.returncode == 2
-    assert len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1
-    assert "Traceback" not in done.stderr
-
 
 @pytest.mark.parametrize(
     ("how", "target", "status"),
@@ -69,7 +64,6 @@ def test_the_command_makes_a_corpus_without_importing_torch(command, jsonl, text
         (signal.SIGKILL, "parent", -signal.SIGKILL),
         (signal.SIGINT, "group", 130),
         (signal.SIGINT, "early", 130),
-        pytest.param(signal.SIGTERM, "group", 130, marks=pytest.mark.slow),
         (signal.SIGKILL, "worker", 2),
     ],
 )
@@ -132,7 +126,7 @@ def test_concurrent_machines_make_the_same_corpus(command, jsonl, texts, tmp_pat
     shared = Corpus.load(tmp_path / "corpus")
     shared.verify()
     (tmp_path / "corpus").rename(tmp_path / "shared")
-    assert run(arguments).returncode == 0
+    assert run([*arguments, "--workers", "2"]).returncode == 0
     assert Corpus.load(tmp_path / "corpus").hash == shared.hash
 
 
@@ -146,7 +140,7 @@ def test_a_run_killed_at_any_point_is_resumed(tmp_path, jsonl, texts, tokenizer_
     script = Path(__file__).with_name("killed_runs.py")
     done = run([sys.executable, str(script), str(tmp_path), str(shard_bytes)])
     assert done.returncode == 0, done.stderr
-    changes, kills, resumed, cleaned = map(int, done.stdout.split())
+    changes, kills, resumed, cleaned = map(int, done.stdout.splitlines()[-1].split())
     assert changes > 100
     assert kills > 20
     assert cleaned > 3
@@ -156,45 +150,32 @@ def test_a_run_killed_at_any_point_is_resumed(tmp_path, jsonl, texts, tokenizer_
 # On a cluster
 
 LAUNCHER = ROOT / "examples" / "slurm" / "preprocess.sbatch"
-# What sbatch does, on this machine: the tasks of an array, one after the other.
+# Both record their arguments.
 SBATCH = """#!/usr/bin/env bash
-set -euo pipefail
-printf '%s\\n' "$*" >> "$CALLS"
-export SLURM_JOB_ID=7 SLURM_CPUS_PER_TASK=16
-while [[ $1 == --* ]]; do
-  [[ $1 == --array=1-* ]] && export SLURM_ARRAY_TASK_COUNT=${1#--array=1-}
-  shift
-done
-for task in $(seq "${SLURM_ARRAY_TASK_COUNT:-1}"); do
-  [[ -n ${SLURM_ARRAY_TASK_COUNT:-} ]] && export SLURM_ARRAY_TASK_ID=$task
-  bash "$@" >> "$PRINTED" 2>&1
-done
+echo "$*" >> "$CALLS"
 echo '7;cluster'
 """
-SRUN = '#!/usr/bin/env bash\necho "cores: $SRUN_CPUS_PER_TASK"\nexec "$@"\n'
+SRUN = """#!/usr/bin/env bash
+echo "$SRUN_CPUS_PER_TASK $*" >> "$CALLS"
+"""
 
 
-def test_an_array_makes_the_shards_and_a_job_joins_them(tmp_path, jsonl, texts, tokenizer_json):
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    python = f'#!/usr/bin/env bash\nexec {sys.executable} "$@"\n'
-    for name, content in (("sbatch", SBATCH), ("srun", SRUN), ("python", python)):
-        (programs / name).write_text(content)
-        (programs / name).chmod(0o755)
-    environment = {
-        **{name: value for name, value in ENVIRONMENT.items() if not name.startswith("SLURM")},
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "CALLS": str(tmp_path / "calls"),
-        "PRINTED": str(tmp_path / "printed"),
-    }
-    options = ["--input", f"a={jsonl('a.jsonl', texts(300))}", "--output", f"{tmp_path}/corpus"]
-    options += ["--tokenizer-model", f"{tokenizer_json}", "--split", "60,20,20"]
-    launch = ["bash", str(LAUNCHER), "2", *options, "--shard-bytes", "4000"]
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True)
-    printed = (tmp_path / "printed").read_text()
-    assert done.returncode == 0, done.stderr + printed
-    array, join = (tmp_path / "calls").read_text().splitlines()
-    assert array.startswith(f"--parsable --array=1-2 {LAUNCHER} --input a=")
-    assert join.startswith("--parsable --dependency=afterok:7 --kill-on-invalid-dep=yes ")
-    assert printed.count("cores: 16\n") == 3
-    assert Corpus.load(tmp_path / "corpus").names == ["a"]
+def test_an_array_makes_the_shards_and_a_job_joins_them(tmp_path):
+    for name, content in (("sbatch", SBATCH), ("srun", SRUN)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    outside |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
+    inside = {**outside, "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "16"}
+    task = {**inside, "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
+    launch = ["bash", str(LAUNCHER)]
+    subprocess.run([*launch, "3", "--input", "a"], env=outside, check=True)
+    for environment in (task, inside):
+        subprocess.run([*launch, "--input", "a"], env=environment, check=True)
+    assert calls.read_text().splitlines() == [
+        f"--parsable --array=1-3 {LAUNCHER} --input a",
+        f"--parsable --dependency=afterok:7 --kill-on-invalid-dep=yes {LAUNCHER} --input a",
+        "16 python tools/preprocess_data.py --input a --shard 2/3",
+        "16 python tools/preprocess_data.py --input a",
+    ]

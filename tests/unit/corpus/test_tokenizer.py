@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
-import io
 import json
 import os
 import subprocess
@@ -32,7 +32,7 @@ from megatron_chameleon.corpus.tokenizer import (
     recorded_tokenizer_file,
     tokenizer_json_of,
 )
-from megatron_chameleon.corpus.train_tokenizer import train_tokenizer
+from megatron_chameleon.corpus.train_tokenizer import sentencepiece_bpe, train_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.tokenizer_samples import EOD, awkward_text, write_gpt2_files, write_tiktoken
 
@@ -100,21 +100,15 @@ def test_a_long_text_has_the_tokens_of_the_whole(path):
     assert found == [[*ids, tokenizer.eod_id] for ids in expected]
 
 
-def test_a_long_text_has_one_dummy_prefix(tmp_path, texts):
+def test_a_long_text_has_one_dummy_prefix(tmp_path, texts, monkeypatch):
     """As in the models of Llama 1 and 2."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts(300)),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=400,
-        byte_fallback=True,
-        control_symbols=[EOD],
-        add_dummy_prefix=True,
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    train = functools.partial(sentencepiece.SentencePieceTrainer.train, add_dummy_prefix=True)
+
+    def train_with_prefix(add_dummy_prefix, **options):
+        train(**options)
+
+    monkeypatch.setattr(sentencepiece.SentencePieceTrainer, "train", train_with_prefix)
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_bpe(iter(texts(300)), 400, EOD))
     tokenizer = load_tokenizer(tmp_path, EOD)
     long = "abc def  gh " * (LONGEST_PART // 9)
     whole = tokenizer.encoder.encode_batch([long])[0].tolist()
@@ -124,16 +118,13 @@ def test_a_long_text_has_one_dummy_prefix(tmp_path, texts):
 
 def test_a_corpus_records_what_its_file_does_not_contain(path, tmp_path):
     tokenizer = load(path)
-    (tmp_path / "corpus").mkdir()
-    tokenizer.save(tmp_path / "corpus")
-    copy = tmp_path / "corpus" / tokenizer.identity.file
-    file = recorded_tokenizer_file(copy, tokenizer.identity)
+    tokenizer.save(tmp_path)
+    file = recorded_tokenizer_file(tmp_path / tokenizer.identity.file, tokenizer.identity)
     assert file.sha256 == tokenizer.sha256
     (ids,) = file.open().encode_batch([TEXTS[0]])
     assert ids.tolist() == documents(tokenizer, TEXTS[:1])[0][:-1]
     other = dataclasses.replace(tokenizer.identity, pattern=r"\S+")
-    assert recorded_tokenizer_file(copy, other).sha256 != tokenizer.sha256
-    assert load_tokenizer(copy.parent, EOD, tokenizer.identity.pattern).path == copy
+    assert recorded_tokenizer_file(file.path, other).sha256 != tokenizer.sha256
 
 
 # Parts of long texts
@@ -179,11 +170,8 @@ def test_patterns_split_like_those_of_the_library(name, encoding, monkeypatch):
     library = tiktoken_ext.openai_public
     monkeypatch.setattr(library, "load_tiktoken_bpe", lambda *args, **kwargs: {})  # a download
     expected = library.ENCODING_CONSTRUCTORS[encoding]()["pat_str"]
-    characters = "".join(map(chr, range(32, 0x500)))
-    for text in [*TEXTS, characters, "a" * 50 + " " * 50 + "\n" * 9 + "x"]:
-        assert regex.findall(PATTERNS[name], text) == regex.findall(expected, text)
 
-    @given(awkward_text())
+    @given(awkward_text() | st.text())
     @settings(max_examples=500, deadline=None)
     def split_alike(text):
         assert regex.findall(PATTERNS[name], text) == regex.findall(expected, text)
@@ -219,18 +207,13 @@ def test_gpt2_files_may_have_other_names_and_orders(tokenizer_json, tmp_path):
     vocab_file = write_gpt2_files(tokenizer_json, tmp_path)
     expected = tokenizer_json_of(vocab_file)
     assert tokenizer_json_of(write_gpt2_files(tokenizer_json, tmp_path, "gpt2-")) == expected
-    merges_file = tmp_path / "merges.txt"
+    merges_file = (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
     merges_file.write_text(merges_file.read_text().replace("\n", "\n\n", 3) + "\n")
-    assert tokenizer_json_of(vocab_file) == expected  # blank lines, as transformers skips them
     vocab = json.loads(vocab_file.read_text())
     vocab_file.write_text(json.dumps(dict(reversed(vocab.items()))))
     first_release = vocab_file.rename(tmp_path / "encoder.json")
-    (tmp_path / "merges.txt").rename(tmp_path / "vocab.bpe")
     assert tokenizer_json_of(first_release) == expected
     assert load_tokenizer(tmp_path, EOD).path == first_release
-    (tmp_path / "vocab.bpe").unlink()
-    with pytest.raises(UserError, match=r"vocab\.bpe is missing"):
-        tokenizer_json_of(first_release)
 
 
 BYTES = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256))
@@ -240,8 +223,6 @@ BYTES = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)
     ("name", "content", "problem"),
     [
         ("a.tiktoken", BYTES + b"Y*I= 256\n", "is not a tiktoken file"),
-        ("a.tiktoken", BYTES[:-9], "the byte 255"),
-        ("a.tiktoken", BYTES + b"YWI= 7\n", "the same rank"),
         ("tokenizer.json", b"{}", "tokenizer.json is not"),
         ("tokenizer.model", b"{}", "tokenizer.model is not"),
         ("merges.txt", b"#version: 0.2\nzzz a\n", "merges.txt are not those"),
