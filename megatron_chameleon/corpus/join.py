@@ -46,7 +46,7 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer
 Labels = Mapping[tuple[str, Split], NDArray[np.integer]]
 
 KEPT, DUPLICATE, HELD_OUT = 0, 1, 2
-# The digest of a text, the number of its document in the corpus and of its domain, its split.
+# A document's text digest, number in the corpus, domain number and split.
 TEXT = np.dtype(
     [
         ("high", "u8"),
@@ -283,7 +283,7 @@ def find_left_out(
         reasons = reasons_to_leave_out(texts)
         left = np.flatnonzero(reasons)
         found.add(texts["order"][left], reasons[left], texts["domain"][left])
-    # Documents that repeat a text of the same sorted run.
+    # Copies of a text in the same sorted run.
     for number, shard in enumerate(shards):
         for copies in shard.blocks(COPIES_NAME, COPY, _COPIES):
             of_first = np.memmap(path, np.uint8, "r")[bases[number] + copies["first"]]
@@ -430,9 +430,9 @@ def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:
     """[vocab_size] int32: the UTF-8 bytes that a token adds to a text, 0 for end-of-document.
 
-    Measured by a second occurrence of the token: some libraries strip the space of the first token
-    of a text. Part of a character decodes to a replacement character and counts as one byte, which
-    is exact but for tokens of several bytes of one character.
+    This is the growth of the decoded text when the token is repeated, since some libraries strip
+    the space before the first token. A token that is an incomplete character decodes to a
+    replacement character and counts as one byte.
     """
 
     def size(ids: list[int]) -> int:
@@ -452,8 +452,8 @@ def document_bytes(
 ) -> NDArray[np.int64]:
     """[num_documents] int64 bytes of text, which sum to ``text_bytes``.
 
-    A corpus records the sum of a split, which was counted when the text was read. It is divided in
-    proportion to the bytes of the documents' tokens.
+    A corpus records only the bytes of a whole split. They are divided in proportion to the bytes of
+    the documents' tokens.
 
     Args:
         tokens: of a split, one document a sequence.

@@ -2,13 +2,14 @@
 
 The plan contains everything that determines a shard. Shards can be written in any order by any
 number of processes and machines, and survive a killed run; joining copies their tokens.
-``splits_of`` of shards.py assigns documents to splits, and join.py resolves conflicts.
+``assign_splits`` of shards.py assigns documents to splits, and join.py resolves conflicts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -52,8 +53,8 @@ def preprocess_data(options: PreprocessOptions) -> None:
     """Write the corpus for ``options``, or some of its shards, and print a summary.
 
     Raises:
-        UserError: for input that cannot be read or makes no corpus; finished shards are kept,
-            unless there is only one.
+        UserError: for unreadable or insufficient input; finished shards are kept, unless there is
+            only one.
     """
     stopwatch = Stopwatch()
     tokenizer = _load_tokenizer(options)
@@ -73,7 +74,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
                 run.make_shards(range(total)[first - 1 :: step], tokenizer)
                 print(
                     f"--shard {options.shard} is done: {len(folder.finished())} of {total} shards "
-                    "are finished\nnext: then join them by the same command without --shard"
+                    "are finished\nnext: join them with the same command without --shard"
                 )
                 return
             run.make_shards(range(total), tokenizer)
@@ -185,7 +186,7 @@ class _Run:
                 self.make_shard(tokenizer, number, bar.update)
 
     def join(self, found: Sequence[int], tokenizer: Tokenizer, stopwatch: Stopwatch) -> Joined:
-        """Make a corpus of all shards, of which ``found`` were finished before this run."""
+        """Join all shards into the corpus; ``found`` were finished before this run."""
         shards = [self._load(number) for number in range(len(self.plan.shards))]
         joining = Stopwatch()
         made = self.folder.staging / "corpus"
@@ -205,7 +206,7 @@ class _Run:
             wall_seconds=stopwatch.seconds() + sum(shards[number].seconds for number in found),
         )
         sources_hash = _write_sources(made / SOURCES_NAME, self.plan, shards)
-        # Recorded without the options on which the corpus does not depend.
+        # The corpus does not depend on these options.
         options = dataclasses.replace(self.options, workers=None, shard=None)
         inputs = {"tokenizer": tokenizer.sha256, "sources": sources_hash}
         Corpus(
@@ -257,7 +258,7 @@ def check_domains(
 
 
 @dataclasses.dataclass(frozen=True)
-class _SourcesRead(FileRecord):
+class _SourceHashes(FileRecord):
     """Contents of sources.json: name, bytes and chunks of each source."""
 
     KIND = "sources of a corpus"
@@ -268,17 +269,17 @@ class _SourcesRead(FileRecord):
 
 def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
     """Record every source and the hash of each of its chunks; return one hash of all contents."""
-    chunks: list[list[dict[str, Any]]] = [[] for _ in plan.sources]
-    for planned, shard in zip(plan.shards, shards, strict=True):
-        for chunk, sha256 in zip(planned, shard.hashes, strict=True):
-            read = {"start": chunk.start, "stop": chunk.stop, "sha256": sha256}
-            chunks[chunk.source].append(read)
-    sources = [
-        {"name": source.name, "bytes": source.bytes, "pieces": read}
-        for source, read in zip(plan.sources, chunks, strict=True)
-    ]
-    _SourcesRead(sources).save(path)
-    return sha256_of_json([chunk["sha256"] for read in chunks for chunk in read])
+    chunks = itertools.chain.from_iterable(plan.shards)  # in the order of the sources
+    hashes = [sha256 for shard in shards for sha256 in shard.hashes]
+    sources = []
+    for number, pairs in itertools.groupby(
+        zip(chunks, hashes, strict=True), key=lambda pair: pair[0].source
+    ):
+        source = plan.sources[number]
+        read = [{"start": c.start, "stop": c.stop, "sha256": sha256} for c, sha256 in pairs]
+        sources.append({"name": source.name, "bytes": source.bytes, "pieces": read})
+    _SourceHashes(sources).save(path)
+    return sha256_of_json(hashes)
 
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:

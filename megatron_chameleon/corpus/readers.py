@@ -127,8 +127,8 @@ class MalformedLines:
 class DocumentReader:
     """Stream the documents of chunks of ``sources``, in bounded memory.
 
-    Lines without a document are counted in :attr:`malformed` and skipped, like blank lines; a text
-    that is null is an empty document.
+    Malformed lines are counted in :attr:`malformed` and skipped. Blank lines are skipped. A null
+    text is an empty document.
 
     Attributes:
         malformed: counts of the lines of all chunks read so far.
@@ -324,7 +324,7 @@ class _Parser:
         return documents
 
     def check_keys(self, least: int) -> None:
-        """Raise UserError if ``least`` lines or more were read, and all of them lack a key."""
+        """Raise UserError if at least ``least`` lines were read and all of them lack a key."""
         if self._without_key == self._lines >= least:
             raise UserError(
                 f"{self._source.name}: no line has the key; the last {self._last_error}"
@@ -359,7 +359,7 @@ def object_in(line: Line) -> dict[str, Any]:
     """The JSON object in ``line``.
 
     Raises:
-        MalformedLineError: naming the actual content.
+        MalformedLineError: if it is not a JSON object.
         UserError: if memory runs out.
     """
     if isinstance(line, int):
@@ -383,8 +383,8 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
     """The text at ``key``, a path with dots; null is an empty text.
 
     Raises:
-        MalformedLineError: if there is no such key, which ``flag`` requested, or the value is of
-            another type.
+        MalformedLineError: if the key, which ``flag`` requested, is missing or its value is not
+            text.
     """
     value = _value_at(record, key)
     if value is _MISSING:
@@ -578,7 +578,7 @@ def columns_for(columns: Collection[str], keys: Mapping[str, str], name: str) ->
     found = []
     for flag, key in keys.items():
         column = key
-        # A column of strings may hold objects: only its beginning is a column then.
+        # A string column may hold JSON objects: only the first names of the path are a column then.
         while column and not any(f"{path}.".startswith(f"{column}.") for path in columns):
             column = column.rpartition(".")[0]
         if not column:
@@ -615,7 +615,7 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
                 page_checksum_verification=True,
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-            # Errors of the system or the hub have a number or a type of their own.
+            # `reading` reports errors of the system and of the hub.
             if isinstance(error, OSError) and (error.errno or remote):
                 raise
             raise UserError(

@@ -1,6 +1,6 @@
 """Tokenize one shard: read, split, encode and write its documents, with the records to join it.
 
-A shard is a folder that is created by one rename, so that it is complete where it exists:
+A shard is a folder that is moved into place by one rename: if it exists, it is complete.
 
     shard.json      counts and checksums; it determines how the files below are read
     tokens.bin      the tokens of all documents, one after another, in the corpus's type
@@ -78,7 +78,7 @@ class Shard(FolderRecord):
 
     Attributes:
         plan: hash of the plan it belongs to.
-        domains: names, in the order of their first mention; records hold positions in this list.
+        domains: names, in order of first occurrence; records refer to them by position.
         empty: documents without text or without tokens, by domain.
         documents: number of documents written.
         tokens: number of their tokens, end-of-document tokens included.
@@ -221,8 +221,8 @@ def sorted_digests(
 ) -> tuple[NDArray[np.void], NDArray[np.void]]:
     """Sort DIGEST records; of those that differ only in their document, keep the first.
 
-    A text has one record however often it occurs: otherwise a sentence that makes up a tenth of a
-        corpus would fill memory when digests are compared.
+    Each text gets one record per domain and split, however often it occurs; otherwise a frequent
+    text would fill memory when digests are compared.
 
     Args:
         records: [num_documents] in the order of the documents.
@@ -244,7 +244,7 @@ def sorted_digests(
 
 
 def domain_number(numbers: dict[str, int], name: str) -> int:
-    """The number of domain ``name``: the next one, if it is not among ``numbers`` yet.
+    """Return the number of domain ``name``; a new domain is added to ``numbers``.
 
     Raises:
         UserError: if there are too many domains.
@@ -252,8 +252,7 @@ def domain_number(numbers: dict[str, int], name: str) -> int:
     number = numbers.setdefault(name, len(numbers))
     if number >= MAX_DOMAINS:
         raise UserError(
-            f"there are more than {MAX_DOMAINS} domains, '{name}' among them; is --domain-key the "
-            "right one?"
+            f"there are more than {MAX_DOMAINS} domains, such as '{name}'; correct --domain-key"
         )
     return number
 
@@ -288,12 +287,12 @@ def make_shard(
     chunks = plan.shards[number]
     documents = (document for chunk in chunks for document in reader.read(chunk))
     domains: dict[str, int] = {}
-    without_text, without_tokens = Counter[int](), Counter[int]()  # of the two threads
+    without_text, without_tokens = Counter[int](), Counter[int]()  # one per thread
     unread = _batches(documents, options.split_shares, domains, without_text)
     writer = ShardWriter(folder, tokenizer.token_type)
     switch_interval = sys.getswitchinterval()
-    # An encoder releases the GIL and reacquires it after its batch while the reader is parsing.
-    # Python's default of 5 ms would be a tenth of the time of a batch.
+    # After each batch the encoder waits for the GIL while the reader parses. Python's default
+    # switch interval of 5 ms is a tenth of a batch's time.
     sys.setswitchinterval(_SWITCH_SECONDS)
     with contextlib.ExitStack() as stack:
         stack.callback(sys.setswitchinterval, switch_interval)
@@ -349,7 +348,7 @@ def _batches(
     domains: dict[str, int],
     empty: Counter[int],
 ) -> Iterator[_Batch]:
-    """Documents in batches; numbers ``domains`` and counts those without text in ``empty``."""
+    """Group documents into batches; update ``domains``, and count empty ones in ``empty``."""
     waiting: list[Document] = []
     characters = 0
     for document in documents:
@@ -379,11 +378,11 @@ def _batch(
     documents = np.zeros(len(texts), DOCUMENT)
     documents["text_bytes"] = sizes
     documents["domain"] = [domain_number(domains, name) for name in names]
-    documents["split"] = splits_of(digests[:, 0], shares)
+    documents["split"] = assign_splits(digests[:, 0], shares)
     if any(splits):
-        own = np.array([-1 if split is None else SPLITS.index(split) for split in splits])
-        documents["by_source"] = own >= 0
-        documents["split"] = np.where(own >= 0, own, documents["split"])
+        from_source = np.array([-1 if split is None else SPLITS.index(split) for split in splits])
+        documents["by_source"] = from_source >= 0
+        documents["split"] = np.where(from_source >= 0, from_source, documents["split"])
     order = np.lexsort((documents["split"], documents["domain"]))
     ordered = [texts[position] for position in order.tolist()]
     return _Batch(ordered, documents[order], digests[order])
@@ -394,18 +393,18 @@ def text_digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def splits_of(
+def assign_splits(
     digest_prefixes: NDArray[np.uint64], shares: tuple[float, float, float]
 ) -> NDArray[np.uint8]:
-    """Position in ``SPLITS`` for each text.
+    """Assign a split to each text by its digest.
 
     Args:
         digest_prefixes: [num_texts] first 8 bytes of each text's digest, as a big-endian number.
         shares: of train, valid and test, summing to 1.
 
     Returns:
-        [num_texts] 0 for train, 1 for valid, 2 for test. The first 53 bits of a digest are a
-        number in [0, 1) that is uniform over texts; the shares divide that interval in three.
+        [num_texts] 0 for train, 1 for valid, 2 for test. The first 53 bits of a digest form a
+        uniform number in [0, 1), an interval that the shares divide in three.
     """
     positions = (digest_prefixes >> np.uint64(11)).astype(np.float64) * 2.0**-53
     train_end, valid_end, _ = accumulate(shares)

@@ -1,6 +1,6 @@
 """Resolve ``--input`` into sources: files, folders, globs and Hugging Face data sets.
 
-Each source has a domain and a split, or leaves them to its documents.
+A source has a domain and a split, or None where its documents determine them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _FORMATS = "use JSON lines as .jsonl, .jsonl.gz or .jsonl.zst, or .parquet"
 
 DATASET_PREFIX = "hf:"
 ALL_CONFIGS = "*"
-# Split names of data sets -> our splits.
-_SPLITS: dict[str, Split] = {
+# Split name of a data set -> split of a corpus.
+_SPLIT_ALIASES: dict[str, Split] = {
     "train": "train",
     "validation": "valid",
     "valid": "valid",
@@ -146,10 +146,10 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
         for source in _named_sources(flag, values, split):
             if source.domain is None:
                 any_unnamed = True
-                original = _domain_of(source, domains, flag)
-                if original is not None:
-                    found[original] += 1
-                    source = dataclasses.replace(source, domain=domains.renamed(original))
+                name = _domain_of(source, domains, flag)
+                if name is not None:
+                    found[name] += 1
+                    source = dataclasses.replace(source, domain=domains.renamed(name))
                     if source.domain is None:
                         continue
             sources.append(source)
@@ -162,15 +162,15 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
         domains.report_renames(found, "files")
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
-    # Assign all of --input to train for domains with valid and test sources of their own. With a
-    # domain key, this is assumed of all domains.
-    own: defaultdict[str | None, set[Split]] = defaultdict(set)
+    # Domains with both valid and test sources use all of --input for training. With a domain key,
+    # that applies to all domains.
+    existing: defaultdict[str | None, set[Split]] = defaultdict(set)
     for source in sources:
         if source.split is not None:
-            own[source.domain].add(source.split)
+            existing[source.domain].add(source.split)
     for number, source in enumerate(sources):
         if source.split in (None, "train"):
-            train: Split | None = "train" if {"valid", "test"} <= own[source.domain] else None
+            train: Split | None = "train" if {"valid", "test"} <= existing[source.domain] else None
             sources[number] = dataclasses.replace(source, split=train)
     return _with_unique_names(sources)
 
@@ -258,7 +258,7 @@ def kind_of_file(path: str, suffixes: dict[str, FileKind] = FILE_SUFFIXES) -> Fi
 
 
 def is_compressed(path: str) -> bool:
-    """Whether ``path`` is decompressed while it is read, so that it can only be read whole."""
+    """Whether ``path`` is compressed, and so can only be read as a whole."""
     return PurePosixPath(path).suffix in COMPRESSED_SUFFIXES
 
 
@@ -268,7 +268,7 @@ def find_files(pattern: str, flag: str) -> list[str]:
     Hidden files are skipped, and links to folders are followed once.
 
     Raises:
-        UserError: if there is none, or one of another format is named; ``flag`` named it.
+        UserError: naming ``flag``, if there is no file or a named one has an unsupported format.
     """
     path = str(Path(pattern).expanduser())
     # A name that exists is never a pattern, whatever brackets it has.
@@ -329,7 +329,7 @@ def is_remote(path: str) -> bool:
 def open_source(path: str, cache_type: str = "readahead") -> BinaryIO:
     """Open a seekable stream of bytes; call it inside :func:`reading`.
 
-    ``cache_type`` is fsspec's, for a file on the hub: sequential reading, or "none".
+    ``cache_type`` is fsspec's cache for files on the hub; the default suits sequential reads.
     """
     if not is_remote(path):
         return open(path, "rb", buffering=0)
@@ -341,7 +341,7 @@ def open_source(path: str, cache_type: str = "readahead") -> BinaryIO:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Convert errors of reading a local or hub file into a UserError."""
+    """Convert errors of reading a local or hub file to UserError."""
     try:
         yield
     except OSError as error:
@@ -427,7 +427,9 @@ def read_dataset_shard(source: Source) -> Iterator[tuple[int, pa.RecordBatch]]:
 
 
 def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]:
-    """The sources of a data set, by config, split and file; only those for ``wanted`` if not None.
+    """List the sources of a data set by config, split and file.
+
+    With ``wanted``, only those that may go to this split are listed.
 
     Raises:
         UserError: if the data set, config or split does not exist, or cannot be reached.
@@ -448,21 +450,21 @@ def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]
             at = next((file for file in addresses if is_remote(file) and "@" in file), None)
             revision = at.partition("@")[2].partition("/")[0] if at else name.revision
             exact = dataclasses.replace(name, config=builder.config.name, revision=revision)
-            if _is_read_by_us(builder):
+            if _is_supported_directly(builder):
                 by_split: dict[str, Sequence[Any]] = {str(k): list(v) for k, v in files.items()}
             else:
                 streams = _streams(exact)
                 by_split = {split: [None] * streams[split].num_shards for split in streams}
-            for split, role in _splits_of(exact, list(by_split)).items():
-                if wanted is None or role in (None, wanted):
+            for split, target in _target_splits(exact, list(by_split)).items():
+                if wanted is None or target in (None, wanted):
                     dataset = str(dataclasses.replace(exact, split=split))
-                    found += _split_sources(dataset, by_split[split], wanted or role)
+                    found += _sources_of_split(dataset, by_split[split], wanted or target)
     if not found:
         raise UserError(f"{flag} {text}: no such split; name one as {text}#SPLIT")
     return found
 
 
-def _split_sources(
+def _sources_of_split(
     dataset: str, files: Sequence[str | None], split: Split | None
 ) -> Iterator[Source]:
     for shard, file in enumerate(files):
@@ -474,24 +476,26 @@ def _split_sources(
         yield dataclasses.replace(source, shard=shard, num_shards=len(files))
 
 
-def _splits_of(name: DatasetName, existing: list[str]) -> dict[str, Split | None]:
-    """Split of the data set -> ours; None for a split that the user named: the flag decides."""
+def _target_splits(name: DatasetName, existing: list[str]) -> dict[str, Split | None]:
+    """Split of the data set -> split of the corpus; None if the user named it: the flag decides."""
     if name.split is not None:
         if name.split not in existing:
             raise UserError(f"{name}: no such split; existing splits: {', '.join(existing)}")
         return {name.split: None}
-    wanted: dict[str, Split | None] = {s: _SPLITS[s] for s in existing if s in _SPLITS}
-    if "train" not in wanted.values():
+    targets: dict[str, Split | None] = {
+        split: _SPLIT_ALIASES[split] for split in existing if split in _SPLIT_ALIASES
+    }
+    if "train" not in targets.values():
         raise UserError(
             f"{name} has no split 'train'; name one of {', '.join(existing)} as {name}#SPLIT"
         )
-    if others := ", ".join(split for split in existing if split not in wanted):
+    if others := ", ".join(split for split in existing if split not in targets):
         warnings.warn(f"{name}: skipping the splits {others}", stacklevel=2)
-    return wanted
+    return targets
 
 
-def _is_read_by_us(builder: DatasetBuilder) -> bool:
-    """Whether our own readers, which need less memory and count malformed lines, support it."""
+def _is_supported_directly(builder: DatasetBuilder) -> bool:
+    """Whether readers.py, which needs less memory and counts malformed lines, can read it."""
     config = builder.config
     if getattr(config, "field", None) is not None or not config.data_files:
         return False

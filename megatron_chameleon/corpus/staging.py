@@ -2,10 +2,10 @@
 
     OUTPUT/.partial/plan.json          the plan that all processes have agreed on
     OUTPUT/.partial/shards/000012      a finished shard
-    OUTPUT/.partial/staging/HOST-PID-x a process's staging directory; its contents are renamed when
-                                       complete
-    OUTPUT/.partial/published          hash of the corpus.json that the shards were joined into, for
-                                       cleaning up after a run that was killed before it could
+    OUTPUT/.partial/staging/HOST-PID-x a process's staging directory; complete files and shards are
+                                       moved out of it
+    OUTPUT/.partial/published          hash of the corpus.json made from these shards: if the run is
+                                       killed before it removes them, the next run does
 
 The plan contains everything that determines the contents of the shards. Correctness relies on
 renames alone, which work on any disk that machines share. The lock only prevents starting the same
@@ -215,18 +215,18 @@ class CorpusFolder:
         return self.root / PARTIAL_NAME
 
     def agree(self, plan: Plan) -> Plan:
-        """Write ``plan`` if there is none; return the plan that all processes here work by.
+        """Write ``plan`` if the folder has none; return the plan of the folder.
 
         Raises:
-            UserError: if there is a different plan and shards were finished or are being made by
-                it, naming the difference.
+            UserError: naming the difference, if the folder has another plan with shards that are
+                finished or in progress.
         """
         dataclasses.replace(plan, root=self.staging).save()
         draft, path = self.staging / Plan.FILE_NAME, self.partial / Plan.FILE_NAME
         try:
             os.link(draft, path)
         except OSError:
-            # Without hard links, of two processes at the same instant the last one's plan is read.
+            # On a disk without hard links, the last of two simultaneous plans is kept.
             if path.exists():
                 existing = Plan.load(self.partial)
                 problem = plan.difference(existing)
@@ -250,7 +250,7 @@ class CorpusFolder:
     def put_shard(self, written: Path, number: int) -> None:
         """Move the shard ``written`` from the staging directory to its final path.
 
-        If another process has written the same shard, that one is kept: they are identical.
+        If another process has written the same shard, its identical copy is kept.
         """
         target = self.shard_folder(number)
         with writing(target):
@@ -299,8 +299,8 @@ class CorpusFolder:
 
     def remove_work(self) -> None:
         """Remove all shards, the plan and the staging directories."""
-        with contextlib.suppress(OSError):  # none was finished, or another process was faster
-            # By one rename: otherwise a partial set of shards could pass for finished.
+        with contextlib.suppress(OSError):  # there is none, or another process removes it
+            # One rename: a partly removed set of shards must not be joined.
             os.rename(self.partial / _SHARDS_NAME, self.partial / "removed")
         shutil.rmtree(self.partial, ignore_errors=True)
 
@@ -323,8 +323,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
 
     Raises:
         UserError: if the folder cannot be written, holds a corpus already (unless ``overwrite``),
-            or files of other origin that the corpus would replace, or if another process is at
-            work in it.
+            or files of other origin that the corpus would replace, or is in use by another process.
     """
     is_new = not root.exists()
     partial = root / PARTIAL_NAME
@@ -346,7 +345,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
             ) from None
         except OSError:  # a disk without locks
             is_alone = False
-        if is_alone:  # other directories of this machine were left by killed processes
+        if is_alone:  # remove staging directories of killed processes of this machine
             for stale in staging.parent.glob(f"{glob.escape(host)}-*"):
                 if stale.name.rsplit("-", 2)[0] == host:
                     shutil.rmtree(stale, ignore_errors=True)
@@ -365,7 +364,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
             yield folder
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-            with contextlib.suppress(OSError):  # a folder is not empty, or another process began
+            with contextlib.suppress(OSError):  # a folder is in use or not empty
                 for name in (_STAGING_NAME, _SHARDS_NAME):
                     (partial / name).mkdir(exist_ok=True)
                     (partial / name).rmdir()
