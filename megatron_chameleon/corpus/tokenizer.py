@@ -56,7 +56,7 @@ _MOST_TOKENS = 2**31 - 1
 # tiktoken fails on a million spaces in a row. A part is long enough for the boundary to make no
 # difference.
 LONGEST_PART = 500_000
-# Range before the end of a part that is searched for a boundary.
+# Characters before the end of a part that are searched for a boundary.
 _WINDOW = 4096
 # Positions at which every known pattern has a boundary, best first: at a space between two words,
 # at the last of several spaces, and after a line break.
@@ -324,7 +324,7 @@ def _num_threads() -> int:
 
 def _unreadable(path: Path, what: str, error: object) -> UserError:
     reason = " ".join(str(error).split())
-    return UserError(f"{path} is not a {what} ({reason}); tools/train_tokenizer.py makes one")
+    return UserError(f"{path} is not a {what} ({reason}); create one with tools/train_tokenizer.py")
 
 
 # Files
@@ -393,7 +393,7 @@ def _read(path: Path) -> TokenizerFile:
             )
         file = found
     if not file.is_file():
-        raise UserError(f"{path} does not exist; tools/train_tokenizer.py makes a tokenizer")
+        raise UserError(f"{path} does not exist; create a tokenizer with tools/train_tokenizer.py")
     if file.name.endswith(tuple(_GPT2_NAMES)):
         return TokenizerFile(file, "tokenizers", tokenizer_json_of(file))
     content = file.read_bytes()
@@ -406,7 +406,7 @@ def _read(path: Path) -> TokenizerFile:
         return TokenizerFile(file, "sentencepiece", content)
     raise UserError(
         f"{file}: a tokenizer must be a tokenizer.json, a vocab.json with its merges.txt, a "
-        "tiktoken file or a SentencePiece .model; tools/train_tokenizer.py makes one"
+        "tiktoken file or a SentencePiece .model; create one with tools/train_tokenizer.py"
     )
 
 
@@ -596,9 +596,9 @@ class Tokenizer:
 def parts(text: str, drop_space: bool, longest: int = LONGEST_PART) -> Iterator[str]:
     """Divide a text into parts whose concatenated tokens are those of the text.
 
-    Each part ends before a word or a line in the last 4096 of its ``longest`` characters. If there
-    is none (millions of spaces, or a text without any), it ends there, and a token or two differ
-    from those of the whole text.
+    Each part ends before a word or a line, within the last 4096 of ``longest`` characters. Where
+    there is no such place (millions of spaces, or a text without any), the part has ``longest``
+    characters, and a token or two may differ from those of the whole text.
 
     Args:
         text: to divide.

@@ -1,4 +1,4 @@
-"""The parts of the Hugging Face hub that reading a data set needs, served from a folder.
+"""A local server with the part of the Hugging Face hub that reading a data set needs.
 
 Repositories are <root>/<owner>/<name>, with one commit each.
 """

@@ -1,4 +1,4 @@
-"""gigatoken encodes like each tokenizer's own library, or is not used."""
+"""gigatoken gives the ids of the tokenizer's own library, or is not used."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_unstable_characters_are_left_to_the_own_library(tokenizer_json, tmp_pat
     own = tokenizer.encoder.encode_batch(texts)
     assert any(
         len(ids) != len(encode(text.encode())) for ids, text in zip(own, texts, strict=True)
-    ), "the libraries agree by now: is this still needed?"
+    ), "the libraries agree: the fallback is no longer needed"
 
 
 @pytest.fixture
@@ -144,6 +144,6 @@ def test_two_releases_of_unicode_agree_on_stable_characters(monkeypatch):
         newer = set(regex.findall(rf"\p{{{kind}}}", "".join(everything)))
         differing |= newer ^ {c for c in everything if unicodedata.category(c).startswith(kind)}
     assert not [c for c in differing if is_stable(c)]
-    assert differing, "the releases are the same: nothing was compared"
+    assert differing, "both use the same release: nothing was compared"
     monkeypatch.setattr(unicodedata, "category", lambda character: "Lo")  # a newer Python
     assert [is_stable(c) for c in "a世\u1c89\U00011f04"] == [True, True, False, False]

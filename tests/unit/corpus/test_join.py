@@ -75,7 +75,7 @@ def test_the_splits_follow_the_shares_and_never_change():
 
 
 def reasons_reference(rows):
-    """The reasons, one text after another."""
+    """Plain reference: the reasons of one text after another."""
     of_each_text: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for high, low, _, split, by_source in rows:
         of_each_text.setdefault((high, low), []).append((split, by_source))
@@ -92,7 +92,7 @@ def reasons_reference(rows):
 
 
 def shards_of(folder, rows_of_each):
-    """Shards whose domains are numbered in the order of their first mention."""
+    """Shards whose domains are numbered in order of first occurrence."""
     found, numbers = [], []
     for number, rows in enumerate(rows_of_each):
         own, blocks = list(dict.fromkeys(row[2] for row in rows)), []

@@ -1,4 +1,4 @@
-"""Corpora made from text: their contents do not depend on how the work was divided."""
+"""Corpora made from text: their contents do not depend on the division into shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.staging import Plan
-from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.full_disk import largest_file_size
 from tests.unit.corpus.corpus_making import (
@@ -80,19 +79,6 @@ def test_a_corpus_holds_each_document_once_in_order(options, texts, sentencepiec
     assert sorted(all_documents(corpus, "b")) == sorted(texts(200, 2))
 
 
-def test_a_corpus_keeps_its_tokenizer_and_rejects_others(options, sentencepiece_model):
-    corpus = make_corpus(options)
-    own = corpus.root / corpus.tokenizer.file
-    assert own.read_bytes() == options.tokenizer_model.read_bytes()
-    for path in (None, options.tokenizer_model):
-        assert corpus_tokenizer(corpus, path).identity == corpus.tokenizer
-    with pytest.raises(UserError, match=r"tokenizer\.model"):
-        corpus_tokenizer(corpus, sentencepiece_model)
-    own.write_text(own.read_text().replace("\n", "\n\n", 1))
-    with pytest.raises(UserError, match="hash"):
-        corpus_tokenizer(corpus)
-
-
 @pytest.mark.parametrize("drop", [True, False])
 def test_no_text_of_valid_or_test_is_in_an_earlier_split(options, jsonl, texts, drop):
     """Domain a has its own splits; b is split by its texts, and has some of a's."""
@@ -149,13 +135,18 @@ def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts):
     assert corpus.not_written["a"].malformed == 2
 
 
+# Two shards of more than 1,000 lines; the parent process reads no sample.
+IN_WORKERS = {"text_key": "no", "workers": 2, "shard_bytes": 130_000}
+IN_WORKERS |= {"encoding": EncoderOptions(encoder="own")}
+
+
 @pytest.mark.parametrize(
     ("name", "count", "changes", "problem"),
     [
         ("void=", 0, {}, "domain 'void' has 0 documents in .*--split"),
         ("a=", 300, {"min_tokens_per_split": 10**6}, "--min-tokens-per-split"),
         ("", 300, {"domains": DomainOptions(domain_key="text")}, "more than 3 domains"),
-        ("a=", 600, {"text_key": "no", "workers": 2, "shard_bytes": 40_000}, "'no'"),
+        ("a=", 2600, IN_WORKERS, "no key 'no'"),
     ],
 )
 def test_text_without_a_corpus_in_it_leaves_nothing(
@@ -193,10 +184,9 @@ def mixed(options, jsonl, texts, tmp_path):
 
 def assert_same_tokens(corpus, whole):
     """The same documents in the same files; sources.json records other chunks."""
+    corpus.verify()  # compares the files with the checksums in their domains
     assert list(corpus.domains.items()) == list(whole.domains.items())
     assert corpus.not_written == whole.not_written
-    for path in sorted((whole.root / "tokens").iterdir()):
-        assert (corpus.root / "tokens" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @pytest.mark.parametrize("drop", [True, False])

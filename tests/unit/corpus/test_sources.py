@@ -1,4 +1,4 @@
-"""Inputs that lead to sources: files, folders, globs, data sets; their domains and splits."""
+"""Sources of files, folders, globs and data sets; their domains and splits."""
 
 from __future__ import annotations
 

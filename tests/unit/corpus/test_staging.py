@@ -1,4 +1,4 @@
-"""The output folder: plans that processes agree on, shards, locks and stale staging directories."""
+"""The output folder: plans, shards, locks and stale staging directories."""
 
 from __future__ import annotations
 
