@@ -136,7 +136,7 @@ def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts):
 
 
 # Two shards of more than 1,000 lines; the parent process reads no sample.
-IN_WORKERS = {"text_key": "no", "workers": 2, "shard_bytes": 130_000}
+IN_WORKERS = {"text_key": "no", "workers": 2, "shard_bytes": 200_000}
 IN_WORKERS |= {"encoding": EncoderOptions(encoder="own")}
 
 
