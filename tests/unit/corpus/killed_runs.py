@@ -83,7 +83,7 @@ def main(folder: Path, shard_bytes: int) -> None:
         with pytest.raises(UserError, match="already holds a corpus"):
             preprocess_data(killed)
 
-    def run_until(at: int) -> int:
+    def run_until(at: int) -> int | None:
         def work() -> None:
             kill_at(at, output)
             preprocess_data(killed)
