@@ -1,4 +1,4 @@
-"""Read nano runs, and find the checkpoint that a command would resume from."""
+"""Read the files of nano runs, and find the checkpoint that a command resumes from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_chameleon.training.run_folder import LOCK_NAME, locked_run_folder
 
 
 def progress_of_run(options: PretrainOptions) -> Progress:
-    """Progress from which a command with these options resumes; the folder is rolled back to it."""
+    """Roll a run back to the checkpoint that a command with these options resumes from."""
     plan = plan_training(options)
     with (
         distributed(TrainingParallelOptions(), seed=0) as layout,
@@ -45,7 +45,7 @@ def losses(run_dir: Path) -> dict[int, tuple[Any, ...]]:
 
 
 def record_at(run_dir: Path, step: int) -> CheckpointRecord:
-    """The record of a checkpoint, whose files match its hashes."""
+    """Record of a checkpoint, after verifying the hashes of its files."""
     record = CheckpointRecord.load(step_folder(run_dir, step))
     record.verify()
     return record
@@ -59,6 +59,6 @@ def weights_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Relative path -> bytes of every file but the lock."""
+    """Relative path -> bytes of every file except the lock."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != LOCK_NAME]
     return {path.relative_to(folder): path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""Effect of document boundaries on losses and gradients of a training step."""
+"""Losses and gradients of a training step with masked tokens, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def batch_of(windows, options, domains):
 
 
 def windows_with_ends(*rows, seed=1):
-    """Windows [b, LENGTH + 1] with end-of-document tokens at these positions of each."""
+    """Windows [b, LENGTH + 1]; each row lists the positions of its end-of-document tokens."""
     generator = torch.Generator().manual_seed(seed)
     windows = torch.randint(EOD, (len(rows), LENGTH + 1), generator=generator)
     for row, places in enumerate(rows):
@@ -59,7 +59,7 @@ def masked_micro_batches(options):
 
 
 def losses_direct(model, batch):
-    """Cross entropies [b, s] by torch, and which of them are not masked."""
+    """Cross entropies [b, s] computed by torch, and a mask of those that count."""
     starts = batch.get("document_starts")
     mask = None if starts is None else document_mask(starts)
     logits = model(batch["tokens"], batch["position_ids"], mask)[..., :VOCAB_SIZE]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on one rank: saved asynchronously, limited in number, and on a full disk."""
+"""Checkpoints of a run on one rank: asynchronous saves, old ones deleted, and a full disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASYNC = CheckpointingOptions(async_save=True)
 WRITE = "write_preloaded_data"
 SMALLER_THAN_ANY_FILE = 100
 SMALLER_THAN_THE_WEIGHTS = 50_000
-"""Bytes; records, metrics and what megatron calls common are smaller."""
+"""Bytes. Records, metrics and megatron's common.pt are smaller."""
 
 
 @pytest.fixture
@@ -67,9 +67,11 @@ def test_only_the_last_checkpoints_are_kept(options_for, tmp_path, async_save):
 
 
 @pytest.fixture
-def fill_disk(monkeypatch, capsys):  # capsys: what is printed goes to no file
-    """``fill_disk(size, first, until)``: in the next run, files cannot grow beyond ``size`` bytes
-    from before the step ``first`` until before the step ``until``."""
+def fill_disk(monkeypatch, capsys):  # capsys: the limit must not apply to captured output
+    """``fill_disk(size, first, until)``: limit files to ``size`` bytes during the next run.
+
+    The limit applies from its step ``first`` up to, not including, its step ``until``.
+    """
     with contextlib.ExitStack() as full:
 
         def fill(size, first, until):
@@ -84,7 +86,7 @@ def fill_disk(monkeypatch, capsys):  # capsys: what is printed goes to no file
 @pytest.mark.parametrize("async_save", [False, True])
 def test_full_disk_costs_one_checkpoint_only(options_for, finished_run, fill_disk, async_save):
     run_dir = run_to_step_2(options_for)
-    fill_disk(SMALLER_THAN_ANY_FILE, first=2, until=4)  # before steps 4 and 6 of the run
+    fill_disk(SMALLER_THAN_ANY_FILE, first=2, until=4)  # steps 4 and 5 of the run
     checkpointing = CheckpointingOptions(async_save=async_save)
     with pytest.warns(CheckpointWarning) as warned:
         pretrain(options_for(save_interval=2, checkpointing=checkpointing))

@@ -37,7 +37,7 @@ APART = DocumentBoundaryOptions(reset_attention_mask=True, eod_mask_loss=True)
 
 
 def state_of(model):
-    """Everything that a step changes, by name."""
+    """Name -> value of everything that a step changes."""
     found: dict[str, Any] = {f"random {name}": state for name, state in random_states().items()}
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
@@ -106,8 +106,8 @@ def test_dry_step_peaks_at_the_memory_of_real_steps(pretrain_options, tmp_path, 
 @pytest.mark.parametrize(
     ("where", "name", "parallel", "number"),
     [
-        (optimizer, "data_parallel", TrainingParallelOptions(), 1),  # makes the gradients
-        (torch, "zeros_like", TrainingParallelOptions(), 1),  # makes the moments
+        (optimizer, "data_parallel", TrainingParallelOptions(), 1),  # allocates the gradients
+        (torch, "zeros_like", TrainingParallelOptions(), 1),  # allocates the moments
         (layers, "prepare_input_tensors_for_wgrad_compute", SHARDED, 2),
     ],
     ids=["building", "moments", "backward"],

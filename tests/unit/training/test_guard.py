@@ -1,4 +1,4 @@
-"""Which steps are skipped, when a run stops, and how ranks agree on both."""
+"""Skipped steps, stop requests, and the agreement of ranks on both."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ def test_spikes_are_above_the_mean_by_a_number_of_standard_deviations():
     bound = statistics.fmean(values) + 3 * statistics.stdev(values)
     guard = make_guard({"loss": values, "grad_norm": values}, spike_factor=3.0, spike_window=8)
     assert not guard.accepts(bound * 1.001, 2.0)
-    assert not guard.accepts(2.0, bound * 1.001)  # the first one did not enter the window
+    assert not guard.accepts(2.0, bound * 1.001)  # the previous spike is not in the window
     assert guard.accepts(bound * 0.999, bound * 0.999)
     guard = make_guard(spike_factor=1.0, spike_window=8)
-    assert all(guard.accepts(loss, 1.0) for loss in (1.0, 1.1, 50.0, 1.0))  # too few for a bound
+    assert all(
+        guard.accepts(loss, 1.0) for loss in (1.0, 1.1, 50.0, 1.0)
+    )  # the window is less than half full
     assert not guard.accepts(200.0, 1.0)
 
 
@@ -79,7 +81,7 @@ def test_ranks_agree_on_loss_and_stop_reasons(one_rank):
     assert (sync.loss(), sync.stop_reasons()) == (None, [])
     sync.send(sums([6.0, 2, 2], [math.nan, 1, 1]), none)
     assert math.isnan(sync.loss() or 0.0)
-    sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1))  # holds a copy of the losses
+    sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1))  # its losses are duplicates
     sync.send(sums([6.0, 2, 2]), [1.0, 0.0, 0.0, 1.0])
     assert (sync.loss(), sync.stop_reasons()) == (None, [REASONS[0], REASONS[3]])
 

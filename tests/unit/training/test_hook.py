@@ -1,4 +1,4 @@
-"""A step with a hook against autograd, and per-domain gradients against float64 arithmetic."""
+"""Steps with a hook compared with autograd, and dot products with float64 arithmetic."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def passes(one_rank):
 
 
 def gradient(passes):
-    """The gradient buffers as one vector."""
+    """Gradient buffers, concatenated to a vector."""
     model = unwrap(passes.model[0])
     return torch.cat([parameter.main_grad.flatten() for parameter in model.parameters()]).clone()
 
@@ -118,7 +118,7 @@ def test_hook_reads_the_losses_of_the_batch_and_weighs_them(passes, micro_batche
     assert hook.tokens[2] == 0
 
     hook.weights = torch.tensor([0.5, 2.0, 7.0, 0.0])
-    for per_token in (True, False):  # without per-token loss, every token needs one
+    for per_token in (True, False):  # without per-token loss, no token may be masked
         passes = passes if per_token else build_passes(one_rank, per_token=False)
         for batch in micro_batches:
             batch["loss_mask"] = batch["loss_mask"].clamp(min=float(not per_token))
@@ -150,9 +150,9 @@ def test_domain_gradients_are_those_of_mean_losses_and_combine(
     torch.testing.assert_close(hook.products, expected, atol=1e-6, rtol=1e-4)
     combined = 0.25 * gradients[0] - 1.5 * gradients[1] + 3.0 * gradients[3]
     torch.testing.assert_close(found, combined, atol=1e-6, rtol=1e-4)
-    # It synchronizes for the samples' domains, their tokens and the padding.
+    # Host synchronizations: for the samples' domains, their token counts and the padding.
     assert device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch) == 3
-    assert hook.flops == 0  # one stage needs no padding
+    assert hook.flops == 0  # no padding samples with one stage
 
     def on_two_stages(*arguments, **options):
         return micro_batches_by_domain(*arguments, **{**options, "pipeline": 2})

@@ -1,4 +1,4 @@
-"""Runs with a training hook: skipped steps, resume, memory, prefetch and mixture changes."""
+"""Runs with a training hook: skipped steps, resume, prefetch and mixture changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_skipped_step_leaves_the_hook_unchanged(pretrain_options, tmp_path, monk
     hook = record_at(run_dir, 6).hook
     assert hook is not None
     assert hook.state["weights"] == weights[5]
-    # The skipped step is counted as cost.
+    # The cost includes the skipped step.
     assert [line["flops"] for line in logged] == [n * logged[0]["flops"] for n in range(1, 7)]
 
 
@@ -54,7 +54,7 @@ def test_run_resumes_only_with_its_own_hook(pretrain_options, tmp_path, monkeypa
 
 
 def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, monkeypatch):
-    """Also if the run is resumed at the step before a change."""
+    """The same if the run is resumed just before a change."""
     data = DataOptions(permutation="epoch")
     plain, ahead = (
         pretrain_options(tmp_path / name, train_iters=10, log_interval=1, data=data)

@@ -1,4 +1,4 @@
-"""A training step against plain torch and against megatron's own optimizer functions."""
+"""Training steps compared with plain torch and with megatron's own optimizer functions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def expected_rate(step):
 
 
 def adamw_direct(model, count):
-    """Train by torch's autograd and the formulas of AdamW in float64; return gradient norms."""
+    """Train with autograd and the formulas of AdamW in float64; return the gradient norms."""
     parameters = dict(model.named_parameters())
     first = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
@@ -106,12 +106,12 @@ def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
 
 
 def test_a_step_synchronizes_once(one_rank, monkeypatch):
-    """For the gradient norm, whatever the number of parameters and micro-batches."""
+    """For the gradient norm; independent of the number of parameters and micro-batches."""
     for bf16, masked in itertools.product((False, True), repeat=2):
         step = Stepper(one_rank, bf16=bf16, masked=masked)
         step()
         assert device_reads(step, monkeypatch) == 1, (bf16, masked)
-    # With megatron's own function the test could fail.
+    # megatron's own function synchronizes once per tensor.
     monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
     assert device_reads(step, monkeypatch) > len(step.weights)
 

@@ -1,4 +1,4 @@
-"""Plan of a run: the artifacts it reads, and the mistakes that end it early."""
+"""Plan of a run: the artifacts it reads, and the mistakes that it rejects."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_a_plan_of_a_corpus(plan, corpus, tmp_path):
 def data_path(corpus, tmp_path):
     """``data_path(value, **options)``: option changes for a --data-path with domain names."""
 
-    def changes(given, **options):
+    def changes(value, **options):
         for name in DOMAINS:
-            given = given.replace(name.upper(), str(corpus.prefix(name, "train")))
+            value = value.replace(name.upper(), str(corpus.prefix(name, "train")))
         model = word_tokenizer(tmp_path / "tokenizer.json")
-        settings = {"data_path": given, "split": "1", "tokenizer_model": model, **options}
+        settings = {"data_path": value, "split": "1", "tokenizer_model": model, **options}
         return {"corpus": None, "data": DataOptions(**settings)}
 
     return changes

@@ -178,7 +178,7 @@ def test_deterministic_and_profile_do_not_change_losses(pretrain_options, finish
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch, masked):
-    """Including data, guard and stop requests."""
+    """Including the data loader, the guard and stop requests."""
     waits, run_step = [], trainer.Trainer._run_step
 
     def counting(trainer):

@@ -54,7 +54,7 @@ def gpt2(tmp_path) -> Path:
 
 @pytest.fixture
 def options_for(pretrain_options, tmp_path):
-    """``options_for(weights, **changes)``: a run that hardly moves ``weights``."""
+    """``options_for(weights, **changes)``: a run that barely changes ``weights``."""
 
     def options(weights, **changes):
         settings = {"model_size": None, "train_iters": 2, "save_interval": 1, "optimizer": FROZEN}

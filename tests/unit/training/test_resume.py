@@ -1,4 +1,4 @@
-"""Resume: which checkpoint, which options may change, and which samples follow."""
+"""Resume: choice of the checkpoint, options that may change, and the samples that follow."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_run_without_an_undamaged_checkpoint_is_unchanged(progress_of, trained_r
 
 @pytest.fixture(scope="module")
 def changed_run(pretrain_options, tmp_path_factory):
-    """A run that samples uniformly up to step 3, then poems only; checkpoints at 3 and 6."""
+    """A run that samples uniformly up to step 3, then only poems; checkpoints at 3 and 6."""
     folder = tmp_path_factory.mktemp("changed")
     poems = {"news": 0.0, "code": 0.0, "poems": 1.0}
     (folder / "poems.json").write_text(json.dumps({"weights": poems}))
@@ -150,7 +150,7 @@ def test_mixture_change_is_recorded_exactly(changed_run, corpus):
     assert run.domain_tokens["poems"] == SampledTokens(1.0, 1024.0, 1024, 1024 / tokens)
     first, last = (record_at(changed_run / "run", step) for step in (3, 6))
     assert first.domain_samples == dict.fromkeys(DOMAINS, 8)
-    assert [phase.first_sample for phase in first.mixture_phases] == [0]  # the change is ahead
+    assert [phase.first_sample for phase in first.mixture_phases] == [0]  # not yet the change
     assert last.domain_samples == {"news": 8, "code": 8, "poems": 8 + 24}
     assert last.mixture_phases[1] == MixturePhase(24, {"news": 0.0, "code": 0.0, "poems": 1.0})
     assert last.domain_tokens == {name: n * 32 for name, n in last.domain_samples.items()}

@@ -1,4 +1,4 @@
-"""Runs that skip steps: one step, and streaks that are stopped, resumed and given up."""
+"""Runs that skip a single step, or streaks of steps that continue across a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation against plain torch, window by window."""
+"""Validation compared with plain torch, window by window."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def validation(texts, one_rank):
 
 
 def plain_losses(model, text):
-    """Mean over the predicted tokens, from logits of one window at a time."""
+    """Mean loss of the predicted tokens, computed one window at a time."""
     losses = []
     for begin, end in zip(text.windows.begin, text.windows.end, strict=True):
         piece = torch.tensor(text.stream[begin - 1 : end])
