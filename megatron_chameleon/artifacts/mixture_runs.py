@@ -172,8 +172,7 @@ def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
         row = int(np.argmax(off > SUM_TOLERANCE))
         raise UserError(
             f"{path}: run '{shares.index[row]}': the shares sum to {values[row].sum():.6g}, not 1; "
-            "expected shares of the tokens of a run, and no other columns than those and the run's "
-            "name"
+            "expected a column for the run's name, and one for each domain with its share of tokens"
         )
     if rounded := int((off > 1e-6).sum()):
         warnings.warn(

@@ -44,7 +44,7 @@ from tests.mutations.mutate import mutate
 
 ROOT = Path(__file__).resolve().parents[2]
 DOMAINS = ("news", "code", "poems")
-SECONDS_PER_CASE = 240.0  # of a machine with other work; a good case takes seconds
+SECONDS_PER_CASE = 240.0  # on a busy machine; a good case takes seconds
 MEMORY_BYTES = 12 << 30  # of data
 HANG = 1000  # exit status of a tool that does not end
 OUTCOMES = ("rejected", "unchanged", "edited", "fallback")
@@ -90,7 +90,7 @@ def _bytes_of(pattern: str) -> Callable[[Path], Any]:
     return read
 
 
-# Name -> the command of a tool that reads the workspace, and a function that reads its result.
+# Name -> command of a tool that reads the workspace, and a function that reads its result.
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "preprocess": (
         f"preprocess_data.py {INPUTS} --output new-corpus --tokenizer-model tokenizer.json "
@@ -320,7 +320,7 @@ def run_case(number: int, seed: int, workspace: Path, expected: dict[str, Any]) 
 
 
 def expected_results(workspace: Path) -> dict[str, Any]:
-    """Reader -> its result over the unmutated workspace. Every reader has to succeed."""
+    """Results of all readers on the unmutated workspace; every reader must succeed."""
     found = {}
     for name, (command, result) in READERS.items():
         with copy_of(workspace) as folder:

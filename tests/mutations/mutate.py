@@ -47,7 +47,7 @@ def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
 
 
 def replace_file(path: Path, kind: str) -> None:
-    """Put something else than a file in the place of ``path``, or nothing."""
+    """Delete the file at ``path``, and put something other than a file in its place."""
     path.unlink()
     if kind == "folder":
         path.mkdir()
@@ -85,7 +85,7 @@ def mutate_json(path: Path, rng: random.Random) -> None:
 
 
 def _places(value: Any) -> Any:
-    """Every (container, key) in ``value``; shallow ones come as often as deep ones."""
+    """Every (container, key) in ``value``, at any depth."""
     keys: Any = ()
     if isinstance(value, dict):
         keys = list(value)

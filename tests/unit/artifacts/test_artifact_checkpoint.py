@@ -1,4 +1,4 @@
-"""Checkpoint folders: which one is found, what damage is noticed, and what killed saves leave."""
+"""Checkpoint folders: lookup, damage, and leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_going_back_renames_newer_checkpoints(run):
 
 
 def set_aside(folder):
-    """As a save of the same step that was killed between its two renames leaves it."""
+    """Mimic a save of the same step that was killed between its two renames."""
     folder.rename(folder.with_name(f".{folder.name}.replaced"))
     folder.with_name(f".{folder.name}.1a2b3c4d.tmp").mkdir(exist_ok=True)
 

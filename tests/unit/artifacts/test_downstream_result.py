@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.artifacts import Cost, Provenance
 from megatron_chameleon.artifacts.downstream_result import (
     Accuracy,
     DownstreamPart,
@@ -22,6 +21,7 @@ from megatron_chameleon.artifacts.downstream_result import (
     require_same_questions,
 )
 from megatron_chameleon.errors import UserError
+from tests.unit.artifacts.artifact_samples import COST, PROVENANCE
 
 SETTINGS = PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
 PROTOCOL = DownstreamProtocol("0.4.13", [0, 1], None, 1234, "float32")
@@ -39,8 +39,8 @@ RESULT = DownstreamResult(
     protocol=PROTOCOL,
     tasks={"sciq": COMPLETE, "race": PARTIAL},
     gaps=[Gap("race", 1, "too few documents")],
-    provenance=Provenance([], {}, {}, {}, None, "2026-01-01"),
-    cost=Cost(1e9, 2.0, 1.0, 2),
+    provenance=PROVENANCE,
+    cost=COST,
 )
 
 
@@ -84,7 +84,7 @@ def test_only_results_of_the_same_questions_are_comparable(changes, named):
 
 
 def test_part_is_found_by_its_settings(tmp_path):
-    part = DownstreamPart(SETTINGS, "acc", "1.0", "train", "0110", 3, "r", "q", Cost())
+    part = DownstreamPart(SETTINGS, "acc", "1.0", "train", "0110", 3, "r", "q", COST)
     assert find_part(tmp_path, SETTINGS) is None
     part.save(part_path(tmp_path, "sciq", 2))
     assert find_part(tmp_path, SETTINGS) == part

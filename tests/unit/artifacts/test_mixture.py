@@ -15,7 +15,7 @@ from megatron_chameleon.errors import UserError
 
 @pytest.fixture
 def read_weights(tmp_path):
-    """Load a mixture file that holds only ``weights``, and other fields."""
+    """``read(weights, **others)`` loads a mixture file of these fields alone."""
 
     def read(weights, **others):
         path = tmp_path / "by_hand.json"

@@ -38,7 +38,7 @@ a1,first,1,1.0,1.5
 
 @pytest.fixture
 def read(tmp_path):
-    """``read(ratios, metrics)`` of two texts."""
+    """``read(ratios, metrics)`` reads two tables from their text."""
 
     def make(ratios=REGMIX_RATIOS, metrics=REGMIX_METRICS):
         (tmp_path / "ratios.csv").write_text(ratios)

@@ -86,13 +86,13 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def folder(made, tmp_path):
-    """A copy of it that a test may change."""
+    """A copy of ``made`` that a test may change."""
     return Path(shutil.copytree(made, tmp_path / "gpt2"))
 
 
 @pytest.fixture(scope="session")
 def converted(made, tmp_path_factory):
-    """The checkpoint converted from it; read-only."""
+    """The checkpoint converted from ``made``; read-only."""
     return to_checkpoint(made, tmp_path_factory.mktemp("converted") / "checkpoint")
 
 

@@ -92,14 +92,14 @@ def test_a_save_replaces_the_old_checkpoint_as_a_whole_or_not_at_all(one_rank, r
     (record.root / "left over").write_text("of before")
     real = os.replace
 
-    def refuse(source, target):
+    def fail(source, target):
         if Path(target) == record.root and Path(source).name.endswith(".tmp"):
             raise OSError(errno.EIO, "Input/output error")
         real(source, target)
 
     model = build_model(SHAPE, one_rank, seed=6)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", refuse)
+        patched.setattr(os, "replace", fail)
         with pytest.raises(UserError, match="Input/output error"):
             save_checkpoint(model_state([model]), record)
     assert [path.name for path in record.root.parent.iterdir()] == ["step"]
@@ -181,7 +181,7 @@ def test_a_value_larger_than_a_pipe_is_read_after_its_process_ended():
 def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
     one_rank, tmp_path, monkeypatch
 ):
-    """An exception before it would leave the other ranks waiting."""
+    """Raising before the collective would leave the other ranks waiting."""
     state = model_state([build_model(SHAPE, one_rank, seed=5)])
     monkeypatch.setattr(pickle, "dump", raising(MemoryError()))
     with pytest.raises(UserError, match=r"rank 0: .* memory did not suffice"):
