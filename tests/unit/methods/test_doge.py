@@ -77,7 +77,7 @@ def clipped_gradients(passes, batches, max_norm):
 def test_a_step_equals_the_algorithm_on_whole_gradients(
     passes, micro_batches, one_rank, roles, max_norm
 ):
-    recipe = DogeRecipe(mu=0.2, max_norm=max_norm)
+    recipe = DogeRecipe(mu=0.2, dw_min=-5.0, max_norm=max_norm)
     hook = GradientAlignment(NAMES, recipe, roles)
     _, found = run(hook, passes, micro_batches, one_rank)
     gradients = clipped_gradients(passes, micro_batches, max_norm)
@@ -85,7 +85,7 @@ def test_a_step_equals_the_algorithm_on_whole_gradients(
     assert min(norms) < 5.0  # 0.4 clips all, 5 none
     towards = gradients[list(roles.target)].sum(0)
     mean_norm = sum(norms) / len(norms) + 1e-6
-    scores = torch.stack([gradients[i] @ towards / mean_norm for i in roles.train]).clamp(0, 5)
+    scores = torch.stack([gradients[i] @ towards / mean_norm for i in roles.train]).clamp(-5, 5)
     weights = torch.softmax(RATE * scores / recipe.mu, dim=0)
     logged = hook.metrics()["weights"]
     assert [logged[NAMES[i]] for i in roles.train] == pytest.approx(weights.tolist(), 1e-4)
