@@ -121,8 +121,10 @@ def main() -> None:
     """Measure on one rank and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="82m", help="model size (paper: 82m)")
-    parser.add_argument("--seq-length", type=int, help="tokens per sample (512 on a GPU, 64 not)")
-    parser.add_argument("--micro-batch-size", type=int, nargs="+", help="8 16 32 on a GPU, 8 not")
+    parser.add_argument("--seq-length", type=int, help="default: 512 on a GPU, 64 on CPU")
+    parser.add_argument(
+        "--micro-batch-size", type=int, nargs="+", help="default: 8 16 32; 8 on CPU"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each kind")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -75,7 +75,7 @@ def main() -> None:
         our_vectors, their_vectors = ours(task, layout), theirs(task, layout.device)
         rounded_vectors = ours(task, layout, bf16=True)
         exact, (others, same) = our_vectors(), their_vectors()
-        assert same.any(), "no window kept its tokens"
+        assert same.any(), "no window has the same tokens in both"
         difference = float(np.abs(exact[same] - others[same]).max())
         assert difference < TOLERANCE, f"vectors differ by {difference}"
         errors = np.linalg.norm(rounded_vectors() - exact, axis=1) / np.linalg.norm(exact, axis=1)

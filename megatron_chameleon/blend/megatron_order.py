@@ -102,8 +102,8 @@ def build_blending_indices(
         dataset_sample_index [num_samples] int64, its number within that domain.
 
     Raises:
-        ValueError: for weights that are not one to 32,767 finite numbers, a negative number of
-            samples, or ``out`` arrays that do not fit.
+        ValueError: if there are no weights or more than 32,767, a weight is not finite, the number
+            of samples is negative, or the ``out`` arrays do not fit.
     """
     # Adding 0 turns -0 into 0.
     array = np.ascontiguousarray(weights, dtype=np.float64) + 0.0

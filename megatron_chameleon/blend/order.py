@@ -41,7 +41,7 @@ SHARE, SHARE_LOW, OFFSET, OFFSET_LOW, CHILDREN = range(5)
 
 
 class BlendOrder:
-    """Domains of the samples of a run, or of one phase of it, by fixed weights.
+    """Assign a domain to each sample of a run, or of one phase of it, by fixed weights.
 
     Each domain's count stays within 2 samples of its share of the samples so far (largest
     measured: 1.25). When weights change, the next phase corrects each domain's deficit, except for

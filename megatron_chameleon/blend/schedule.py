@@ -87,10 +87,10 @@ class MixtureSchedule:
 
 
 def check_changes(schedule: MixtureSchedule, permutation: Permutation) -> None:
-    """Check that weights change only in an order that allows it.
+    """Check that the sample order permits changes of the weights.
 
     Raises:
-        UserError: if they change in Megatron's order.
+        UserError: if there are changes and the order is Megatron's.
     """
     if permutation == "megatron" and len(schedule.phases) > 1:
         raise UserError(

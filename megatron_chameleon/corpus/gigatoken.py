@@ -71,7 +71,7 @@ A7D2 A7D4 A7DA-A7F1 AB6C-AB6D 105C0-105F3 107BB-107BF 10940-10959 10D40-10D85 10
 
 @functools.cache
 def unstable_characters() -> NDArray[np.bool_]:
-    """[0x110000] whether the Unicode releases in use classify each character differently.
+    """Mask [0x110000] of the characters that the Unicode releases in use classify differently.
 
     Libraries use the tables of different releases. A character that is a letter in one of them and
     undefined in another is split from its neighbours by one library and not by the other. A defined

@@ -671,8 +671,8 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
         )
     if eod_id in encoder.encode_batch([eod_token])[0]:
         warnings.warn(
-            f"{file.path} recognizes '{eod_token}' in text, which can end a document there: it is "
-            "not a special token of this tokenizer",
+            f"'{eod_token}' is not a special token of {file.path}: a text that contains it ends a "
+            "document there",
             stacklevel=2,
         )
     return Tokenizer(file, encoder, eod_id)

@@ -121,7 +121,7 @@ class TaskLibrary:
         copy = self._local_copy(name)
         if copy is not None and not copy[0].is_dir():
             raise TaskUnavailableError(f"{copy[0]} does not exist; copy its data set there")
-        # The package datasets reads an empty file, as an interrupted copy leaves it, as no rows.
+        # An interrupted copy can leave an empty file, which the package datasets reads as no rows.
         empty = [path for path in _data_files(*copy) if not path.stat().st_size] if copy else []
         if empty:
             raise TaskUnavailableError(f"{empty[0]} is empty; copy the data set again")

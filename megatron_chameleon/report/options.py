@@ -28,7 +28,7 @@ class CompareMethodsOptions(CheckedOptions):
     seeds: tuple[Seed, ...]
     """Seeds of the base models; at least three, the same ones for every mixture."""
     run_suffix: str = ""
-    """Part of the names of base runs between the mixture's name and -seedN."""
+    """Text between the mixture's name and -seedN in the names of base runs."""
     baseline: str = "uniform"
     """The mixture that the others' perplexities are compared with."""
     reference: str | None = None

@@ -19,7 +19,7 @@ from megatron_chameleon.report.tables import MISSING, Table, format_weight, form
 MOST_TABLES = 6
 # A sweep's table lists this many domains, those that change most.
 MOST_ROWS = 40
-# Other hyperparameters are labelled by their names.
+# Labels of swept hyperparameters; one that is not listed is labelled by its name.
 SWEPT_LABELS = {
     "train_iters": "proxy steps",
     "model_size": "proxy size",

@@ -34,7 +34,7 @@ from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.step import Passes
 
 TokenValues = Sequence[torch.Tensor]
-"""A value per token of this rank's micro-batches, [b, s] each; empty but on the last stage."""
+"""One value per token: [b, s] for each micro-batch of this rank. Empty before the last stage."""
 
 
 class TrainingHook:

@@ -156,8 +156,8 @@ class GuardedOptimizer(ChainedOptimizer):
 def is_counted(parameter: torch.nn.Parameter) -> bool:
     """Whether megatron's gradient norm counts this rank's copy of the gradient.
 
-    Counted are the first tensor-parallel rank's copy of replicated vectors, and the first pipeline
-    stage's copy of the tied embeddings.
+    Of a parameter that several ranks hold, one copy is counted: of replicated vectors that of the
+    first tensor-parallel rank, of tied embeddings that of the first pipeline stage.
     """
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 

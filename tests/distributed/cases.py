@@ -241,7 +241,7 @@ NUM_WINDOWS = 48
 LAYERS = (1, 3)
 """Layers that every reading embeds: of the first and of the last pipeline stage."""
 NORMED_LAYER = 1
-"""Here the final norm is applied, which only the last pipeline stage holds."""
+"""The layer whose embeddings also pass the final norm, which is on the last pipeline stage."""
 OVERLAP = 11
 
 DOWNSTREAM = {

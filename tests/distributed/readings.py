@@ -52,9 +52,9 @@ def read(
 
     Args:
         places: paths.
-        name: of the reading.
-        output: name of the results; that of the reading unless given.
-        checkpoint: the run 'one' unless given.
+        name: of the reading, a layout and a batch size.
+        output: name of the results; default: ``name``.
+        checkpoint: default: that of the run 'one'.
     """
     output, checkpoint = output or name, checkpoint or places.run("one")
     for layer in LAYERS:

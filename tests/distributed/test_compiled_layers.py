@@ -21,7 +21,7 @@ GRAPHS = {
     for name, parallel in COMPILED.items()
 }
 NUM_RANKS = 2
-# Of losses and norms: aot_eager runs the same operations, inductor fuses them.
+# Tolerances of losses and norms: aot_eager runs the operations of eager mode, inductor fuses them.
 AOT_TOLERANCE, INDUCTOR_TOLERANCE = 1e-6, 1e-4
 
 

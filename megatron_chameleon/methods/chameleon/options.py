@@ -112,10 +112,10 @@ class ChameleonOptions(ChosenDomainsOptions):
     """A mixture whose domains keep their relative weights. A new domain gets the weight that it has
     among all domains."""
     target: str | None = None
-    """Target of the mixture: domains, a,b or with shares a=2,b=1; or a text file (.txt, or .jsonl
-    with documents in the field "text"), which is embedded like the domains and upweights the
-    nearest ones. It has the largest effect with a small ridge in pretraining, and with a large one
-    in fine-tuning."""
+    """Target of the mixture: domains (a,b; with shares: a=2,b=1) or a text file (.txt, or .jsonl
+    with documents in the field "text"). A text is embedded like the domains, and those nearest to
+    it gain weight. In pretraining the effect is largest with a small ridge, in fine-tuning with a
+    large one."""
     target_strength: InsideUnit | None = None
     """Strength of --target, above 0 (no effect) and below 1 (--target alone); default: 0.5."""
     explain: bool = False

@@ -496,8 +496,8 @@ def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> Non
 class CrossValidation:
     """Prediction quality of a fit and of a linear baseline on held-out runs.
 
-    The target can be harder to predict than each of its losses: a mixture that lowers the loss of
-    one domain raises that of another, and little but noise remains in their mean.
+    The target is a weighted mean of losses. It can be harder to predict than each loss: a mixture
+    that lowers the loss of one domain raises that of another, so the mean varies little.
 
     Attributes:
         fit: quality per loss [m], followed by that of the target, the weighted mean of losses.

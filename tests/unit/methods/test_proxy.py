@@ -191,7 +191,7 @@ def test_collapsed_or_unsettled_weights_give_a_warning(copied, options, last, me
     ],
 )
 def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes, problem):
-    if not isinstance(changes, dict):  # the hook in its checkpoint
+    if not isinstance(changes, dict):  # a hook state for the checkpoint
         dataclasses.replace(record_of(copied), hook=changes).save()
         changes = {}
     with pytest.raises(UserError, match=problem) as error:
