@@ -74,6 +74,7 @@ TRAINING = {
     ),
     "masks-data-parallel": Case(MASKS, ranks=2, reference=MASKS),
     "masks-recomputation-bf16": Case((*BF16, *MASKS, *RECOMPUTATION), reference=(*BF16, *MASKS)),
+    "selective-recomputation": Case(("--recompute-granularity", "selective")),
     "validation-pipeline": Case((*VALIDATION, *PIPELINE), ranks=2, reference=VALIDATION),
     "deterministic": Case(("--deterministic",), reference=("--deterministic",)),
     "kernels-bf16": Case(BF16, reference=BF16, environment=INTERPRETED),
