@@ -161,9 +161,9 @@ def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, 
         time.sleep(0.005)
     process.send_signal(number)
     assert process.wait(240) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
-    assert not member_path(folder, 2).exists()
     if number == signal.SIGTERM:
         shutil.rmtree(folder / "members" / "00003", ignore_errors=True)
+        member_path(folder, 3).unlink(missing_ok=True)  # it may have finished before the signal
         broken = folder / "members" / "00003" / "run.json"
         broken.parent.mkdir()
         broken.write_text("{")
