@@ -213,7 +213,10 @@ def build_profiler(
     """
     start = options.profiling.profile_step_start - first_step
     end = options.profiling.profile_step_end - first_step
-    if not options.profiling.profile or not layout.is_main or start < 0:
+    if not options.profiling.profile or not layout.is_main:
+        return None
+    if start < 0:
+        warnings.warn("no trace of --profile: the run is past --profile-step-start", stacklevel=2)
         return None
 
     def action(step: int) -> ProfilerAction:

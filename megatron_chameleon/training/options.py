@@ -295,7 +295,7 @@ class PretrainOptions(TrainingOptions, RunOptions):
     """Fine-tune these weights: a run folder (its latest checkpoint), a checkpoint folder or a
     Hugging Face GPT-2 folder. Optimizer and schedule start from scratch."""
     overwrite: bool = False
-    """Start from scratch: if --run-dir holds a run, delete its contents before the first step."""
+    """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)
     profiling: ProfilingOptions = dataclasses.field(default_factory=ProfilingOptions)

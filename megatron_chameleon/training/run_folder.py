@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, and the deletion of an old run by ``--overwrite``."""
+"""The folder of a run: its lock, and the replacement of an old run by ``--overwrite``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ FRESH_START = (
     "(tools/pretrain_gpt.py: --overwrite)"
 )
 """Hint at the end of messages about a run folder that holds another run."""
+# An overwritten run is moved to this folder within its own, which may be a mount point or a link.
+# Its run.json is moved last and restored first: once it is there, the move is complete.
+_REPLACED = ".replaced"
 
 
 @contextlib.contextmanager
@@ -67,6 +70,8 @@ def locked_run_folder(folder: Path) -> Iterator[None]:
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         try:
+            with writing(folder):
+                _restore(folder)
             yield
         finally:
             with contextlib.suppress(OSError):
@@ -75,19 +80,64 @@ def locked_run_folder(folder: Path) -> Iterator[None]:
                     shutil.rmtree(folder)
 
 
-def delete_run(folder: Path) -> None:
-    """Delete the run in ``folder``, if there is one, except for the lock.
+@contextlib.contextmanager
+def starting_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
+    """Context manager for the first writes of a run to ``folder``, which is locked.
 
-    run.json is deleted last: if the process is killed, the folder still counts as a run.
+    With ``overwrite``, the old run is moved aside before the block and deleted after it. If the
+    block raises, the folder is restored at once; if the process is killed, it is restored when the
+    folder is next locked.
 
     Raises:
-        UserError: if a file cannot be deleted.
+        UserError: if the old run cannot be moved.
     """
-    if not TrainingRun.exists(folder):
+    before, replaced, moved = set(folder.iterdir()), folder / _REPLACED, False
+    try:
+        if overwrite and TrainingRun.exists(folder):
+            with writing(replaced):
+                replaced.mkdir()  # fails if an earlier one could not be deleted
+                for path in sorted(_contents(folder), key=_is_record):
+                    os.replace(path, replaced / path.name)
+            moved = True
+        yield
+    except BaseException:
+        for path in _contents(folder):
+            if moved or path not in before:
+                _remove(path)
+        _restore(folder)
+        raise
+    _restore(folder)
+
+
+def _restore(folder: Path) -> None:
+    """Delete the old run if a new one has started; otherwise move the old one back."""
+    replaced = folder / _REPLACED
+    if not replaced.exists():
         return
-    with writing(folder):
-        for path in sorted(folder.iterdir(), key=lambda path: path.name == TrainingRun.FILE_NAME):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            elif path.name != LOCK_NAME:
-                path.unlink()
+    if TrainingRun.exists(replaced):
+        if TrainingRun.exists(folder):
+            with contextlib.suppress(OSError):  # retried when the folder is next locked
+                for path in sorted(replaced.iterdir(), key=_is_record):
+                    _remove(path)
+                replaced.rmdir()
+            return
+        for path in _contents(folder):
+            _remove(path)
+    for path in sorted(replaced.iterdir(), key=_is_record, reverse=True):
+        os.replace(path, folder / path.name)
+    replaced.rmdir()
+
+
+def _contents(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name not in (LOCK_NAME, _REPLACED)]
+
+
+def _is_record(path: Path) -> bool:
+    return path.name == TrainingRun.FILE_NAME
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -50,7 +50,7 @@ from megatron_chameleon.training.plan import (
     warn_of_repeats,
 )
 from megatron_chameleon.training.records import Progress, RunRecords, format_duration
-from megatron_chameleon.training.run_folder import delete_run, locked_run_folder, on_main
+from megatron_chameleon.training.run_folder import locked_run_folder, on_main, starting_run
 from megatron_chameleon.training.step import train_step
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.validation import build_validation
@@ -201,12 +201,11 @@ class Trainer:
         self._print(self._end_message())
 
     def _start(self) -> None:
-        """Prepare the run folder, on rank 0; nothing is written or deleted before."""
-        if self.options.overwrite:
-            delete_run(self.options.run_dir)
-        self.records.open_loggers()
-        roll_back(self.progress, self.options.run_dir)
-        self.record("running")
+        """Prepare the run folder, on rank 0; nothing is written before."""
+        with starting_run(self.options.run_dir, overwrite=self.options.overwrite):
+            self.records.open_loggers()
+            roll_back(self.progress, self.options.run_dir)
+            self.record("running")
 
     def _train(self) -> None:
         """Run the remaining steps, or until all ranks agree to stop."""

@@ -17,7 +17,6 @@ from tools.doctor import DoctorOptions
 # Print more than a pipe holds, then write a file.
 WORK = """
 import sys
-from pathlib import Path
 from megatron_chameleon.cli import run_tool
 from tools.doctor import DoctorOptions
 from megatron_chameleon.progress import progress_bar
@@ -26,7 +25,9 @@ def work(options):
         for number in range(20_000):
             print("line", number)
         bar.update()
-    Path(sys.argv[1]).write_text("done")
+    with open(sys.argv[1], "w") as made:
+        assert made.fileno() > 2  # not a closed standard descriptor
+        made.write("done")
 run_tool(work, DoctorOptions, [], prints_log=%r)
 """
 
@@ -58,6 +59,24 @@ def test_lost_output_does_not_stop_the_tool(tmp_path, is_full, prints_log, statu
     assert "Exception" not in done.stderr
 
 
+@pytest.mark.parametrize(("closed", "status"), [((1,), 2), ((2,), 0), ((0, 1, 2), 2)])
+def test_closed_standard_descriptors_are_not_reused(tmp_path, closed, status):
+    arguments = [sys.executable, "-c", WORK % False, str(tmp_path / "made")]
+    program = (
+        f"import os\nfor n in {closed}: os.close(n)\nos.execv({sys.executable!r}, {arguments})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == status, done.stderr
+    assert (tmp_path / "made").read_text() == "done"
+    assert "Traceback" not in done.stderr
+
+
 HOSTILE = "a\x1b[31mb\x9b2Jc\u202ed\re\udcff\x07é"
 SHOWN = r"a\x1b[31mb\x9b2Jc\u202ed\re\udcff\x07é"
 
@@ -68,6 +87,29 @@ def test_terminal_controls_are_escaped():
     bar = "\r 50%|█████| \x1b[32mfast\x1b[0m\x1b[A"
     assert escaped_but_for_bars(bar) == bar
     assert escaped_but_for_bars("\x1b]0;title\x07\x1b[2J") == r"\x1b]0;title\x07\x1b[2J"
+
+
+PRINT_HOSTILE = f"""
+import warnings
+from megatron_chameleon.cli import run_tool
+from megatron_chameleon.errors import UserError
+from tools.doctor import DoctorOptions
+def work(options):
+    print({HOSTILE!a})
+    warnings.warn({HOSTILE!a})
+    raise UserError({HOSTILE!a})
+run_tool(work, DoctorOptions, [])
+"""
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_any_text_is_printed_in_any_locale(locale):
+    environment = {"PATH": os.environ["PATH"], "PYTHONUTF8": "0", "LC_ALL": locale}
+    command = [sys.executable, "-c", PRINT_HOSTILE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment)
+    assert (done.returncode, done.stdout) == (2, f"{SHOWN}\n")
+    one_line = SHOWN.replace(r"\r", " ")
+    assert done.stderr.splitlines() == [f"warning: {one_line}", f"error: {SHOWN}"]
 
 
 SYSTEM_ERRORS = [

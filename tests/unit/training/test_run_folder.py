@@ -1,19 +1,20 @@
-"""Run folder: one job at a time, and the deletion of an old run."""
+"""Run folder: one job at a time, and an old run is deleted only once a new one has started."""
 
 from __future__ import annotations
 
 import errno
-import shutil
+import os
+import signal
 import subprocess
 import sys
-from unittest.mock import Mock
+from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.training.run_folder import LOCK_NAME, delete_run
+from megatron_chameleon.training.run_folder import LOCK_NAME, locked_run_folder, starting_run
 from megatron_chameleon.training.trainer import pretrain
+from tests.full_disk import largest_file_size
 from tests.unit.training.runs import contents
 
 HOLDER = """
@@ -47,11 +48,90 @@ def test_locked_folder_is_rejected(pretrain_options, trained_run):
     assert contents(trained_run) == before
 
 
-def test_run_json_is_deleted_last(trained_run, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EBUSY, "busy")))
-        with pytest.raises(UserError, match="busy"):
-            delete_run(trained_run)
-    assert TrainingRun.exists(trained_run)
-    delete_run(trained_run)
-    assert contents(trained_run) == {}
+def test_failed_start_leaves_the_folder_unchanged(tmp_path):
+    def start_and_fail(folder):
+        with locked_run_folder(folder), starting_run(folder, overwrite=True):
+            assert (folder / LOCK_NAME).exists()
+            (folder / "tensorboard").mkdir()
+            raise ZeroDivisionError
+
+    made, there = tmp_path / "made", tmp_path / "there"
+    there.mkdir()
+    (there / "notes.txt").write_text("mine")
+    for folder in (made, there):
+        with pytest.raises(ZeroDivisionError):
+            start_and_fail(folder)
+    assert not made.exists()
+    assert {path.name for path in there.iterdir()} == {"notes.txt", LOCK_NAME}
+
+
+def overwrite_and_be_killed(folder, moves=None, started=False):
+    """Overwrite the run in ``folder`` in a process that is killed.
+
+    Either after ``moves`` file moves, or after them all, once a new run.json is there or not.
+    """
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        return
+    original, done = os.replace, list[object]()
+
+    def replace(*arguments):
+        done.append(arguments)
+        if len(done) - 1 == moves:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(*arguments)
+
+    os.replace = replace  # type: ignore[assignment]
+    with locked_run_folder(folder), starting_run(folder, overwrite=True):
+        (folder / "tensorboard").mkdir()
+        if started:
+            (folder / "run.json").write_text("{}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("moves", "started"), [(1, False), (3, False), (None, False), (None, True)]
+)
+def test_killed_overwrite_leaves_the_old_or_the_new_run(trained_run, moves, started):
+    before = contents(trained_run)
+    overwrite_and_be_killed(trained_run, moves, started)
+    assert contents(trained_run) != before
+    with locked_run_folder(trained_run):
+        pass
+    assert contents(trained_run) == ({Path("run.json"): b"{}"} if started else before)
+
+
+def test_full_disk_at_the_start_restores_the_old_run(pretrain_options, trained_run):
+    before = contents(trained_run)
+    with (
+        largest_file_size(1000),
+        pytest.raises(UserError, match=r"cannot write .*run\.json.*; free space"),
+    ):
+        pretrain(pretrain_options(trained_run, overwrite=True))
+    assert contents(trained_run) == before
+
+
+def overwrite_in_vain(folder, problem):
+    before = contents(folder)
+    with (
+        locked_run_folder(folder),
+        pytest.raises(UserError, match=problem),
+        starting_run(folder, overwrite=True),
+    ):
+        pytest.fail("the run starts")
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("failing", [1, 2, 4])
+def test_run_that_cannot_be_moved_is_restored(trained_run, monkeypatch, failing):
+    original, calls = os.replace, []
+
+    def replace(*arguments):
+        calls.append(arguments)
+        if len(calls) == failing:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        original(*arguments)
+
+    monkeypatch.setattr(os, "replace", replace)
+    overwrite_in_vain(trained_run, "cannot write")
