@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import tomllib
@@ -187,7 +188,10 @@ def _package(module: str, used_for: str) -> tuple[State, str]:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         return "broken", f"does not import: {_first_line(error)}"
-    version = getattr(importlib.import_module(package), "__version__", "unknown version")
+    try:
+        version = importlib.metadata.version(package)  # NVIDIA's Apex has no __version__
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown version"
     if not torch.cuda.is_available():
         return "unused", f"{version}, but there is no CUDA device"
     return "available", f"{version}: {used_for}"

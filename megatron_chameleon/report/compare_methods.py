@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import platform
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -244,13 +245,13 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
         made = _record(compared)
         where = "\n".join(f"- {key}: {markdown(str(value))}" for key, value in made.items())
         files[record.with_suffix(".md")] = f"# {PAGE_TITLE}\n\n{where}\n\n{page}\n".encode()
-        write_json(record, {**made, **as_json(compared)})
     for path, data in files.items():
         with replacing(path) as temporary:
             temporary.write_bytes(data)
     write_json(stem.with_suffix(".json"), as_json(compared))
     print(text)
     if record is not None:
+        write_json(record, {**made, **as_json(compared)})
         print(f"recorded in {record} and {record.with_suffix('.md')}")
     print(f"written to {stem}.txt, .md, .csv, .json and .png", flush=True)
     return compared
@@ -500,12 +501,14 @@ def _record(compared: MethodComparison) -> dict[str, Any]:
     layout = CheckpointRecord.load(checkpoint_folders(runs[0].root)[-1]).layout
     commits = dict.fromkeys(run.provenance.git_commit for run in runs)
     seconds = compared.options.wall_seconds
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"^model name\s*: (.*)", cpu, re.MULTILINE)
     return {
         "date": datetime.date.today().isoformat(),
         "machine": {
             "device": layout["device"],
             "devices_of_a_base_run": layout["world_size"],
-            "processor": platform.processor() or platform.machine(),
+            "processor": model[1] if model else platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
             "system": platform.platform(),

@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import pandas as pd
 
@@ -205,14 +206,34 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
     if unfinished:
         found.append(f"Training has not finished: {', '.join(unfinished)}.")
     for run, trained in known:
-        # Its mixture by name: examples and guides name a run MIXTURE-seedN.
-        name = next((n for n in folder.mixtures if f"{run.name}-".startswith(f"{n}-seed")), None)
+        name = _named_after(folder, run.name, trained)
         if name is not None and not same_weights(folder.mixtures[name].weights, trained.mixture):
             found.append(
                 f"{folder.paths[f'{MIXTURE}/{name}']} has changed since {trained.root} was trained "
                 "with it, so its intervals are not shown."
             )
     return found
+
+
+def _named_after(folder: RunFolder, run_name: str, run: TrainingRun) -> str | None:
+    """The mixture that a run is named after: the longest name before the end or a hyphen.
+
+    In merged folders, a mixture with a folder's ending fits the runs of that folder only.
+    """
+
+    def split(name: str) -> tuple[str, Path | None]:
+        for root, ending in folder.roots.items():
+            if ending and name.endswith(f" ({ending})"):
+                return name.removesuffix(f" ({ending})"), root
+        return name, None
+
+    found = []
+    for mixture in folder.mixtures:
+        stem, root = split(mixture)
+        fits = f"{split(run_name)[0]}-".startswith(f"{stem}-")
+        if fits and (root is None or run.root.is_relative_to(root)):
+            found.append((len(stem), mixture))
+    return max(found, default=(0, None))[1]
 
 
 def seed_groups(comparison: Comparison) -> list[SeedGroup]:
@@ -289,9 +310,11 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     for run in mixed:
         assert run.run is not None
         label = run.label if len(mixed) > 1 else ""
-        mixtures = folder.mixtures.values()
-        same = (m for m in mixtures if same_weights(m.weights, run.run.mixture))
-        weights |= weight_columns(label, run.run.mixture, next(same, None))
+        trained = run.run.mixture
+        same = [n for n, m in folder.mixtures.items() if same_weights(m.weights, trained)]
+        own = _named_after(folder, run.name, run.run)
+        name = own if own in same else next(iter(same), None)
+        weights |= weight_columns(label, trained, None if name is None else folder.mixtures[name])
     unigram = pd.Series({name: d.unigram_perplexity for name, d in runs[0].result.domains.items()})
     perplexities = formatted(comparison.perplexity, format_perplexity, min)
     averages = cells_of([run.result.mean_perplexity for run in runs], format_perplexity, min)

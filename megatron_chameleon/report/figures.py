@@ -275,8 +275,8 @@ def run_curves(label: str, run: TrainingRun) -> RunCurves:
 
 
 def smoothing_window(curve: pd.Series[float]) -> int:
-    """Points of the running mean: 1, no smoothing, for a curve of few points."""
-    return max(1, len(curve) // SMOOTH_POINTS)
+    """Points of the running mean, an odd number: 1, no smoothing, for a curve of few points."""
+    return len(curve) // SMOOTH_POINTS | 1
 
 
 def smoothed(curve: pd.Series[float]) -> pd.Series[float]:

@@ -242,15 +242,16 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
         for name, artifact in getattr(folder, field).items()
     ]
     by_name: dict[tuple[str, str], Any] = {}
-    # A run and its results are renamed together.
+    # A run and its results are renamed together, but not with a mixture of that name.
+    family = dict.fromkeys(("base_runs", "evaluations", "downstream"), "runs")
     colliding = {
-        _stem(folder, field, name)
+        (family.get(field, field), _stem(folder, field, name))
         for field, folder, name, artifact in sources
         if not _is_same(by_name.setdefault((field, name), artifact), artifact)
     }
     for field, folder, name, artifact in sources:
         stem, new, path = _stem(folder, field, name), name, folder.paths[_PREFIXES[field] + name]
-        if stem in colliding:
+        if (family.get(field, field), stem) in colliding:
             separator = "/" if stem == EMBEDDINGS else " "
             new = f"{stem}{separator}({roots[folder.root]}){name.removeprefix(stem)}"
         if new in found[field]:

@@ -111,6 +111,7 @@ def token_tables(folder: RunFolder) -> list[Table]:
     labels = run_labels(folder.base_runs, runs)
     percent, count = "{:+.2%}".format, "{:,.0f}".format
     tables, extremes = [], []
+    changed, unfinished = [], []
     for name, run in runs.items():
         frame = pd.DataFrame({d: dataclasses.asdict(t) for d, t in run.domain_tokens.items()}).T
         target, actual, epochs = frame["target"], frame["actual"], frame["epochs"]
@@ -128,8 +129,12 @@ def token_tables(folder: RunFolder) -> list[Table]:
             "Targets are the weights times all steps done; epochs are passes over the domain's "
             "training tokens."
         ]
-        notes += ["The weights changed during training."] if len(run.mixture_phases) > 1 else []
-        notes += [f"Training has not finished ({run.status})."] if run.status != "finished" else []
+        if len(run.mixture_phases) > 1:
+            notes.append("The weights changed during training.")
+            changed.append(labels[name])
+        if run.status != "finished":
+            notes.append(f"Training has not finished ({run.status}).")
+            unfinished.append(f"{labels[name]} ({run.status})")
         title = f"Sampled tokens: {labels[name]}"
         tables.append(Table.by_row(title, "domain", pd.DataFrame(columns), [total], notes))
         most = [
@@ -139,12 +144,14 @@ def token_tables(folder: RunFolder) -> list[Table]:
         extremes.append([labels[name], count(goal), *most])
     if len(tables) <= MOST_TABLES:
         return tables
-    note = (
+    notes = [
         "Per run, the domain with the largest difference between actual and target tokens, and the "
         "one with the most epochs. The file run.json of each run has all domains."
-    )
+    ]
+    notes += [f"The weights changed during training: {', '.join(changed)}."] if changed else []
+    notes += [f"Training has not finished: {', '.join(unfinished)}."] if unfinished else []
     header = ["run", "target tokens", "largest difference", "most epochs"]
-    return [Table.of("Sampled tokens", header, extremes, notes=[note])]
+    return [Table.of("Sampled tokens", header, extremes, notes=notes)]
 
 
 def format_epochs(epochs: float) -> str:

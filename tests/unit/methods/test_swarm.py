@@ -126,6 +126,7 @@ def test_a_stopped_swarm_resumes_and_members_are_added(whole, corpus, tmp_path):
 
 COMMAND = """
 import sys
+import time
 from pathlib import Path
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.errors import UserError
@@ -137,7 +138,9 @@ def main():
     try:
         result = train_swarm(swarm_options(), Corpus.load(corpus), MIXTURES, folder)
     except UserError as error:
-        sys.exit(f"failed: {error}")
+        print(f"failed: {error}", flush=True)
+        time.sleep(2)  # torchrun ends the other rank once this one has ended
+        sys.exit(1)
     sys.exit(0 if result else 75)
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import (
-    Clusters,
-    DomainLoss,
-)
+from megatron_chameleon.artifacts import Clusters, DomainLoss, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import (
     Comparison,
@@ -23,7 +22,7 @@ from megatron_chameleon.report.comparison import (
     perplexity_table,
     seed_table,
 )
-from megatron_chameleon.report.run_folder import RunFolder
+from megatron_chameleon.report.run_folder import RunFolder, merge
 from megatron_chameleon.report.tables import is_best
 from tests.unit.report.samples import (
     CHAMELEON,
@@ -72,6 +71,27 @@ def test_intervals_of_a_recomputed_mixture_are_not_shown(root, rng):
     assert not any("interval" in heading for heading in header)
     (sentence,) = caveats(folder, comparison)
     assert "4-mixture/chameleon-pretrain.json has changed" in sentence
+
+
+@pytest.mark.parametrize("name", ["chameleon-pretrain", "chameleon-pretrain-2k-seed1"])
+def test_a_run_finds_the_mixture_it_is_named_after(root, rng, name):
+    for stage, suffix in (("5-base", ""), ("6-evaluation", ".json")):
+        (root / stage / f"{CHAMELEON}{suffix}").rename(root / stage / f"{name}{suffix}")
+    own = root / "4-mixture/chameleon-pretrain.json"
+    Mixture(Mixture.load(own).weights, "manual").save(root / "4-mixture/best.json")
+    folder = RunFolder.load(root)
+    assert any("interval" in h for h in perplexity_table(folder, compare(folder)).header)
+    assert caveats(folder, compare(folder)) == []
+    random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4))).save(own)
+    shutil.copytree(root, copy := root.with_name("copy"))
+    change = json.loads((copy / "4-mixture/chameleon-pretrain.json").read_text())
+    change["cost"]["device_seconds"] = 999.0
+    change.pop("checksum", None)
+    (copy / "4-mixture/chameleon-pretrain.json").write_text(json.dumps(change))
+    merged = merge([RunFolder.load(root), RunFolder.load(copy)])
+    for folder in (RunFolder.load(root), merged):
+        (sentence,) = caveats(folder, compare(folder))
+        assert "4-mixture/chameleon-pretrain.json has changed" in sentence
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,17 @@ def test_names_that_collide_get_their_folders(roots):
     assert total(both).device_seconds == pytest.approx(once + 999.0)
 
 
+def test_a_run_does_not_collide_with_a_mixture_of_its_name(roots):
+    mixture = "chameleon-pretrain"
+    for root in roots:
+        (root / f"5-base/{CHAMELEON}").rename(root / f"5-base/{mixture}")
+        (root / f"6-evaluation/{CHAMELEON}.json").rename(root / f"6-evaluation/{mixture}.json")
+    change_cost(roots[1] / f"4-mixture/{mixture}.json", 999.0)
+    both = merged(roots)
+    assert [f"{mixture} (run-a)", f"{mixture} (run-b)"] == list(both.mixtures)[1:]
+    assert list(both.base_runs) == list(both.evaluations) == [mixture, UNIFORM]
+
+
 def test_an_identical_run_with_two_evaluations_is_counted_once(roots):
     edit_evaluation(roots[1], UNIFORM, cost=Cost(1e9, 7.0, 7.0, 1))
     both, names = merged(roots), [f"{UNIFORM} (run-a)", f"{UNIFORM} (run-b)"]

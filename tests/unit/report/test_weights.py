@@ -61,9 +61,12 @@ def test_many_mixtures_are_a_row_each(root):
     for i in range(count):
         tokens = token_counts([1000.0 + i] * 3, [1000 + i, 900, 1001 + i], [1.0, 0.5, 2.0 + i])
         path = root / f"5-base/run-{i}"
-        write_training_run(path, Mixture.uniform(NAMES).weights, "manual", domain_tokens=tokens)
+        status = "failed" if i == 0 else "finished"
+        weights = Mixture.uniform(NAMES).weights
+        write_training_run(path, weights, "manual", domain_tokens=tokens, status=status)
     (table,) = token_tables(RunFolder.load(root))
     assert len(table.rows) == count
+    assert "run-0 (failed)" in table.notes[-1]
     assert rows_of(table)["run-0"] == ["3,000", "-10.00% (a|b_<x>)", "2 (prose)"]
     assert rows_of(table)["run-6"] == ["3,018", "-10.54% (a|b_<x>)", "8 (prose)"]
 
