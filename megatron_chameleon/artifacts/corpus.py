@@ -143,8 +143,12 @@ class Corpus(HashedFolderRecord):
         identity = corpus.tokenizer
         path = corpus.root / identity.file
         if path.is_file():
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error.strerror}; restore it") from error
             settings = identity.pattern, identity.special_tokens
-            if tokenizer_hash(path.read_bytes(), *settings) != identity.sha256:
+            if tokenizer_hash(content, *settings) != identity.sha256:
                 raise UserError(
                     f"{path} is not the tokenizer that made the corpus (its hash differs from that "
                     f"in {cls.FILE_NAME}); {cls.RESTORE}"

@@ -122,11 +122,7 @@ def _read(path: Path) -> pd.DataFrame:
     except (OSError, ValueError) as error:  # not UTF-8, or a row with more values than the header
         problem = " ".join(str(error).split())
         raise UserError(f"cannot read {path}: {problem}; pass a CSV table in UTF-8") from error
-    rows = rows[rows.fillna("").apply(lambda column: column.str.strip() != "").any(axis=1)]
-    if (short := rows.isna().any(axis=1)).any():  # pandas pads a short row
-        raise UserError(
-            f"{path}: the row of run '{rows[short].iloc[0, 0]}' has too few values; repair it"
-        )
+    rows = rows[rows.apply(lambda column: column.str.strip() != "").any(axis=1)]
     header = [] if rows.empty else [str(name) for name in rows.iloc[0]]
     if len(rows) < 2 or all(map(is_key, header)):
         raise UserError(f"{path} holds no runs: expected a header and a row per run")

@@ -38,11 +38,13 @@ class _BlendedPhase:
         phase: its weights.
         order: of the samples, numbered from the first one of the phase.
         before: [num_domains] samples of each domain before the phase.
+        target_before: [num_domains] target count of each domain before the phase.
     """
 
     phase: Phase
     order: order.BlendOrder | MegatronOrder
     before: NDArray[np.int64]
+    target_before: NDArray[np.float64]
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Domain of each sample of this phase, and its number within the domain."""
@@ -131,7 +133,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         return {name: part[0] for name, part in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Several samples at once, read by one compiled call.
+        """Several samples at once, read by one compiled call per domain.
 
         Returns:
             tokens [b, s] int64, labels [b, s] int64 (views of one tensor, one token apart),
@@ -208,16 +210,18 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             check_weights(self.data, phase.weights)
             check_enough_tokens(self.data, phase.weights, self.seq_length)
             before = np.zeros(len(self.data.domains), np.int64)
+            targets = np.zeros(len(self.data.domains))
             if phases:
-                before = phases[-1].counts(phase.first_sample)
+                last, start = phases[-1], phase.first_sample
+                before = last.counts(start)
+                targets = last.target_before + last.phase.targets(start - last.phase.first_sample)
             blended: order.BlendOrder | MegatronOrder
             if self.permutation == "megatron":
                 self._require_memory(phase.weights)
                 blended = MegatronOrder(phase.weights, length, self._by_size)
             else:
-                deficits = np.array(schedule.target_samples(phase.first_sample)) - before
-                blended = order.BlendOrder(phase.weights, deficits.tolist())
-            phases.append(_BlendedPhase(phase, blended, before))
+                blended = order.BlendOrder(phase.weights, (targets - before).tolist())
+            phases.append(_BlendedPhase(phase, blended, before, targets))
         return phases
 
     def _require_memory(self, weights: Sequence[float]) -> None:

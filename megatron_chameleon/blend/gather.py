@@ -138,19 +138,14 @@ def read_indexed(
     blocks: NDArray[np.int64],
 ) -> tuple[int, int]:
     """Read windows by Megatron's document, sample and shuffle index."""
+    keys = np.empty(0, np.uint64)
     for sample in range(done, rows.size):
         window, target = shuffle[numbers[sample]], out[rows[sample]]
         position, offset = np.int64(windows[window, 0]), np.int64(windows[window, 1])
-        filled, unchecked = 0, 0
-        while filled < target.size:
-            document = documents[position]
-            start = pointers[document] // tokens.itemsize + offset
-            count = min(lengths[document] - offset, target.size - filled)
-            part = target[filled : filled + count]
-            unchecked = _copy(tokens, checked, start, part, blocks, unchecked)
-            filled += count
-            position += 1
-            offset = np.int64(0)
+        unchecked = _read_documents(
+            *(tokens, checked, lengths, pointers, documents, 0, 0, keys),
+            *(position, offset, target, blocks),
+        )
         if unchecked:
             return sample + 1, unchecked
     return rows.size, 0
@@ -196,6 +191,7 @@ def read_epoch(
         blocks: output: unchecked blocks of the last sample.
     """
     begin = pointers[first_document] // tokens.itemsize
+    no_index = np.empty(0, np.int32)
     for sample in range(done, rows.size):
         target, filled, unchecked = out[rows[sample]], 0, 0
         window = permuted(numbers[sample], num_windows, keys[0])
@@ -211,26 +207,54 @@ def read_epoch(
         else:
             end = np.searchsorted(ends, token, side="right")
             position = np.int64(end) * DOCUMENTS_PER_END
-            offset = token - (ends[end - 1] if end > 0 else 0)
-            while filled < target.size:
-                if position < num_documents:
-                    document = permuted(position, num_documents, keys[1])
-                else:  # the last window may end in the next epoch
-                    document = permuted(position - num_documents, num_documents, keys[2])
-                document += first_document
-                if offset < lengths[document]:
-                    start = pointers[document] // tokens.itemsize + offset
-                    count = min(lengths[document] - offset, target.size - filled)
-                    part = target[filled : filled + count]
-                    unchecked = _copy(tokens, checked, start, part, blocks, unchecked)
-                    filled += count
-                    offset = 0
-                else:
-                    offset -= lengths[document]
-                position += 1
+            offset = np.int64(token - (ends[end - 1] if end > 0 else 0))
+            unchecked = _read_documents(
+                *(tokens, checked, lengths, pointers, no_index, first_document, num_documents),
+                *(keys, position, offset, target, blocks),
+            )
         if unchecked:
             return sample + 1, unchecked
     return rows.size, 0
+
+
+@njit(cache=True, nogil=True)
+def _read_documents(
+    tokens: NDArray[np.integer],
+    checked: NDArray[np.uint8],
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    documents: NDArray[np.int32],
+    first: int,
+    num_documents: int,
+    keys: NDArray[np.uint64],
+    position: int,
+    offset: int,
+    target: NDArray[np.int64],
+    blocks: NDArray[np.int64],
+) -> int:
+    """Fill ``target`` from a position in the order of documents; return its unchecked blocks.
+
+    The order is ``documents``, or computed from ``keys`` if that is empty.
+    """
+    filled, unchecked = 0, 0
+    while filled < target.size:
+        if documents.size:
+            document = np.int64(documents[position])
+        elif position < num_documents:
+            document = first + permuted(position, num_documents, keys[1])
+        else:  # the last window may end in the next epoch
+            document = first + permuted(position - num_documents, num_documents, keys[2])
+        if offset < lengths[document]:
+            start = pointers[document] // tokens.itemsize + offset
+            count = min(lengths[document] - offset, target.size - filled)
+            part = target[filled : filled + count]
+            unchecked = _copy(tokens, checked, start, part, blocks, unchecked)
+            filled += count
+            offset = 0
+        else:
+            offset -= lengths[document]
+        position += 1
+    return unchecked
 
 
 @njit(cache=True, nogil=True)

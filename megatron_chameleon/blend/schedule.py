@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
@@ -19,6 +20,10 @@ class Phase:
 
     first_sample: int
     weights: tuple[float, ...]
+
+    def targets(self, num_samples: int) -> NDArray[np.float64]:
+        """[num_domains] target counts of ``num_samples`` samples of this phase."""
+        return num_samples * (np.array(self.weights) / math.fsum(self.weights))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +87,7 @@ class MixtureSchedule:
         """[num_domains] target counts of the first ``num_samples`` samples."""
         target = np.zeros(len(self.phases[0].weights))
         for phase, length in self.spans(num_samples):
-            target += length * (np.array(phase.weights) / math.fsum(phase.weights))
+            target += phase.targets(length)
         return list(target.tolist())
 
 

@@ -209,6 +209,8 @@ def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]
                 digest.update(block)
             stream.write(digest.digest())
         return _read(entry)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot write {entry}, or read it back: {error}; free space, or choose another folder"

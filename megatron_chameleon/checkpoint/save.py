@@ -6,8 +6,8 @@ megatron plans and writes. Added here:
 - A failure on one rank is reported to rank 0 and raised on all ranks. megatron would wait for the
   rank that has left.
 - Results are passed in memory and files are written by threads. megatron would start a process for
-the results, which outlives a killed rank, and one per file. If one of those is killed, it waits
-forever.
+  the results, which outlives a killed rank, and one per file. If one of those is killed, it waits
+  forever.
 """
 
 from __future__ import annotations

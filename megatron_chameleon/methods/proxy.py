@@ -148,21 +148,27 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
         return {**self.settings, **state, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. Raises UserError if other settings produced it."""
-        before = {**state["rule"], **state}
+        """Restore ``state``. Raises UserError if other settings produced it or it is damaged."""
+        before = {**state.get("rule", {}), **state}
         for name, value in {**self.settings["rule"], **self.settings}.items():
             if name != "rule" and before.get(name) != value:
                 raise UserError(
                     f"the proxy was trained with {name} {before.get(name)}, not {value}; "
                     f"{FRESH_START}"
                 )
-        arrays = [k for k, value in vars(self.state).items() if isinstance(value, np.ndarray)]
-        self.state = dataclasses.replace(
-            self.state,
-            **{name: np.array(state[name], np.float64) for name in arrays},
-            counted=state["counted"],
-            moved=state["moved"],
-        )
+        shapes = {k: v.shape for k, v in vars(self.state).items() if isinstance(v, np.ndarray)}
+        try:
+            arrays = {name: np.array(state[name], np.float64) for name in shapes}
+            if not all(np.isfinite(v).all() and v.shape == shapes[k] for k, v in arrays.items()):
+                raise ValueError
+            self.state = dataclasses.replace(
+                self.state, **arrays, counted=state["counted"], moved=state["moved"]
+            )
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"the state of the proxy's hook is damaged: expected finite numbers of shapes "
+                f"{shapes}; {FRESH_START}"
+            ) from None
 
 
 def by_name(names: Sequence[str], weighted: Sequence[int], weights: Array) -> dict[str, float]:

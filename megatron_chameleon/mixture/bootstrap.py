@@ -68,16 +68,19 @@ def bootstrap_weights(
         DegenerateScoreWarning: once, with the number of resamples in which ``weight_fn`` warned.
     """
     windows = _checked_windows(window_vectors)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DegenerateScoreWarning)
-        means = _resampled_means(windows, num_resamples, seed)
-        weights = np.array([weight_fn(embeddings) for embeddings in means])
+    rows, num_degenerate = [], 0
+    for embeddings in _resampled_means(windows, num_resamples, seed):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DegenerateScoreWarning)
+            rows.append(weight_fn(embeddings))
+        others = [each for each in caught if each.category is not DegenerateScoreWarning]
+        num_degenerate += len(others) < len(caught)
+        for each in others:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    weights = np.array(rows)
     if weights.shape != (num_resamples, len(windows)):
         raise ValueError("weight_fn must map embeddings [k, h] to weights [k]")
-    others = [each for each in caught if each.category is not DegenerateScoreWarning]
-    for each in others:
-        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    if num_degenerate := len(caught) - len(others):
+    if num_degenerate:
         warnings.warn(
             f"leverage scores were clipped in {num_degenerate} of {num_resamples} "
             "resamples, so the intervals are partly bounds: use more windows per domain",

@@ -71,15 +71,15 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        self._folder, self._logged_step = folder, first_step
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._open, self._folder, self._logged_step = SummaryWriter, folder, first_step
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, figures: Figures) -> None:
         """Write every finite number; nested names are joined, as in 'domain_loss/news'."""
-        from torch.utils.tensorboard import SummaryWriter
-
         writer, self._writer = self._writer, None  # an OSError ends the writer's thread
-        writer = writer or SummaryWriter(self._folder, purge_step=self._logged_step + 1)
+        writer = writer or self._open(self._folder, purge_step=self._logged_step + 1)
         self._logged_step = step
         for name, value in scalars(figures):
             writer.add_scalar(name, value, step)

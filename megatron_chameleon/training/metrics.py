@@ -225,6 +225,8 @@ def build_profiler(
         return ProfilerAction.RECORD if step < end - 1 else ProfilerAction.RECORD_AND_SAVE
 
     def write(trace: torch.profiler.profile) -> None:
+        if trace.step_num <= start:  # stopped before the first traced step
+            return
         name = f"steps-{first_step + start + 1}-to-{first_step + trace.step_num}.json"
         try:
             with replacing(options.run_dir / "profile" / name) as temporary:

@@ -42,8 +42,8 @@ def on_main(context: contextlib.AbstractContextManager[None]) -> Iterator[None]:
 def locked_run_folder(folder: Path) -> Iterator[None]:
     """Lock ``folder`` against other jobs during the block.
 
-    The folder is created if needed, and removed again if the block leaves it empty. On a file
-    system without locks, other jobs are not kept out.
+    The folder is created if needed; a created folder is removed if the block leaves it empty. On a
+    file system without locks, other jobs are not kept out.
 
     Raises:
         UserError: if another job holds the lock, or the folder cannot be created.
@@ -66,6 +66,8 @@ def locked_run_folder(folder: Path) -> Iterator[None]:
             ) from error
         except OSError:  # a file system without locks
             pass
+        if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            raise UserError(f"{folder} was in use by another job, which has just ended; try again")
         with contextlib.suppress(OSError):  # disk full; the lock is held anyway
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -94,8 +96,13 @@ def starting_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
     before, replaced, moved = set(folder.iterdir()), folder / _REPLACED, False
     try:
         if overwrite and TrainingRun.exists(folder):
+            if replaced.exists():
+                raise UserError(
+                    f"{replaced} holds an earlier run that could not be deleted: close the "
+                    "programs that have its files open, and delete it"
+                )
             with writing(replaced):
-                replaced.mkdir()  # fails if an earlier one could not be deleted
+                replaced.mkdir()
                 for path in sorted(_contents(folder), key=_is_record):
                     os.replace(path, replaced / path.name)
             moved = True

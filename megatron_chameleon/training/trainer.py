@@ -188,13 +188,13 @@ class Trainer:
         try:
             from_main(self._start)
             self._print(start_message(self.records))
-            try:
-                with self.profiler or contextlib.nullcontext():
+            with self.profiler or contextlib.nullcontext():
+                try:
                     self._train()
-            except BaseException as error:
-                is_interrupted = isinstance(error, KeyboardInterrupt)
-                self.record("interrupted" if is_interrupted else "failed")
-                raise
+                except BaseException as error:
+                    is_interrupted = isinstance(error, KeyboardInterrupt)
+                    self.record("interrupted" if is_interrupted else "failed")
+                    raise
         finally:
             self.records.close_loggers()
         self.record("interrupted" if self._stopped_by else "finished")

@@ -172,6 +172,11 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
         raise UserError(
             f"--cluster-name {cluster}: the corpus keeps a domain '{min(taken)}'; pass another name"
         )
+    documents = sum(corpus.domains[name].train.documents for name in names)
+    if most > documents:
+        raise UserError(
+            f"--discover {most}: there are only {documents} training documents; pass fewer clusters"
+        )
     for split in SPLITS:
         for name in names:
             lengths = open_tokens(corpus, name, split).lengths

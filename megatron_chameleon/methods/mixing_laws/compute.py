@@ -53,7 +53,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
     @property
     def model_sizes(self) -> Sequence[str]:
         """The sizes that a power law extrapolates, or the swarm's size."""
-        return self.options.laws.model_sizes or super().model_sizes
+        return list(dict.fromkeys(self.options.laws.model_sizes)) or super().model_sizes
 
     def losses_to_fit(
         self, swarms: Mapping[str, SwarmResult]

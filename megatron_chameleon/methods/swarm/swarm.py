@@ -366,6 +366,9 @@ def _train_members(
                         )
                 except UserError as failure:
                     error = error or UserError(f"member {member}: {failure}")
+                except Exception as failure:  # the other members save, and every rank raises it
+                    what = f"{type(failure).__name__}: {first_line(failure)}"
+                    error = error or UserError(f"member {member}: {what}")
             busy = len(pending) + len(running)
             sums = torch.tensor(
                 [stopped or error is not None, busy, finished], device=layout.device
@@ -511,7 +514,13 @@ def _collect(swarm: Swarm) -> SwarmResult:
     losses = np.full((count, len(steps), len(domains)), np.nan)
     diverged = [member for member, record in members.items() if record.diverged is not None]
     for member in members.keys() - diverged:
-        losses[member] = np.array(members[member].losses, np.float64)
+        record = members[member]
+        if record.steps != list(steps) or {*map(len, record.losses)} != {len(domains)}:
+            raise UserError(
+                f"{member_path(folder, member)}: field losses: expected {len(steps)} measurements "
+                f"of {len(domains)} domains; delete the file and run the same command again"
+            )
+        losses[member] = np.array(record.losses, np.float64)
     cost = sum((record.cost for record in members.values()), start=Cost())
     result = SwarmResult(domains, swarm.mixtures, steps, losses, diverged, cost)
     write_mixture_runs(result.runs(losses[:, -1]), folder / RATIOS_NAME, folder / METRICS_NAME)

@@ -153,10 +153,12 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
     fields = dataclasses.fields(options.axes)
     for field in fields:
         values, name = getattr(options.axes, field.name), field.name.removeprefix("sweep_")
-        if not values:
+        if values is None:
             continue
+        flag = name.replace("_", "-")
+        if not values:
+            raise UserError(f"--sweep-{flag}: needs at least one value; or leave it out")
         if name not in centre:
-            flag = name.replace("_", "-")
             raise UserError(
                 f"--sweep-{flag}: --method {method} has no --{flag}, or no absolute value for it "
                 f"with these options; leave it out, or set --{flag} for the centre"

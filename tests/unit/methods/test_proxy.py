@@ -179,6 +179,16 @@ def test_collapsed_or_unsettled_weights_give_a_warning(copied, options, last, me
 
 
 @for_method(
+    ("name", "damage"),
+    [("doge", {"mean": [0.5]}), ("doge", {"mean": [[0.1], [0.2, 0.7]]}), ("doremi", {"mean": "x"})],
+)
+def test_a_damaged_state_is_an_error(copied, options, damage):
+    edit_state(copied, **damage)
+    with pytest.raises(UserError, match="hook is damaged"):
+        compute(options())
+
+
+@for_method(
     ("name", "changes", "problem"),
     [
         ("doremi", {"rule": DoremiRule("fork", 0.1, 1e-3)}, "clip_tokens True, not False"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_chameleon.artifacts import Mixture
-from megatron_chameleon.artifacts.swarm import SwarmRecord, member_path
+from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, read_metrics
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm.options import SwarmOptions
@@ -111,6 +111,18 @@ def test_results_tables_and_cost(whole, corpus):
     assert SwarmRecord.load(folder).cost == result.cost
     run = TrainingRun.load(folder / "members" / "00002")
     assert (run.status, run.checkpoints) == ("finished", [])
+
+
+@pytest.mark.parametrize(
+    ("steps", "losses"), [([5], [[1.0, 2.0, 3.0]]), (None, [[1.0], [2.0]]), (None, [[1.0]])]
+)
+def test_a_result_of_another_shape_is_rejected(whole, corpus, tmp_path, steps, losses):
+    folder = without(whole, tmp_path / "damaged")
+    record = MemberRecord.load(member_path(folder, 2))
+    steps = record.steps if steps is None else steps
+    dataclasses.replace(record, steps=steps, losses=losses).save(member_path(folder, 2))
+    with pytest.raises(UserError, match=r"00002\.json: field losses"):
+        train_swarm(swarm_options(), corpus, MIXTURES, folder)
 
 
 def test_a_stopped_swarm_resumes_and_members_are_added(whole, corpus, tmp_path):

@@ -141,6 +141,7 @@ def test_axes_are_sorted_and_points_distinct(options):
     [
         ("chameleon", {"axes": AxisOptions()}, "--sweep-train-iters, "),
         ("chameleon", {"axes": AxisOptions(sweep_model_size=("99m",))}, "99m"),
+        ("chameleon", {"axes": AxisOptions(sweep_model_size=())}, "--sweep-model-size"),
         ("chameleon", {"axes": AxisOptions(sweep_train_iters=(1,))}, "1 steps, .*': --lr-warmup"),
         ("chameleon", {"doge": DogeRule(doge_mu=0.3)}, "--doge-mu 0.3"),
         ("doremi", {"axes": AxisOptions(sweep_ridge=(1.0,))}, "--sweep-ridge"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from megatron_chameleon.mixture.bootstrap import (
     outweighing_probability,
     resampled_means_direct,
 )
+from megatron_chameleon.mixture.weights import DegenerateScoreWarning
 from tests.addresses import at_offset
 
 
@@ -47,6 +50,16 @@ def test_resamples_equal_the_plain_reference(monkeypatch, block_values):
     assert outweighing_probability(result, [0], [2]) == (first > second).mean()
     more = bootstrap_weights(windows, mean_shares, num_resamples=30, seed=3)
     np.testing.assert_allclose(more.weights[:25], result.weights, rtol=1e-12)
+
+
+def test_resamples_with_warnings_are_counted():
+    def weigh(embeddings):
+        for _ in range(3):
+            warnings.warn("clipped", DegenerateScoreWarning, stacklevel=1)
+        return mean_shares(embeddings)
+
+    with pytest.warns(DegenerateScoreWarning, match="10 of 10 resamples"):
+        bootstrap_weights(windows_of([4, 5]), weigh, 10)
 
 
 @pytest.mark.parametrize("offset", [8, 32])
