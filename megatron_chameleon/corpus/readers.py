@@ -7,8 +7,7 @@ import dataclasses
 import hashlib
 import warnings
 import zlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -94,7 +93,8 @@ class MalformedLines:
         count: malformed lines among them.
         by_domain: malformed lines by domain; '' if the line should have named the domain.
         first: location and reason of the first ones.
-        names: number of documents by domain name in the source, before renaming.
+        names: source's name of a domain -> number of documents, where --rename-domain changes it or
+            leaves it out.
     """
 
     lines: int = 0
@@ -108,8 +108,9 @@ class MalformedLines:
         self.lines += other.lines
         self.count += other.count
         self.first += other.first[: _LINES_SHOWN - len(self.first)]
-        self.by_domain = dict(Counter(self.by_domain) + Counter(other.by_domain))
-        self.names = dict(Counter(self.names) + Counter(other.names))
+        for total, added in ((self.by_domain, other.by_domain), (self.names, other.names)):
+            for name, count in added.items():
+                total[name] = total.get(name, 0) + count
 
     def check(self, max_share: float) -> None:
         """Warn about malformed lines; raise UserError if they exceed ``max_share`` of all lines."""
@@ -207,7 +208,7 @@ class DocumentReader:
         for row, batch in batches:
             first_row = row
             if source.kind == "dataset":
-                names = columns_for(batch.schema.names, parser.keys, source.name)
+                names = columns_for(batch.schema, parser.keys, source.name)
                 batch = batch.select(list(dict.fromkeys(names)))
             rows: list[Any]
             try:
@@ -228,7 +229,7 @@ class DocumentReader:
             # Statistics of columns are not read: where they are damaged, pyarrow ends the process.
             metadata, sizes = file.metadata, _bytes_on_disk(path, file.metadata)
             leaves = [file.schema.column(i).path for i in range(len(file.schema))]
-            columns = columns_for(leaves, keys, path)
+            columns = columns_for(file.schema_arrow, keys, path, leaves)
             row = 1 + sum(metadata.row_group(group).num_rows for group in range(start))
             for group in range(start, metadata.num_row_groups if stop is None else stop):
                 num_rows = metadata.row_group(group).num_rows
@@ -313,7 +314,9 @@ class _Parser:
                     self._without_key += 1
                     self._last_error = error
                 by_domain = {self._source.domain or "": 1}
-                first = [f"{source_name}:{place(position)} {error}"]
+                first = []
+                if len(self._counts.first) < _LINES_SHOWN:  # finding the place takes time
+                    first = [f"{source_name}:{place(position)} {error}"]
                 self._counts.add(MalformedLines(0, 1, by_domain, first))
                 continue
             if document is not None:
@@ -344,14 +347,15 @@ class _Parser:
         domain: str | None = self._source.domain or ""
         if "--domain-key" in self.keys:
             name = text_at(record, self.keys["--domain-key"], "--domain-key")
-            if name not in self._counts.names and not is_domain_name(name):
+            if not is_domain_name(name):
                 raise MalformedLineError(
                     f"has {len(name.encode())} bytes of domain name at "
                     f"'{self.keys['--domain-key']}', not 1 to {MAX_DOMAIN_BYTES}"
                 )
-            self._counts.names[name] = 1 + self._counts.names.get(name, 0)
             assert self._domains is not None
             domain = self._domains.renamed(name)
+            if domain is None or name in self._domains.rename_table:
+                self._counts.names[name] = 1 + self._counts.names.get(name, 0)
         return None if domain is None else Document(domain, text, self._source.split)
 
 
@@ -564,28 +568,37 @@ def row_group_bytes(path: str) -> list[int]:
         return _bytes_on_disk(path, file.metadata)
 
 
-def columns_for(columns: Collection[str], keys: Mapping[str, str], name: str) -> list[str]:
+def columns_for(
+    schema: pa.Schema, keys: Mapping[str, str], name: str, leaves: Sequence[str] = ()
+) -> list[str]:
     """The columns that hold the values of ``keys``.
 
     Args:
-        columns: of the table; of nested columns the leaves, as paths with dots.
+        schema: of the table.
         keys: flag -> key, a column or a path with dots into one.
         name: of the table, for messages.
+        leaves: paths with dots of those values of nested columns that can be read separately.
 
     Raises:
-        UserError: if a key matches no column.
+        UserError: if a key matches no column or several.
     """
     found = []
     for flag, key in keys.items():
-        column = key
-        # A string column may hold JSON objects: only the first names of the path are a column then.
-        while column and not any(f"{path}.".startswith(f"{column}.") for path in columns):
-            column = column.rpartition(".")[0]
-        if not column:
-            existing = ", ".join(list(columns)[:_KEYS_SHOWN]) or "(none)"
+        column = key if key in schema.names else key.partition(".")[0]
+        count = schema.names.count(column)
+        if count == 0:
+            existing = ", ".join([*(leaves or schema.names)][:_KEYS_SHOWN]) or "(none)"
             raise UserError(
                 f"{name} has no column '{key}'; existing columns: {existing}; correct {flag}"
             )
+        if count > 1:
+            raise UserError(
+                f"{name} has {count} columns '{column}'; rename all but the one for {flag}"
+            )
+        # A string column may hold JSON objects: only the first names of the path are leaves then.
+        for path in accumulate(key.split("."), "{}.{}".format):
+            if any(f"{leaf}.".startswith(f"{path}.") for leaf in leaves):
+                column = path
         found.append(column)
     return found
 

@@ -25,6 +25,7 @@ from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
 from megatron_chameleon.corpus.readers import (
     Document,
     DocumentReader,
+    MalformedLines,
 )
 from megatron_chameleon.corpus.sources import Chunk, find_sources
 from megatron_chameleon.errors import UserError
@@ -111,6 +112,32 @@ def test_a_malformed_line_is_skipped_and_reported_with_its_number(jsonl, key):
             reader.malformed.check(0.49)
 
 
+def test_only_the_first_malformed_lines_are_located(jsonl, monkeypatch):
+    parse, located = readers._Parser.parse, []
+
+    def record(parser, lines, place):
+        def recorded(position):
+            located.append(position)
+            return place(position)
+
+        return parse(parser, lines, recorded)
+
+    monkeypatch.setattr(readers._Parser, "parse", record)
+    path = jsonl("a.jsonl", [b"{"] * 99)
+    reader, _ = read(path, chunks=[Chunk(0, 5), Chunk(0, 5)])
+    assert reader.malformed.count == 2 * 96
+    assert reader.malformed.first[-1].startswith(f"{path}:byte 24 ")
+    assert len(located) == len(reader.malformed.first) == 10
+
+
+def test_counts_are_added_without_a_pass_over_all_names():
+    counts = MalformedLines(by_domain={"a": 1}, names={"A": 1})
+    by_domain, names = counts.by_domain, counts.names
+    counts.add(MalformedLines(3, 2, {"a": 1, "b": 1}, names={"B": 1}))
+    assert counts == MalformedLines(3, 2, {"a": 2, "b": 1}, names={"A": 1, "B": 1})
+    assert (counts.by_domain is by_domain, counts.names is names) == (True, True)
+
+
 def test_a_key_that_every_line_lacks_is_an_error(jsonl, monkeypatch):
     monkeypatch.setattr(readers, "_LINES_BEFORE_GIVING_UP", 3)
     monkeypatch.setattr(readers, "_BLOCK", 16)
@@ -124,7 +151,7 @@ def test_domains_are_renamed_or_left_out_and_counted(jsonl, odd_line):
     path = jsonl("a.jsonl", [*lines, *odd_line])
     reader, found = read(path, by_key("set", "A=x", "C=x", "B="))
     assert found == [Document(*pair) for pair in (("x", "0"), ("x", "2"), ("D", "3"), ("x", "4"))]
-    assert reader.malformed.names == {"A": 2, "B": 2, "C": 1, "D": 1}
+    assert reader.malformed.names == {"A": 2, "B": 2, "C": 1}  # not D, which keeps its name
     assert reader.malformed.count == len(odd_line)
 
 
@@ -284,6 +311,14 @@ def test_keys_reach_into_structs_and_strings_that_hold_objects(write):
     _, found = read(write(rows), by_key("meta.set.name"), text_key="a.b.text")
     assert found == [Document(f"s{i}", str(i)) for i in range(5)]
     assert texts_of(read(write(rows), text_key="a.b")[1]) == ["x"] * 5
+
+
+@pytest.mark.parametrize("key", ["text", "meta.set"])
+def test_a_key_of_several_columns_is_an_error(write, key):
+    column = pa.array(["a"]) if key == "text" else pa.array([{"set": "a"}])
+    name = key.partition(".")[0]
+    with pytest.raises(UserError, match=f"has 2 columns '{name}'; rename all but the one"):
+        read(write(pa.Table.from_arrays([column, column], [name, name])), text_key=key)
 
 
 def test_null_too_long_and_invalid_texts(write):
