@@ -55,10 +55,7 @@ _SPLIT_ALIASES: dict[str, Split] = {
 }
 _HELD_OUT_WORDS = {"validation", "valid", "val", "test"}
 _BATCH_ROWS = 256
-# A folder, or a name and its revision; config; split.
-_DATASET_NAME = re.compile(
-    r"(?:([./~][^#]*?)|([^@:#]+)(?:@([^:#]+))?)(?::([^/#]+))?(?:#(.+))?", re.DOTALL
-)
+_HUB_SECONDS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,11 +394,19 @@ class DatasetName:
         Raises:
             UserError: if it has no name.
         """
-        match = _DATASET_NAME.fullmatch(text.removeprefix(DATASET_PREFIX))
-        if match is None:
+        rest, _, split = text.removeprefix(DATASET_PREFIX).partition("#")
+        head, colon, config = rest.rpartition(":")
+        if not colon or "/" in config or os.path.isdir(os.path.expanduser(rest)):
+            head, config = rest, ""
+        folder = os.path.expanduser(head)
+        revision = ""
+        if os.path.isdir(folder) or head[:1] in ("/", ".", "~"):
+            head = folder
+        else:
+            head, _, revision = head.partition("@")
+        if not head:
             raise UserError(f"{text}: must be {DATASET_PREFIX}OWNER/NAME[:CONFIG]")
-        folder, name, revision, config, split = match.groups()
-        return cls(os.path.expanduser(folder) if folder else name, revision, config, split)
+        return cls(head, revision or None, config or None, split or None)
 
     def __str__(self) -> str:
         parts = (("@", self.revision), (":", self.config), ("#", self.split))
@@ -439,6 +444,9 @@ def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]
     with _dataset_errors(name):
         import datasets
 
+        is_folder = name.path.startswith(("/", ".")) or os.path.isdir(name.path)
+        if not is_folder and not datasets.config.HF_HUB_OFFLINE:
+            _require_hub(name)
         configs = [name.config]
         if name.config == ALL_CONFIGS:
             configs = datasets.get_dataset_config_names(name.path, revision=name.revision)
@@ -474,6 +482,19 @@ def _sources_of_split(
         name = f"{dataset} ({shard + 1} of {len(files)})"
         source = Source(name, "dataset", dataset, split=split, dataset=dataset)
         yield dataclasses.replace(source, shard=shard, num_shards=len(files))
+
+
+def _require_hub(name: DatasetName) -> None:
+    """Try one request: ``datasets`` would retry for half a minute without a network."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception as error:  # of httpx or requests, depending on the release
+        raise UserError(
+            f"{name}: cannot reach {constants.ENDPOINT} ({one_line(error)}); check the network, "
+            "download the data set and pass its folder, or use a cached one by HF_HUB_OFFLINE=1"
+        ) from error
 
 
 def _target_splits(name: DatasetName, existing: list[str]) -> dict[str, Split | None]:

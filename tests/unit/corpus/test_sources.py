@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import close_session, constants
 
 from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
 from megatron_chameleon.corpus.readers import Document, DocumentReader
@@ -181,9 +183,9 @@ def test_names_of_data_sets(text, name):
     assert str(name) == text
 
 
-def test_configs_can_be_domains_with_their_own_splits(tmp_path, own_cache):
+def test_configs_can_be_domains_with_their_own_splits(tmp_path, own_cache, monkeypatch):
     configs = {"en": {"train": 2, "dev": 1, "test": 1}, "fr": {"train": 1, "val": 1}}
-    root = write_dataset(tmp_path / "set", configs)
+    root = write_dataset(tmp_path / "set@v1:en", configs)
     renamed = DomainOptions(domain_from_config=True, rename_domain=(("en=english",),))
     _, found = read(f"hf:{root}:*", domains=renamed)
     assert [tuple(document) for document in found] == [
@@ -199,6 +201,8 @@ def test_configs_can_be_domains_with_their_own_splits(tmp_path, own_cache):
         for j in range(3)
     ]
     assert len(read(f"hf:{root}:en")[1]) == 6  # train alone
+    monkeypatch.chdir(tmp_path)
+    assert DatasetName.parse(f"hf:{root.name}#dev") == DatasetName(root.name, split="dev")
 
 
 def test_files_of_data_sets_are_read_like_files_and_other_formats_streamed(tmp_path, own_cache):
@@ -223,6 +227,12 @@ def test_files_of_data_sets_are_read_like_files_and_other_formats_streamed(tmp_p
     train = [Document("web", text) for text in ("a", "b\nc", "d")]
     assert found == [*train, Document("web", "e", "test")]
 
+    root = tmp_path / "dotted"
+    root.mkdir()
+    (root / "train.csv").write_text("text.a,text.b\nd,e\n")
+    with pytest.raises(UserError, match=r"no column 'text'; existing columns: text\.a, text\.b"):
+        read(f"a=hf:{root}", domains=DomainOptions())
+
     root = tmp_path / "array"
     root.mkdir()
     records = [{"text": "a", "meta": {"set": "x"}}, {"text": None, "meta": {"set": "y"}}]
@@ -245,6 +255,25 @@ def test_absent_data_sets_configs_and_splits_are_rejected(tmp_path, own_cache):
             find(f"a=hf:{name}")
         assert str(raised.value).startswith("hf:")
         assert "\n" not in str(raised.value)
+
+
+def test_a_hub_that_cannot_be_reached_is_reported_after_one_request(monkeypatch):
+    calls = []
+
+    def refuse(*address, **_more):
+        calls.append(address)
+        raise OSError("there is no network")
+
+    close_session()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    for config in (constants, datasets.config):
+        monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(UserError, match=r"^hf:o/n: cannot reach http://.*HF_HUB_OFFLINE=1"):
+        find("a=hf:o/n")
+    assert len(calls) == 1
+    close_session()
 
 
 ON_THE_HUB = """
