@@ -121,13 +121,14 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
             holds files of other origin.
     """
     folder = options.output_dir
-    own = {SUMMARY_FILE, *(f"{domain.name}.jsonl" for domain in DOMAINS)}
+    names = [SUMMARY_FILE, *(f"{domain.name}.jsonl" for domain in DOMAINS)]
+    own = _any_of(" ".join([*names, *(f".{name}.*.tmp" for name in names)]))
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if other := sorted({path.name for path in folder.iterdir()} - own):
-            raise UserError(
-                f"--output-dir {folder} has files of other origin ({other[0]}); pass a new folder"
-            )
+        earlier = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if other := sorted(name for name in earlier if not own.match(name)):
+        raise UserError(
+            f"--output-dir {folder} has files of other origin ({other[0]}); pass a new folder"
+        )
     files = list_files(options.roots or default_roots())
     by_domain = assign_domains(files, DOMAINS)
     gathered: list[DomainText] = []
@@ -161,11 +162,11 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
         summary = {"name": found.domain.name, "what": found.domain.what, "file": file}
         counts = {"documents": len(found.documents), "bytes": found.num_bytes}
         summaries.append({**summary, **counts, "packages": found.packages})
-        own.discard(file)
+        earlier.discard(file)
     limits = dataclasses.asdict(options)
     del limits["output_dir"], limits["roots"]
     write_json(folder / SUMMARY_FILE, {"domains": summaries, "limits": limits})
-    for name in own - {SUMMARY_FILE}:  # of an earlier run
+    for name in earlier - {SUMMARY_FILE}:  # temporary files of a killed run included
         (folder / name).unlink(missing_ok=True)
     return gathered
 

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -40,7 +41,7 @@ from megatron_chameleon.corpus.staging import (
     make_plan,
 )
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
 
 # Input that one process reads while another is still starting.
@@ -317,7 +318,8 @@ def make_in_processes(
     """Make the shards ``numbers`` in worker processes, which never outlive this one.
 
     Raises:
-        UserError: raised by a worker, or because a worker was killed.
+        UserError: from a worker, or because a worker was killed.
+        RuntimeError: with the traceback of a worker that failed for another reason.
     """
     # Not forked: a copy could inherit locks that our threads hold.
     context = multiprocessing.get_context("spawn")
@@ -331,7 +333,8 @@ def make_in_processes(
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for future in as_completed(made):
-            future.result()
+            if error := future.result():
+                raise error
             on_bytes(run.plan.shard_bytes(made[future]))
     except BrokenProcessPool as error:
         raise UserError(
@@ -356,8 +359,23 @@ def _start_worker(run: _Run, threads: int) -> None:
     warnings.simplefilter("ignore")  # the parent process has warned
 
 
-def _make_shard_in_worker(number: int) -> None:
-    _worker_run.make_shard(_worker_tokenizer(), number)
+def _make_shard_in_worker(number: int) -> Exception | None:
+    """Write shard ``number``; return the error as one that survives pickling.
+
+    Pickling drops causes and tracebacks, and fails for some exceptions. A note keeps the traceback
+    out of the message, which may be searched for the text of system errors.
+    """
+    try:
+        _worker_run.make_shard(_worker_tokenizer(), number)
+    except UserError as error:
+        return UserError(str(error))
+    except BaseException as error:
+        if message := system_error_message(error):
+            return UserError(f"{message}; fix it and run the same command again")
+        failed = RuntimeError("a worker process failed")
+        failed.add_note(traceback.format_exc())
+        return failed
+    return None
 
 
 @functools.cache

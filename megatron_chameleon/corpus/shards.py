@@ -15,9 +15,10 @@ import contextlib
 import dataclasses
 import hashlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -296,12 +297,12 @@ def make_shard(
     sys.setswitchinterval(_SWITCH_SECONDS)
     with contextlib.ExitStack() as stack:
         stack.callback(sys.setswitchinterval, switch_interval)
-        threads = stack.enter_context(ThreadPoolExecutor(2))
+        writing_thread = stack.enter_context(ThreadPoolExecutor(1))
         # Pipeline: one batch is read and one is written while another is encoded.
-        ahead = threads.submit(next, unread, None)
-        written = threads.submit(lambda: None)
+        ahead = _next_in_thread(unread)
+        written = writing_thread.submit(lambda: None)
         while (batch := ahead.result()) is not None:
-            ahead = threads.submit(next, unread, None)
+            ahead = _next_in_thread(unread)
             tokens, lengths = tokenizer.encode_documents(batch.texts)
             batch.documents["tokens"] = lengths
             kept = lengths > 1  # all have an end-of-document token
@@ -309,7 +310,9 @@ def make_shard(
                 without_tokens.update(batch.documents["domain"][~kept].tolist())
                 tokens = tokens[np.repeat(kept, lengths)]
             written.result()
-            written = threads.submit(writer.add, tokens, batch.documents[kept], batch.digests[kept])
+            written = writing_thread.submit(
+                writer.add, tokens, batch.documents[kept], batch.digests[kept]
+            )
         written.result()
     checksums = writer.finish()
     empty = without_text + without_tokens
@@ -328,6 +331,23 @@ def make_shard(
         malformed=reader.malformed,
         seconds=stopwatch.seconds(),
     ).save()
+
+
+def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:
+    """Read the next batch, None after the last, in a daemon thread.
+
+    An executor would wait for a read that hangs, as on a stalled disk; the process could not end.
+    """
+    future: Future[_Batch | None] = Future()
+
+    def read() -> None:
+        try:
+            future.set_result(next(batches, None))
+        except BaseException as error:  # raised again by result()
+            future.set_exception(error)
+
+    threading.Thread(target=read, name="read-ahead", daemon=True).start()
+    return future
 
 
 class _Batch(NamedTuple):

@@ -20,12 +20,15 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_chameleon.artifacts.corpus import Corpus
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
@@ -66,6 +69,8 @@ _PACKAGES = ("megatron-chameleon", "tokenizers", "sentencepiece", "tiktoken")
 # Options not compared: resolved sources are compared instead; malformed lines are checked at the
 # end.
 _NOT_COMPARED = ("input", "valid_input", "test_input", "max_malformed_share")
+# Each has its own folder.
+_MAX_SHARDS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +139,13 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
     """The plan for ``options``.
 
     Raises:
-        UserError: if a source that has to be divided cannot be read.
+        UserError: if it has too many shards, or a source that has to be divided cannot be read.
     """
+    shards_at_least = sum(source.bytes for source in sources) // options.shard_bytes
+    if shards_at_least > _MAX_SHARDS:
+        raise UserError(
+            f"--shard-bytes {options.shard_bytes} makes {shards_at_least} shards; use a larger one"
+        )
     compared = {
         **json_values(options.source),
         **json_values(options.domains),
@@ -232,7 +242,8 @@ class CorpusFolder:
                 problem = plan.difference(existing)
                 if problem is None:
                     return existing
-                if self.finished() or len(list(self.staging.parent.iterdir())) > 1:
+                others = {path.name for path in self.staging.parent.iterdir()} - {self.staging.name}
+                if self.finished() or not all(map(_is_of_ended_process, others)):
                     raise UserError(problem) from None
             os.replace(draft, path)
         return dataclasses.replace(plan, root=self.partial)
@@ -301,8 +312,18 @@ class CorpusFolder:
         """Remove all shards, the plan and the staging directories."""
         with contextlib.suppress(OSError):  # there is none, or another process removes it
             # One rename: a partly removed set of shards must not be joined.
-            os.rename(self.partial / _SHARDS_NAME, self.partial / "removed")
+            removed = self.partial / f"removed-{secrets.token_hex(4)}"
+            os.rename(self.partial / _SHARDS_NAME, removed)
+        # Before the file `published`, by which the next run resumes the removal.
+        for removed in self.partial.glob("removed*"):
+            shutil.rmtree(removed, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def _is_of_ended_process(name: str) -> bool:
+    """Whether a process of this machine that has ended made the staging directory ``name``."""
+    made_here = re.fullmatch(rf"{re.escape(socket.gethostname())}-(\d+)-\w+", name)
+    return made_here is not None and not psutil.pid_exists(int(made_here[1]))
 
 
 def _own_files(root: Path) -> list[Path]:

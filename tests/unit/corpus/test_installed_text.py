@@ -72,12 +72,18 @@ def test_each_domain_gets_its_own_texts_once(options):
 
 def test_a_domain_that_is_too_small_is_replaced_by_the_next(options):
     options = dataclasses.replace(options, num_domains=6)
+    with pytest.raises(UserError, match="0 of the 6 domains"):
+        gather_installed_text(dataclasses.replace(options, min_bytes_per_domain=10**9))
+    assert not options.output_dir.exists()
     first = {found.domain.name for found in gather_installed_text(options)}
     shutil.rmtree(options.roots[0] / "torch")
+    unfinished = options.output_dir / ".python_source.jsonl.0123456789ab.tmp"  # of a killed run
+    unfinished.touch()
     second = {found.domain.name for found in gather_installed_text(options)}
     assert first ^ second == {"cpp_headers", "number_tables"}
     # Files of the first run are removed, other files never.
     assert {path.stem for path in options.output_dir.glob("*.jsonl")} == second
+    assert not unfinished.exists()
     (options.output_dir / "mine.txt").touch()
     with pytest.raises(UserError, match=r"mine\.txt"):
         gather_installed_text(options)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import itertools
 import json
 import os
+import pickle
 import shutil
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,12 +20,13 @@ from tokenizers import Tokenizer
 from tokenizers.normalizers import Strip
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.corpus import indexed, join, shards
+from megatron_chameleon.corpus import indexed, join, preprocess, shards
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.staging import Plan
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.corpus.tokenizer import Tokenizer as CorpusTokenizer
+from megatron_chameleon.errors import UserError, system_error_message
 from tests.full_disk import largest_file_size
 from tests.unit.corpus.corpus_making import (
     all_documents,
@@ -159,6 +165,70 @@ def test_text_without_a_corpus_in_it_leaves_nothing(
         preprocess_data(replace(options, source=source, **changes))
     assert "\n" not in str(raised.value)
     assert not options.output.exists()
+
+
+# Workers and threads
+
+
+class CannotBeUnpickledError(Exception):
+    def __init__(self, *, response):
+        super().__init__("no connection")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_wrapped", "reported", "traceback"),
+    [
+        (UserError("x.jsonl is damaged"), False, UserError("x.jsonl is damaged"), ""),
+        (
+            RuntimeError("failed"),
+            True,
+            UserError("No space left on device; fix it and run the same command again"),
+            "",
+        ),
+        (KeyError("bug"), False, RuntimeError("a worker process failed"), "KeyError: 'bug'"),
+        (
+            CannotBeUnpickledError(response=1),
+            False,
+            RuntimeError("a worker process failed"),
+            "CannotBeUnpickledError: no connection",
+        ),
+    ],
+)
+def test_an_error_in_a_worker_is_reported_as_in_one_process(
+    monkeypatch, error, is_wrapped, reported, traceback
+):
+    def fail(*_):
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as cause:
+            raise error from cause if is_wrapped else None
+
+    monkeypatch.setattr(preprocess, "_worker_run", SimpleNamespace(make_shard=fail), raising=False)
+    monkeypatch.setattr(preprocess, "_worker_tokenizer", lambda: None)
+    received = pickle.loads(pickle.dumps(preprocess._make_shard_in_worker(0)))
+    assert (type(received), str(received)) == (type(reported), str(reported))
+    assert traceback in "".join(getattr(received, "__notes__", [""]))
+    if type(received) is RuntimeError:
+        assert system_error_message(received) is None
+
+
+def test_a_stalled_read_does_not_delay_an_interrupt(options, monkeypatch):
+    read, ended, was_read = shards._batches, threading.Event(), []
+
+    def stall(*arguments):
+        yield from itertools.islice(read(*arguments), 1)
+        ended.wait(60)
+        was_read.append(True)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards, "_batches", stall)
+    monkeypatch.setattr(CorpusTokenizer, "encode_documents", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess_data(options)
+    assert not was_read
+    ended.set()
 
 
 # Division of the work

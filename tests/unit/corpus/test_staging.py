@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_chameleon.corpus import staging
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
@@ -32,13 +34,14 @@ PLAN = Plan(
     sources=[Source("a", "lines", "a", bytes=10)],
     shards=[[Chunk(0, 0, None, 10)]],
 )
+LARGER_THAN_ANY_PROCESS_ID = 1 << 30
 OTHER_PLAN = dataclasses.replace(PLAN, options={"split": "80,10,10"})
 
 
 # Plans
 
 
-def test_plans_differ_only_where_shards_do(tmp_path, jsonl, texts, tokenizer_json):
+def test_plans_differ_only_where_shards_do(tmp_path, jsonl, texts, tokenizer_json, monkeypatch):
     a, b = (f"{x}={jsonl(f'{x}.jsonl', texts(20, ord(x)))}" for x in "ab")
     options = PreprocessOptions(SourceOptions(((a, b),)), tmp_path / "out", tokenizer_json)
     tokenizer = load_tokenizer(tokenizer_json, options.eod_token)
@@ -62,6 +65,9 @@ def test_plans_differ_only_where_shards_do(tmp_path, jsonl, texts, tokenizer_jso
         (plan((a, f"c={tmp_path}/b.jsonl")), f"{tmp_path}/b.jsonl is "),
     ):
         assert named in (changed.difference(begun) or "")
+    monkeypatch.setattr(staging, "_MAX_SHARDS", 100)
+    with pytest.raises(UserError, match=r"^--shard-bytes 1 makes \d+ shards; use a larger one$"):
+        plan((a, b), shard_bytes=1)
 
 
 SOURCES = st.builds(
@@ -146,6 +152,8 @@ def test_another_plan_is_rejected_while_work_by_the_first_exists(tmp_path, monke
 
     if not links:
         monkeypatch.setattr(os, "link", reject)
+    stale = f"{socket.gethostname()}-{LARGER_THAN_ANY_PROCESS_ID}-abc"  # of a killed process
+    write(tmp_path / ".partial" / "staging" / stale, "half-written")
     with corpus_folder(tmp_path, overwrite=False, shared=True) as first:
         first.agree(PLAN)
         with corpus_folder(tmp_path, overwrite=False, shared=True) as second:
@@ -156,6 +164,25 @@ def test_another_plan_is_rejected_while_work_by_the_first_exists(tmp_path, monke
         put_shard(first)
         with pytest.raises(UserError, match="--split is '90,5,5' and was '80,10,10'"):
             first.agree(PLAN)
+
+
+def test_shards_are_removed_by_one_rename_and_before_published(tmp_path, monkeypatch):
+    partial, remove, states = tmp_path / ".partial", shutil.rmtree, []
+
+    def record(path, **options):
+        states.append((path == partial, sorted(child.name for child in partial.iterdir())))
+        remove(path, **options)
+
+    with corpus_folder(tmp_path, overwrite=False, shared=False) as folder:
+        put_shard(folder)
+        write(partial / "removed" / "000000", "shard.json")  # of a killed run
+        write(partial, "published")
+        monkeypatch.setattr(shutil, "rmtree", record)
+        folder.remove_work()
+        monkeypatch.undo()
+    assert "shards" not in {name for _, names in states for name in names}
+    assert [names for is_all, names in states if is_all] == [["published", "staging"]]
+    assert not partial.exists()
 
 
 def test_a_folder_has_one_writer_unless_it_is_shared(tmp_path):
