@@ -174,10 +174,7 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     found = {each: find_part(options.parts_dir, each) for each in settings}
     parts = {each: part for each, part in found.items() if part is not None}
     inputs = {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}
-    plan = DownstreamPlan(options, record, protocol, provenance(options, inputs), settings, parts)
-    if plan.missing():
-        library.check_hub()
-    return plan
+    return DownstreamPlan(options, record, protocol, provenance(options, inputs), settings, parts)
 
 
 def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:

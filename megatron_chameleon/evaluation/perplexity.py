@@ -422,19 +422,19 @@ def result_table(result: EvaluationResult) -> str:
             return "-"
         return f"{value:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
 
-    rows = {
-        name: (
+    rows = [
+        (
             f"{domain.tokens:,}",
             cell(domain.loss, domain.loss_error, 4),
             cell(domain.perplexity, domain.perplexity_error, 2),
             cell(domain.bits_per_byte, domain.bits_per_byte_error, 4),
             f"{domain.unigram_perplexity:.2f}",
         )
-        for name, domain in result.domains.items()
-    }
-    rows["average"] = "", "", cell(result.mean_perplexity, result.mean_perplexity_error, 2), "", ""
+        for domain in result.domains.values()
+    ]
+    rows += [("", "", cell(result.mean_perplexity, result.mean_perplexity_error, 2), "", "")]
     columns = ["tokens", "loss", "perplexity", "bits/byte", "unigram perplexity"]
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=columns).to_string()
+    table = pd.DataFrame(rows, [*result.domains, "average"], columns).to_string()
     text = f"{table}\non {result.protocol.describe()}; ± is the standard error over documents"
     if result.left_out:
         text += f"\nnothing to predict, and not in the average: {', '.join(result.left_out)}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 from huggingface_hub import constants, get_session
 from lm_eval import tasks as lm_eval_tasks
 from lm_eval.api.task import ConfigurableTask
@@ -35,6 +37,7 @@ FOLDERS = {
     "social_iqa": "siqa",
     "winogrande": "winogrande",
 }
+HUB_ATTEMPTS = 2
 
 
 class TaskUnavailableError(Exception):
@@ -125,13 +128,19 @@ class TaskLibrary:
         empty = [path for path in _data_files(*copy) if not path.stat().st_size] if copy else []
         if empty:
             raise TaskUnavailableError(f"{empty[0]} is empty; copy the data set again")
+        problem = "" if copy else self.hub_problem
+        before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+        if problem:  # the package datasets would retry for minutes, and again for each data set
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         try:
             task = self.manager.load(name)["tasks"][name]
         except Exception as error:  # the hub, files and definitions raise any type
             raise TaskUnavailableError(
-                f"{in_one_line(error)}; local copies of data sets are read from --data-dir (see "
-                "docs/downstream.md)"
+                f"{problem or in_one_line(error)}; local copies of data sets are read from "
+                "--data-dir (see docs/downstream.md)"
             ) from error
+        finally:
+            constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
         metric = next((each for each in METRICS if each in task.aggregation()), None)
         if metric is None:
             raise TaskUnavailableError(f"it defines none of {', '.join(METRICS)}")
@@ -151,20 +160,19 @@ class TaskLibrary:
         hashes = {path.relative_to(folder).as_posix(): sha256_of_files(path) for path in files}
         return f"sha256:{sha256_of_json(hashes)}"
 
-    def check_hub(self) -> None:
-        """Check that the hub answers: ``datasets`` would retry for minutes, for each data set.
-
-        Raises:
-            UserError: if it does not. HF_HUB_OFFLINE and ``data_dir`` skip the check.
-        """
-        if self.data_dir is None and not constants.HF_HUB_OFFLINE:
+    @functools.cached_property
+    def hub_problem(self) -> str:
+        """Why the hub does not answer; empty if it does, or under HF_HUB_OFFLINE."""
+        if constants.HF_HUB_OFFLINE:
+            return ""
+        for _ in range(HUB_ATTEMPTS):
             try:
                 get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
             except Exception as error:  # the type depends on the HTTP library
-                raise UserError(
-                    f"{constants.ENDPOINT} does not answer ({in_one_line(error)}); set "
-                    "HF_HUB_OFFLINE=1 to use cached data sets, or pass --data-dir"
-                ) from error
+                reason = in_one_line(error)
+            else:
+                return ""
+        return f"{constants.ENDPOINT} does not answer, and the data are not cached ({reason})"
 
     def _local_copy(self, name: str) -> tuple[Path, str | None] | None:
         """Folder and configuration of its data; None if they are not in the folder of copies."""

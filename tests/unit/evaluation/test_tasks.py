@@ -2,23 +2,57 @@
 
 from __future__ import annotations
 
+import socket
+
 import datasets
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 from lm_eval.api.task import ConfigurableTask
 
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.tasks import TaskLibrary, exclude_own_document
+from megatron_chameleon.evaluation.tasks import (
+    HUB_ATTEMPTS,
+    TaskLibrary,
+    TaskUnavailableError,
+    exclude_own_document,
+)
 
 
-def test_a_hub_that_does_not_answer_is_an_error_in_one_line(monkeypatch):
+@pytest.fixture
+def point_to(monkeypatch):
+    """``point_to(port)``: use a hub at a port of this machine."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    library = TaskLibrary(["sciq"], None)
-    with pytest.raises(UserError, match=r"^http://127.0.0.1:9 does not answer .*HF_HUB_OFFLINE=1"):
-        library.check_hub()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    library.check_hub()
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()
+
+    def point(port):
+        address = f"http://127.0.0.1:{port}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+    yield point
+    close_session()
+
+
+def test_unreachable_hub_makes_tasks_unavailable(point_to, monkeypatch, tmp_path):
+    calls = []
+
+    def refuse(*address, **_more):
+        calls.append(address)
+        raise OSError("there is no network")
+
+    point_to(9)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    library = TaskLibrary(["sciq", "piqa"], None)
+    for task in ("sciq", "piqa"):
+        with pytest.raises(
+            TaskUnavailableError,
+            match=r"does not answer.*--data-dir",
+        ):
+            library.load(task)
+    assert len(calls) == HUB_ATTEMPTS
 
 
 LEFT_OUT = ", the question's own document left out"
