@@ -100,10 +100,10 @@ def contestants(
 
     compiled, normed_compiled = torch.compile(mean), torch.compile(normed_mean)
     return {
-        "ours": lambda: masked_mean(states, lengths=lengths),
+        "ours": lambda: masked_mean(states, lengths),
         "torch": lambda: mean(states),
         "torch compiled": lambda: compiled(states),
-        "ours, norm": lambda: masked_mean(states, lengths=lengths, norm=norm),
+        "ours, norm": lambda: masked_mean(states, lengths, norm),
         "torch, norm": lambda: normed_mean(states),
         "torch compiled, norm": lambda: normed_compiled(states),
     }

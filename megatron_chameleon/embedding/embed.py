@@ -84,7 +84,7 @@ def embed_windows(
             hidden = reader.hidden_states(batch["tokens"], layer)
             if hidden is not None:
                 has_states = True
-                means = masked_mean(hidden, lengths=batch["lengths"], norm=norm)
+                means = masked_mean(hidden, batch["lengths"], norm)
                 vectors[rows.start : rows.stop] = means
     result: NDArray[np.float32] = (
         reader.sum_over_ranks(vectors, has_result=has_states).cpu().numpy()

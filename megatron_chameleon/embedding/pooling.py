@@ -1,4 +1,4 @@
-"""Masked mean pooling of hidden states over the tokens of each window."""
+"""Mean pooling of hidden states over the tokens of each window, without padding."""
 
 from __future__ import annotations
 
@@ -25,24 +25,17 @@ class FinalNorm:
 
 
 def masked_mean(
-    hidden_states: torch.Tensor,
-    *,
-    lengths: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    batch_first: bool = False,
-    norm: FinalNorm | None = None,
+    hidden_states: torch.Tensor, lengths: torch.Tensor, norm: FinalNorm | None = None
 ) -> torch.Tensor:
-    """Mean over the valid positions of each sequence, in one pass over the hidden states.
+    """Mean over the leading ``lengths`` positions of each sequence, in one pass.
 
-    Padding is never read as a value, not even NaN or infinity; a sequence without a valid position
-    yields zero. On CUDA devices Triton kernels compute it, with deterministic float32 sums;
-    elsewhere, and where Triton cannot launch kernels, :func:`plain_masked_mean`.
+    Padding is ignored even if it is NaN or infinite; a sequence of length 0 yields zero. On CUDA
+    devices Triton kernels compute the mean, with deterministic float32 sums; elsewhere, and where
+    Triton cannot launch kernels, :func:`plain_masked_mean` does.
 
     Args:
-        hidden_states: [s, b, h], or [b, s, h] if ``batch_first``; bfloat16, float16 or float32.
-        lengths: [b] integers: number of leading valid positions of each sequence.
-        mask: [b, s], nonzero at valid positions; pass either this or ``lengths``.
-        batch_first: the order of the first two dimensions.
+        hidden_states: [s, b, h] bfloat16, float16 or float32.
+        lengths: [b] integers: number of valid positions of each sequence.
         norm: applied to the hidden states first. Since the mean is linear, its weight and bias are
             applied once, to the mean of the normalized states.
 
@@ -50,30 +43,19 @@ def masked_mean(
         [b, h] in float32.
 
     Raises:
-        ValueError: unless exactly one of ``lengths`` and ``mask`` is passed, in the right shape.
+        ValueError: if ``lengths`` has another shape.
     """
-    states = hidden_states.transpose(0, 1) if batch_first else hidden_states
-    size, rows = states.shape[:2]
-    if (lengths is None) == (mask is None):
-        raise ValueError("pass either lengths or a mask")
-    if mask is not None:
-        if mask.shape != (rows, size):
-            raise ValueError(f"mask has shape {tuple(mask.shape)}; must be [{rows}, {size}]")
-        mask = (mask != 0).contiguous()
-        counts = mask.sum(dim=1)
-    else:
-        assert lengths is not None
-        if lengths.shape != (rows,):
-            raise ValueError(f"lengths have shape {tuple(lengths.shape)}; must be [{rows}]")
-        counts = lengths.to(torch.int64).clamp(0, size)
-    if not has_kernels(states):
-        if mask is None:
-            mask = torch.arange(size, device=states.device) < counts[:, None]
-        return plain_masked_mean(states, mask.t(), norm).float()
+    size, rows = hidden_states.shape[:2]
+    if lengths.shape != (rows,):
+        raise ValueError(f"lengths have shape {tuple(lengths.shape)}; must be [{rows}]")
+    lengths = lengths.to(torch.int64).clamp(0, size)
+    if not has_kernels(hidden_states):
+        valid = torch.arange(size, device=hidden_states.device)[:, None] < lengths
+        return plain_masked_mean(hidden_states, valid, norm).float()
     from megatron_chameleon.embedding.pooling_kernels import launch_masked_mean
 
-    states = states if states.stride(2) == 1 else states.contiguous()
-    return launch_masked_mean(states, counts, mask, norm)
+    states = hidden_states if hidden_states.stride(2) == 1 else hidden_states.contiguous()
+    return launch_masked_mean(states, lengths, norm)
 
 
 def plain_masked_mean(

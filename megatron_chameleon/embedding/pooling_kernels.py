@@ -25,39 +25,28 @@ ADDING_TILE = 256
 @triton.jit
 def chunk_sums_kernel(  # type: ignore[no-untyped-def]
     hidden,
-    counts,
-    mask,
+    lengths,
     sums,
-    length,
     width,
     position_stride,
     batch_stride,
     epsilon,
-    HAS_MASK: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """sums[chunk, row, :] = sum of the row's valid states in a chunk, optionally normalized.
-
-    Without a mask [b, s] of bytes, the first counts[row] positions are valid.
-    """
+    """sums[chunk, row, :] = sum of the row's valid states in a chunk, optionally normalized."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)  # row * stride passes 2**31
     inside = columns < width
     total = tl.zeros([COLUMNS], tl.float32)
     first = chunk * CHUNK
-    stop = tl.minimum(first + CHUNK, length)
-    if not HAS_MASK:
-        stop = tl.minimum(stop, tl.load(counts + row).to(tl.int32))
+    stop = tl.minimum(first + CHUNK, tl.load(lengths + row).to(tl.int32))
     while first < stop:
         positions = first + tl.arange(0, ROWS)
-        valid = positions < stop
-        if HAS_MASK:
-            valid = tl.load(mask + row * length + positions, mask=valid, other=0) != 0
-        read = valid[:, None] & inside[None, :]
+        read = (positions < stop)[:, None] & inside[None, :]
         places = positions.to(tl.int64)[:, None] * position_stride + columns[None, :]
         states = tl.load(hidden + row * batch_stride + places, mask=read, other=0.0)
         states = states.to(tl.float32)
@@ -75,55 +64,48 @@ def chunk_sums_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def add_chunks_kernel(  # type: ignore[no-untyped-def]
     sums,
-    counts,
+    lengths,
     weight,
     bias,
     means,
-    chunks,
     width,
-    HAS_MASK: tl.constexpr,
     NORMALIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """means[row, :] = sum of the row's chunks / count; scaled and shifted if normalized."""
+    """means[row, :] = sum of the row's chunks / length; scaled and shifted if normalized."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1).to(tl.int64)
     rows = tl.num_programs(1).to(tl.int64)
     inside = columns < width
-    count = tl.load(counts + row)
-    if not HAS_MASK:
-        chunks = tl.minimum(chunks, (count.to(tl.int32) + CHUNK - 1) // CHUNK)
+    length = tl.load(lengths + row)
+    chunks = (length.to(tl.int32) + CHUNK - 1) // CHUNK
     total = tl.zeros([COLUMNS], tl.float32)
     chunk = 0
     while chunk < chunks:
         total += tl.load(sums + (chunk * rows + row) * width + columns, mask=inside, other=0.0)
         chunk += 1
-    mean = total / tl.maximum(count, 1).to(tl.float32)
+    mean = total / tl.maximum(length, 1).to(tl.float32)
     if NORMALIZE:
         scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
         shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-        mean = tl.where(count > 0, mean * scale + shift, 0.0)
+        mean = tl.where(length > 0, mean * scale + shift, 0.0)
     tl.store(means + row * width + columns, mean, mask=inside)
 
 
 def launch_masked_mean(
-    hidden_states: torch.Tensor,
-    counts: torch.Tensor,
-    mask: torch.Tensor | None,
-    norm: FinalNorm | None,
+    hidden_states: torch.Tensor, lengths: torch.Tensor, norm: FinalNorm | None
 ) -> torch.Tensor:
     """The masked mean [b, h], float32, of ``hidden_states``; see ``pooling.masked_mean``.
 
     Args:
         hidden_states: [s, b, h] with stride 1 in h.
-        counts: [b] int64, number of valid positions.
-        mask: [b, s] bool, contiguous; None if the leading positions are valid.
+        lengths: [b] int64, number of valid positions, at most s.
         norm: applied to the hidden states first.
     """
-    length, rows, width = hidden_states.shape
+    size, rows, width = hidden_states.shape
     assert hidden_states.stride(2) == 1
-    chunks = max(1, triton.cdiv(length, CHUNK))
+    chunks = max(1, triton.cdiv(size, CHUNK))
     sums = hidden_states.new_empty((chunks, rows, width), dtype=torch.float32)
     means = hidden_states.new_empty((rows, width), dtype=torch.float32)
     if means.numel() == 0:
@@ -131,15 +113,12 @@ def launch_masked_mean(
     tile_rows, columns = tile(width, norm is not None)
     chunk_sums_kernel[(triton.cdiv(width, columns), chunks, rows)](
         hidden_states,
-        counts,
-        counts if mask is None else mask.view(torch.uint8),
+        lengths,
         sums,
-        length,
         width,
         hidden_states.stride(0),
         hidden_states.stride(1),
         norm.epsilon if norm else 0.0,
-        HAS_MASK=mask is not None,
         NORMALIZE=norm is not None,
         CHUNK=CHUNK,
         ROWS=tile_rows,
@@ -148,13 +127,11 @@ def launch_masked_mean(
     )
     add_chunks_kernel[(triton.cdiv(width, ADDING_TILE), rows)](
         sums,
-        counts,
+        lengths,
         norm.weight.contiguous() if norm else sums,
         norm.bias.contiguous() if norm else sums,
         means,
-        chunks,
         width,
-        HAS_MASK=mask is not None,
         NORMALIZE=norm is not None,
         CHUNK=CHUNK,
         COLUMNS=ADDING_TILE,

@@ -59,17 +59,15 @@ def cross_entropy_case(kernel: JITFunction, dtype: str) -> Case:
 
 
 POOLING_TYPES = (
-    {"counts": "*i64", "mask": "*u8", "sums": "*fp32", "means": "*fp32", "epsilon": "fp32"}
-    | dict.fromkeys(("length", "width", "chunks", "position_stride", "batch_stride"), "i32")
+    {"lengths": "*i64", "sums": "*fp32", "means": "*fp32", "epsilon": "fp32"}
+    | dict.fromkeys(("width", "position_stride", "batch_stride"), "i32")
     | {"hidden": "*bf16", "weight": "*bf16", "bias": "*bf16"}
 )
 
 
-def pooling_case(
-    kernel: JITFunction, registers: int, *, norm: bool, mask: bool = False, **more: Any
-) -> Case:
+def pooling_case(kernel: JITFunction, registers: int, *, norm: bool, **more: Any) -> Case:
     """``more``: width and dtype of the hidden states, for the summing kernel only."""
-    constants = {"HAS_MASK": mask, "NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
+    constants = {"NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
     is_sum = kernel is pooling_kernels.chunk_sums_kernel
     if is_sum:
         rows, columns = pooling_kernels.tile(more["width"], norm)
@@ -90,7 +88,7 @@ CASES = {
     for dtype in ("*bf16", "*fp32")
 } | {
     "sums of bf16": pooling_case(SUMS, 64, norm=False, width=768),
-    "sums of fp32, masked": pooling_case(SUMS, 96, norm=True, mask=True, width=1200, dtype="*fp32"),
+    "sums of fp32": pooling_case(SUMS, 96, norm=True, width=1200, dtype="*fp32"),
     "sums of the widest": pooling_case(SUMS, 170, norm=True, width=8192),
     "adding": pooling_case(ADDING, 64, norm=False),
     "adding, normalized": pooling_case(ADDING, 64, norm=True),

@@ -41,13 +41,13 @@ def test_without_a_compiler_torch_computes_with_one_warning(tmp_path, monkeypatc
     denominator = log_sum_exp(rows, 10)
     gradient, on_gpu = torch.empty_like(rows), torch.empty_like(rows)
     write_gradient(rows, labels, denominator, scale, 10, gradient)
-    mean = masked_mean(rows[:, :, None], lengths=torch.tensor([2] * 16))
+    mean = masked_mean(rows[:, :, None], torch.tensor([2] * 16))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert torch.equal(log_sum_exp(rows.as_subclass(OnGPU), 10), denominator)
         write_gradient(rows.as_subclass(OnGPU), labels, denominator, scale, 10, on_gpu)
         states = rows[:, :, None].as_subclass(OnGPU)
-        assert torch.equal(masked_mean(states, lengths=torch.tensor([2] * 16)), mean)
+        assert torch.equal(masked_mean(states, torch.tensor([2] * 16)), mean)
     assert torch.equal(on_gpu, gradient)
     assert len(caught) == 1
     assert "gcc python3-dev" in str(caught[0].message)
