@@ -129,13 +129,10 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
-                try:
-                    _METRICS.validate_json(line, strict=True)
-                    record = json.loads(line)
-                except (ValueError, RecursionError):  # ValidationError is a ValueError
-                    damaged += [number] if line.endswith(b"\n") else []
-                else:
+                if record := _parsed(line):
                     yield record
+                elif line.endswith(b"\n"):
+                    damaged.append(number)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     if damaged:
@@ -146,23 +143,30 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         )
 
 
-_METRICS = TypeAdapter(_Metrics)
-
-
 def keep_metrics_until(path: Path, step: int) -> None:
     """Drop the records after ``step``, where the run resumes, and a truncated last line.
 
     Other damaged lines are kept.
     """
+
+
+    def is_kept(line: bytes) -> bool:
+        record = _parsed(line)
+        return line.endswith(b"\n") and (record is None or record["step"] <= step)
+
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
     with replacing(path) as temporary:
-        temporary.write_bytes(b"".join(kept))
+        temporary.write_bytes(b"".join(filter(is_kept, lines)))
 
 
-def _step_of(line: bytes) -> int:
-    """Step of a record; -1 for a damaged line."""
+_METRICS = TypeAdapter(_Metrics)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of metrics; None for a damaged line."""
     try:
-        return _METRICS.validate_json(line, strict=True).step
-    except ValueError:  # ValidationError is a ValueError
-        return -1
+        _METRICS.validate_json(line, strict=True)
+        record: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError):  # ValidationError is a ValueError
+        return None
+    return record
