@@ -44,7 +44,7 @@ from benchmarks.measure import (
     put_row,
 )
 from benchmarks.plain_gpt import PlainGPT, plain_optimizer, plain_step
-from megatron_chameleon.blend.prefetch import read_ahead
+from megatron_chameleon.blend.sampler import read_ahead
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.flops import (
     dense_bf16_peak,

@@ -149,7 +149,6 @@ def keep_metrics_until(path: Path, step: int) -> None:
     Other damaged lines are kept.
     """
 
-
     def is_kept(line: bytes) -> bool:
         record = _parsed(line)
         return line.endswith(b"\n") and (record is None or record["step"] <= step)

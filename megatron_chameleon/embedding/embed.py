@@ -20,8 +20,7 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
 )
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.blend.prefetch import read_ahead
-from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
 from megatron_chameleon.embedding.windows import Windows, draw_windows, spread_windows

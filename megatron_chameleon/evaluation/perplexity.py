@@ -27,8 +27,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.blend.prefetch import read_ahead
-from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.checkpoint.convert import recorded_tokenizer
 from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, open_tokens

@@ -22,8 +22,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from numpy.typing import NDArray
 from torch.nn.functional import linear
 
-from megatron_chameleon.blend.prefetch import read_ahead, to_device
-from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.blend.sampler import Batch, read_ahead, to_device
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, head_forward_flops, layer_forward_flops

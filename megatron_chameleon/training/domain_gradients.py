@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_chameleon.blend.prefetch import to_device
-from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.blend.sampler import Batch, to_device
 from megatron_chameleon.training.optimizer import is_counted
 
 # Numbers per chunk of a dot product: chunks are summed in float32, their sums in float64. Larger

@@ -18,8 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, HookState
 from megatron_chameleon.blend.dataset import BlendedTokens
-from megatron_chameleon.blend.prefetch import to_device
-from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.blend.sampler import Batch, to_device
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, training_flops
 from megatron_chameleon.model.sizes import ModelShape

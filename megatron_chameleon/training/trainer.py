@@ -14,8 +14,13 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.dataset import BlendedTokens
-from megatron_chameleon.blend.prefetch import read_ahead, steps_between_changes
-from megatron_chameleon.blend.sampler import Batch, check_batch_sizes, micro_batches
+from megatron_chameleon.blend.sampler import (
+    Batch,
+    check_batch_sizes,
+    micro_batches,
+    read_ahead,
+    steps_between_changes,
+)
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main

@@ -11,8 +11,7 @@ import torch
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
-from megatron_chameleon.blend.prefetch import read_ahead
-from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.blend.token_data import DomainData, corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.blend.prefetch import to_device
+from megatron_chameleon.blend.sampler import to_device
 from megatron_chameleon.checkpoint.load import load_weights
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.proxy import MeanWeightsHook

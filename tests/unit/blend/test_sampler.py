@@ -9,9 +9,14 @@ import time
 import pytest
 import torch
 
-from megatron_chameleon.blend import prefetch as prefetching
-from megatron_chameleon.blend.prefetch import prefetch, read_ahead, steps_between_changes
-from megatron_chameleon.blend.sampler import Batch, micro_batches
+from megatron_chameleon.blend import sampler
+from megatron_chameleon.blend.sampler import (
+    Batch,
+    micro_batches,
+    prefetch,
+    read_ahead,
+    steps_between_changes,
+)
 from megatron_chameleon.errors import UserError
 
 CPU = torch.device("cpu")
@@ -67,7 +72,7 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("depth", [1, 2, 50])
 def test_prefetching_changes_no_batch(depth, monkeypatch):
-    monkeypatch.setattr(prefetching, "READ_AHEAD", depth)
+    monkeypatch.setattr(sampler, "READ_AHEAD", depth)
     samples = Samples(24)
     with contextlib.closing(prefetch(micro_batches(samples, 6, 2), CPU)) as ahead:
         assert numbers(ahead) == numbers(micro_batches(Samples(24), 6, 2))
@@ -89,7 +94,7 @@ def test_an_error_or_close_stops_the_thread():
             next(ahead)
         ahead.close()
         assert threading.active_count() == before
-        assert len(samples.read) <= taken + prefetching.READ_AHEAD
+        assert len(samples.read) <= taken + sampler.READ_AHEAD
         assert list(ahead) == []
 
 
@@ -104,7 +109,7 @@ def test_each_part_is_prefetched_when_its_first_batch_is_read(first_step, steps)
     for part in parts:
         assert len(samples.read) == len(read)
         read.append(next(ahead))
-        end = len(read) + min(part - 1, prefetching.READ_AHEAD)
+        end = len(read) + min(part - 1, sampler.READ_AHEAD)
         wait_until(lambda end=end: len(samples.read) == end)
         read += [next(ahead) for _ in range(part - 1)]
     assert list(ahead) == []

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.blend.options import DataOptions
-from megatron_chameleon.blend.prefetch import prefetch
+from megatron_chameleon.blend.sampler import prefetch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import trainer
 from megatron_chameleon.training.hook import GlobalBatch
