@@ -14,7 +14,7 @@ LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 class Between(NamedTuple):
-    """Smallest and largest value of an option; ``open_ends`` excludes them, or one of them."""
+    """Smallest and largest value of an option, except for those in ``open_ends``."""
 
     smallest: float
     largest: float
@@ -34,7 +34,7 @@ Seed = Annotated[int, Between(0, 2**32 - 1)]
 """The range of numpy's RandomState, with which Megatron shuffles samples."""
 Count = Annotated[int, Between(1, LARGEST_INT32)]
 LargeCount = Annotated[int, Between(1, LARGEST_INT64)]
-"""Of tokens or bytes."""
+"""A number of tokens or bytes."""
 BatchSize = Annotated[int, Between(1, 2**24)]
 """Gradients are summed in float32: beyond 2^24 equal terms, a further one adds nothing."""
 Repetitions = Annotated[int, Between(1, 10**7)]
@@ -49,7 +49,7 @@ PositiveShare = Annotated[float, Between(0, 1, open_ends=(0,))]
 BelowOne = Annotated[float, Between(0, 1, open_ends=(1,))]
 InsideUnit = Annotated[float, Between(0, 1, open_ends=(0, 1))]
 
-# Ranges of types without one: those of the arrays and tensors that store the values.
+# Ranges of types that declare none: those of the arrays and tensors that store the values.
 _DEFAULTS = {
     int: Between(0, LARGEST_INT32),
     float: Between(-LARGEST_FLOAT32, LARGEST_FLOAT32),

@@ -29,10 +29,10 @@ from megatron_chameleon.artifacts.record import Count, HashedFiles, HashedFolder
 from megatron_chameleon.errors import UserError
 
 FOLDER_NAME = "checkpoints"
-# megatron's index contains the path it was written to; its common state is pickled in order of
-# insertion. Both differ between identical runs, so the hash leaves them out.
+# Excluded from the hash of the weights, since they differ between identical runs: megatron-core's
+# index contains the path of the checkpoint, and its common state is pickled in insertion order.
 NO_TENSORS = (".metadata", "common.pt")
-CONFIG_NAME = "metadata.json"  # megatron's: the format of the tensors
+CONFIG_NAME = "metadata.json"  # written by megatron-core: the format of the tensor files
 TENSOR_FILES = "*.distcp"
 
 
@@ -69,7 +69,7 @@ class CheckpointRecord(HashedFolderRecord):
         model: the model's shape, as a dictionary (package ``model`` reads it).
         step: optimizer steps done.
         samples: training samples consumed.
-        domain_samples: domain -> samples consumed; its stream resumes after them.
+        domain_samples: domain -> samples consumed; a resumed run continues after them.
         mixture_phases: the sampling weights of each phase, in order.
         domain_tokens: domain -> training tokens seen.
         layout: parallel layout of the run that wrote it; any layout can read it.
@@ -172,10 +172,10 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
 
     Args:
         path: folder of a checkpoint, or of a run.
-        flag: the option that named it, for messages.
+        flag: the option with this path, for messages.
 
     Raises:
-        UserError: if there is none, or only damaged ones.
+        UserError: if there is no checkpoint, or if all are damaged.
     """
     with contextlib.suppress(OSError):  # without write permission, use the checkpoints as they are
         finish_replacements(path.parent, glob.escape(path.name))
@@ -210,8 +210,8 @@ def temporary_name(folder: Path, token: str) -> Path:
 
     Args:
         folder: the folder to write.
-        token: eight characters; their fixed number distinguishes the temporary names of other
-            folders.
+        token: eight characters. The fixed length keeps the pattern of :func:`remove_leftovers`
+            from matching temporary names of other folders.
     """
     return folder.with_name(f".{folder.name}.{token}.tmp")
 
@@ -247,12 +247,12 @@ def keep_last(run_dir: Path, count: int) -> None:
 
 
 def go_back_to(run_dir: Path, step: int) -> list[Path]:
-    """Rename the damaged checkpoints after ``step``, and remove leftovers.
+    """Rename the checkpoints after ``step``, and remove leftovers of interrupted writes.
 
-    The checkpoint of ``step`` then is the latest one. No other process may write to the run.
+    Afterwards, the checkpoint of ``step`` is the latest. No other process may write to the run.
 
     Returns:
-        Their new paths.
+        New paths of the renamed checkpoints.
 
     Raises:
         OSError: from the file system.

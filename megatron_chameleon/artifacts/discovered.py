@@ -66,7 +66,7 @@ class DiscoveredDomains(FolderRecord):
         window_length: maximum tokens per window.
         windows_per_document: maximum windows per document.
         seed: random seed of the window sampling and of k-means.
-        dissolved: number of clusters that were too small; their documents went to others.
+        dissolved: number of clusters that were too small; their documents were reassigned.
         domains: the new domains, in the order of the centroids.
         divided: names of the domains that were clustered.
     """

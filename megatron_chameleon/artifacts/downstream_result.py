@@ -44,10 +44,10 @@ class DownstreamProtocol:
 
 @dataclasses.dataclass(frozen=True)
 class Accuracy:
-    """Share of correct answers and its standard error as a mean over questions.
+    """Share of correct answers, and its standard error.
 
-    The error is the sample standard deviation over the square root of the number of questions; None
-    for a single question.
+    The standard error is the sample standard deviation over the questions, divided by the square
+    root of their number; None for a single question.
     """
 
     accuracy: Share
@@ -55,7 +55,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Accuracy:
-        """Accuracy of the values from 0 to 1 of each question."""
+        """Accuracy from ``values``, one in [0, 1] per question."""
         count, mean = len(values), math.fsum(values) / len(values)
         squares = math.fsum((value - mean) ** 2 for value in values)
         return cls(mean, math.sqrt(squares / (count - 1) / count) if count > 1 else None)
@@ -86,8 +86,9 @@ class TaskScore:
         version: version of the task's definition.
         shots_from: the split that few-shot examples are sampled from.
         by_shots: number of shots -> accuracy.
-        mean: mean over all numbers of shots; None if one is missing. All have the same questions,
-            so the standard error is that of the questions' means.
+        mean: mean over all numbers of shots; None if one is missing. Since all numbers of shots
+            have the same questions, each question is averaged first, and the standard error is
+            computed from these averages.
     """
 
     metric: str
@@ -99,7 +100,7 @@ class TaskScore:
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """A task that could not be evaluated, with some or any (None) number of shots, and why."""
+    """A task that could not be evaluated with ``shots`` examples (None: any number), and why."""
 
     task: str
     shots: int | None
@@ -145,10 +146,10 @@ class DownstreamResult(FileRecord):
 
 
 def require_same_questions(results: dict[str, DownstreamResult]) -> None:
-    """Check that results answer the same questions in the tasks and shots that both have.
+    """Check that all results have the same questions, in the tasks and shots that they share.
 
     Raises:
-        UserError: naming two that differ, and the difference.
+        UserError: naming two results that differ, and the difference.
     """
     (first_name, first), *others = results.items()
     for name, result in others:

@@ -61,7 +61,7 @@ class Protocol:
     first_token: FirstToken = "not-scored"
 
     def describe(self) -> str:
-        """Description for users, to follow "on"."""
+        """Describe the protocol, as a phrase that follows the word "on" in messages."""
         windows = f"windows of {self.window_length} tokens"
         if self.packing == "documents":
             parts = [f"each document separately in {windows}", _FIRST_TOKENS[self.first_token]]
@@ -76,7 +76,7 @@ class Protocol:
         return ", ".join([f"the {self.split} split", *parts])
 
 
-# Enough to estimate a standard error to 4%, while there may be millions of documents.
+# Enough to estimate a standard error to 4%. There may be millions of documents.
 MAX_CLUSTERS = 256
 
 
@@ -113,7 +113,11 @@ def ratio_standard_error(sums: Sequence[float], sizes: Sequence[float]) -> float
 
 
 def error_of_mean(errors: Iterable[float | None]) -> float | None:
-    """Standard error of a mean of independent values from their errors; None if one is unknown."""
+    """Standard error of a mean of independent values.
+
+    Args:
+        errors: standard error of each value; if one is None, so is the result.
+    """
     known = list(errors)
     squares = [error**2 for error in known if error is not None]
     if not known or len(squares) < len(known):
@@ -215,7 +219,7 @@ def require_comparable(results: dict[str, EvaluationResult]) -> None:
     """Check that results have the same corpus and protocol.
 
     Raises:
-        UserError: naming two that differ.
+        UserError: naming two results that differ.
     """
     (first_name, first), *others = results.items()
     for name, result in others:
@@ -239,10 +243,11 @@ def _exp(loss: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Paired difference of two models' held-out figures, with its standard error, None if unknown.
+    """Paired difference of a held-out metric of two models, and its standard error.
 
-    Both models predict the same tokens, so that the difficulty of the text cancels in the error.
-    The results have the same protocol, corpus and domains (:func:`require_comparable`).
+    Both models predict the same tokens, so that the difficulty of the text cancels in the error,
+    which is None if unknown. :func:`require_comparable` checks that the results have the same
+    protocol and corpus.
     """
 
     value: float

@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_chameleon.errors import UserError
 
-# Twice the largest artifacts: an evaluation of 32,767 domains in 256 clusters, and a swarm of 512
-# members over as many domains.
+# Twice the size of the largest artifacts: an evaluation of 32,767 domains in 256 clusters each, and
+# a swarm of 512 members over 32,767 domains.
 MAX_JSON_BYTES = 1 << 30
 _CHUNK = 1 << 20
 # More files than this are flushed by one call to sync.
@@ -73,13 +73,13 @@ def link_or_copy(path: Path, target: Path) -> None:
     """
     with writing(target):
         try:
-            os.link(path.resolve(), target)  # not a symbolic link to it
+            os.link(path.resolve(), target)  # resolved: a symbolic link could break later
         except OSError:  # another file system, or one without hard links
             shutil.copyfile(path, target)
 
 
 def cannot_write(path: Path, error: Exception) -> UserError:
-    """The error of a failed write to ``path``."""
+    """Make the UserError of a failed write to ``path``."""
     reason = " ".join(str(getattr(error, "strerror", None) or error).split())
     return UserError(f"cannot write {path}: {reason}; free space or choose another folder")
 
@@ -155,7 +155,7 @@ def require_regular_file(path: Path) -> None:
 
 
 def sha256_of_files(*paths: Path, on_bytes: Callable[[int], object] | None = None) -> str:
-    """Hex SHA-256 of the concatenated files; ``on_bytes`` gets the number of bytes just read."""
+    """Hex SHA-256 of the concatenated files; ``on_bytes`` is called with the bytes per read."""
     digest = hashlib.sha256()
     for path in paths:
         require_regular_file(path)
@@ -214,10 +214,10 @@ def finish_replacements(parent: Path, name: str = "*") -> None:
 
 
 def require_new(paths: Iterable[Path], hint: str) -> None:
-    """Check that none of ``paths`` exists, for outputs that record no kind.
+    """Check that none of ``paths`` exists. For records use :func:`record.check_output`.
 
     Raises:
-        UserError: naming the first one that exists, ending with ``hint``.
+        UserError: naming the first path that exists, ending with ``hint``.
     """
     for path in paths:
         if os.path.lexists(path):
@@ -225,10 +225,10 @@ def require_new(paths: Iterable[Path], hint: str) -> None:
 
 
 def require_writable(folder: Path, option: str) -> None:
-    """Check that ``folder`` can be created or written later. Nothing is written.
+    """Check that ``folder`` can be created or written to. Nothing is written.
 
     Raises:
-        UserError: beginning with ``option``, the flag and its value.
+        UserError: if not; the message begins with ``option``, the flag and its value.
     """
     absolute = folder.absolute()
     nearest = next(place for place in (absolute, *absolute.parents) if place.exists())
@@ -237,7 +237,7 @@ def require_writable(folder: Path, option: str) -> None:
 
 
 def flush_all_to_disk(paths: Sequence[Path]) -> None:
-    """:func:`flush_to_disk` for every path; many paths by one call to sync."""
+    """Call :func:`flush_to_disk` on each path, or sync once for more than a thousand."""
     if len(paths) > _MAX_FSYNC:
         os.sync()
     else:

@@ -16,8 +16,8 @@ from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Amount, Count, FileRecord, Share
 from megatron_chameleon.errors import UserError
 
-# Weights read from a file are renormalised only if their sum differs from 1 by more than rounding:
-# their bits are hashed to identify the mixture.
+# Weights whose sum differs from 1 only by rounding are left as they are: the mixture is identified
+# by a hash of their bits.
 SUM_TOLERANCE = 1e-6
 # 256 x 256 numbers take about 1.3 MB of text.
 MAX_AFFINITY_DOMAINS = 256
@@ -38,8 +38,8 @@ class Mixture(FileRecord):
         scores: domain -> score, for methods that have one (Chameleon: leverage).
         intervals: domain -> (low, high) bootstrap confidence interval of its weight.
         confidence: coverage of the intervals, between 0 and 1.
-        outweighs: (a, b, probability that a outweighs b) for neighbours in the order of the
-            weights.
+        outweighs: (a, b, probability that a has the larger weight), for domains a and b that are
+            neighbours when sorted by weight.
         affinity: [k, k] domain affinity matrix, in the order of ``weights``; None for more than
             ``MAX_AFFINITY_DOMAINS`` domains.
         token_budget: training tokens that ``epochs`` refers to.

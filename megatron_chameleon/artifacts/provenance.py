@@ -36,7 +36,7 @@ class Provenance:
 
 
 def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
-    """Provenance of the artifact that this process makes.
+    """Record the provenance of an artifact of this process.
 
     Args:
         options: the tool's options, a frozen dataclass.

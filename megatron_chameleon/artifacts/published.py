@@ -1,7 +1,7 @@
-"""Domain weights printed in Chameleon's paper, by the name DATA SET/COLUMN.
+"""Domain weights printed in the Chameleon paper, named DATA SET/COLUMN.
 
-published_columns.json has the figures as printed, with the domain names of the recipes in
-examples/data. Not all columns sum to 1: normalize them to use them.
+published_columns.json has the numbers as printed, with the domain names of the recipes in
+examples/data. Some columns do not sum to 1; normalize them before use.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PublishedColumn:
         source: the paper.
         table: the caption of the table.
         printed: domain -> weight as printed.
-        own_names: the data set's name of a domain -> its name here.
-        flops: printed FLOPs to obtain the weights; None where not printed.
+        own_names: name of a domain in the data set -> its name here, where they differ.
+        flops: printed FLOPs to obtain the weights; None if not printed.
     """
 
     name: str

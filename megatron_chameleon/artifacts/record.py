@@ -66,7 +66,7 @@ class Record:
 
     @classmethod
     def _read(cls, path: Path, **known: Any) -> Self:
-        """Read ``path``; ``known`` has the values of fields that the file lacks."""
+        """Read ``path``; ``known`` are values of fields that are not in the file."""
         body = read_json(path, cls.MADE_BY)
         checksum = body.pop("checksum", None)  # not written by older releases
         is_unchanged = checksum in (None, _checksum(body))
@@ -101,7 +101,7 @@ class FileRecord(Record):
         return cls._read(path)
 
     def save(self, path: Path) -> None:
-        """Write the file. Raises UserError if ``path`` is anything but a record of this kind."""
+        """Write the file. Raises UserError if ``path`` exists and is not a record of this kind."""
         self._write(path)
 
 
@@ -246,13 +246,19 @@ def check_output(output: Path, kind: str) -> None:
 def check_values(
     where: str, value_type: type[T], body: dict[str, Any], hint: str, field: str = ""
 ) -> T:
-    """Make a ``value_type`` of the JSON values ``body``, without type conversion.
+    """Convert the JSON object ``body`` to ``value_type``; the types of its values must match.
 
     An integer is accepted for a float, since JSON writers may drop the ".0".
 
+    Args:
+        where: start of error messages.
+        value_type: a dataclass.
+        body: field -> value.
+        hint: end of error messages.
+        field: name of the field whose value ``body`` is, for messages.
+
     Raises:
-        UserError: beginning with ``where``, naming the field (inside ``field``, if ``body`` is its
-            value), ending with ``hint``.
+        UserError: naming the first invalid field.
     """
     try:
         # In strict mode, pydantic makes dataclasses and tuples from JSON text only.
@@ -268,7 +274,10 @@ def check_values(
 
 
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
-    """Field -> both values, for the fields in which two dataclasses of one type differ."""
+    """Field -> (value of ``one``, value of ``other``), for fields in which they differ.
+
+    Both are dataclasses of the same type.
+    """
     pairs = {f.name: (getattr(one, f.name), getattr(other, f.name)) for f in fields(one)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

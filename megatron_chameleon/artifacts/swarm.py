@@ -48,7 +48,7 @@ class MemberRecord(FileRecord):
         steps: steps at which held-out losses were measured.
         losses: [steps][k] nats per token; None where a domain has no held-out text.
         diverged: why it diverged, if it did.
-        cost: cost of its run; members trained concurrently divide the device's time.
+        cost: cost of its run; device time is divided among members trained concurrently.
     """
 
     KIND = "swarm-member"

@@ -105,7 +105,7 @@ class TrainingRun(FolderRecord):
 
 @dataclasses.dataclass(frozen=True)
 class _Metrics:
-    """The fields of a metrics line that other tools read; a line may have more."""
+    """The fields of a line of metrics that other tools read; a line may have further ones."""
 
     step: Count
     loss: FiniteFloat | None = None

@@ -1,4 +1,4 @@
-"""Position ids and masks where documents end within a sample, by Megatron's options."""
+"""Position ids and masks of samples that contain ends of documents, by Megatron's options."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_chameleon.blend.options import DocumentBoundaryOptions
 
 @dataclasses.dataclass(frozen=True)
 class DocumentBoundaries:
-    """Positions and masks of a batch of samples.
+    """Compute position ids and masks of a batch of samples.
 
-    The same as megatron.core's ``_get_ltor_masks_and_position_ids``, for a whole batch. A document
-    ends with its end-of-document token, which still belongs to it.
+    Equals megatron.core's ``_get_ltor_masks_and_position_ids``, for a whole batch at once. The
+    end-of-document token belongs to the document that it ends.
 
     Attributes:
         eod_id: the end-of-document token.
@@ -29,13 +29,13 @@ class DocumentBoundaries:
 
         Returns:
             position_ids [b, s] int64; loss_mask [b, s] float32, 0 where there is no loss; and with
-            ``reset_attention_mask`` document_starts [b, s] int64, from which :func:`document_mask`
-            makes the attention mask where it is used, since that is s times as large. Without it
-            the mask is causal, for which attention needs no tensor.
+            ``reset_attention_mask`` document_starts [b, s] int64. :func:`document_mask` expands
+            these to the attention mask, which is s times as large, only where it is needed.
+            Without document_starts attention is causal and needs no mask tensor.
         """
         options, device = self.options, tokens.device
         made = {
-            # Expanded, since it is the same for every sample.
+            # A view: all samples have the same positions.
             "position_ids": torch.arange(tokens.size(1), device=device).expand(tokens.shape),
             "loss_mask": torch.ones(tokens.shape, device=device),
         }

@@ -24,8 +24,8 @@ from megatron_chameleon.corpus.indexed import open_token_file
 from megatron_chameleon.errors import UserError
 
 PLAIN_NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
-# Number and size of the evenly spaced blocks hashed of a larger .bin: 16 MiB, a second or two even
-# on network storage.
+# Of a .bin larger than 16 MiB, this many evenly spaced blocks of this size are hashed, which takes
+# a second or two even on network storage.
 HASHED_BLOCKS, HASHED_BLOCK_BYTES = 1024, 1 << 14
 
 
@@ -85,7 +85,7 @@ def data_path_tokens(
     for name, prefix, (first, stop, tokens, sha256) in zip(
         domain_names(path.prefixes), path.prefixes, cuts, strict=True
     ):
-        # The same text under two prefixes is read in two orders.
+        # Copies of the same text get different orders.
         order_key = f"{sha256} {copies[sha256]}"
         copies[sha256] += 1
         domains.append(
@@ -99,7 +99,7 @@ def domain_names(prefixes: Sequence[str]) -> list[str]:
     """Domain names: the shortest unique suffix of each path.
 
     ``data/news_document`` and ``data/code_document`` are ``news_document`` and ``code_document``;
-    ``news/train`` and ``code/train`` keep both parts. So names stay the same when a folder moves.
+    ``news/train`` and ``code/train`` keep both parts. Names do not change when a folder moves.
     """
     parts = [Path(os.path.abspath(prefix)).parts for prefix in prefixes]
     names: dict[int, str] = {}
@@ -117,8 +117,8 @@ def domain_names(prefixes: Sequence[str]) -> list[str]:
 def hash_token_file(prefix: Path) -> str:
     """Hex SHA-256 of a pair of files: the whole .idx, and blocks of the .bin.
 
-    A .bin of up to 16 MiB is hashed whole; of a larger one its size and 16 MiB of evenly spaced
-    blocks, the first and the last included.
+    A .bin of up to 16 MiB is hashed completely. A larger one is hashed by its size and 16 MiB of
+    evenly spaced blocks, including the first and the last one.
     """
     bin_path = Path(f"{prefix}.bin")
     size = bin_path.stat().st_size

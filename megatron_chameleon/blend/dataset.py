@@ -25,8 +25,8 @@ from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
 
-# Megatron's oversampling margin per blended dataset. It decides the number of whole epochs, and
-# with that the order.
+# Megatron's oversampling margin per blended dataset. It affects the number of whole epochs, and
+# thereby the order.
 MEGATRON_SURPLUS = 0.005
 
 
@@ -80,8 +80,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         permutation: order of a domain's samples.
         boundaries: position ids and masks at the ends of documents within a sample.
         cache: folder for Megatron's indices; None keeps them in memory only.
-        by_size: whether the weights are sizes, Megatron's choice if there are none: it then
-            scales them once instead of twice, and oversamples nothing.
+        by_size: whether the weights are data set sizes, as in Megatron if none are passed. It then
+            normalizes them once instead of twice, and does not oversample.
 
     Raises:
         UserError: for invalid weights, a domain with too few tokens, files that have changed, or
@@ -256,8 +256,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             )
             return
         # Megatron's order within a domain depends on the number of samples that it is built for.
-        # Blending by size builds one whole epoch, whose order is that of any smaller number of
-        # samples; a single data set is built for its number of samples.
+        # When blending by size, Megatron builds one whole epoch, whose order is the same as for any
+        # smaller number of samples. A single data set is built for its number of samples.
         built = count
         if not self._by_size:
             share = blended.shares[domain]
@@ -276,7 +276,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             while len(rows):
                 view = self._views.get(domain)
                 if view is None or not (inside := view.holds(numbers[rows])).any():
-                    # Nothing has been read of this domain yet, or its next epoch begins.
+                    # The first sample of the domain, or of its next epoch.
                     view = self._streams[domain].view_of(int(numbers[rows[0]]))
                     self._views[domain], inside = view, view.holds(numbers[rows])
                 view.read(numbers[rows[inside]], rows[inside], windows)

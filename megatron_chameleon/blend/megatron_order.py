@@ -38,8 +38,8 @@ class MegatronOrder:
     Args:
         weights: [num_domains], not negative.
         num_samples: number of samples in the index.
-        by_size: whether the weights are data set sizes, which Megatron uses without weights: it
-            then scales them once instead of twice.
+        by_size: whether the weights are data set sizes, as in Megatron if none are passed. It then
+            normalizes them once instead of twice.
 
     Attributes:
         shares: [num_domains] the weights, scaled once to sum to 1.
@@ -48,15 +48,15 @@ class MegatronOrder:
     BYTES_PER_SAMPLE = 10
 
     def __init__(self, weights: Sequence[float], num_samples: int, by_size: bool = False) -> None:
-        # Domains of weight 0 are left out: they would win ties. So would those whose weight is 0
-        # next to the others in float64.
+        # Domains of weight 0 are left out, since they would win ties; so are domains whose weight
+        # becomes 0 when scaled in float64.
         positive = np.flatnonzero(weights)
         scaled = np.zeros(len(weights))
         scaled[positive] = normalize(np.asarray(weights, np.float64)[positive].tolist())
         self.shares: list[float] = scaled.tolist()
         self._domains = np.flatnonzero(scaled)
-        # Megatron scales weights twice on the way from --data-path to its blended data set: the
-        # second time may change the last bit, which decides ties.
+        # Megatron normalizes the weights of --data-path twice. The second time can change the last
+        # bit, which decides ties.
         sampled = scaled[self._domains].tolist()
         self._index, self._numbers = build_blending_indices(
             sampled if by_size else normalize(sampled), num_samples
@@ -140,9 +140,9 @@ def _fill(
     """Write the whole index.
 
     The rule needs the counts before a sample. Each lane starts from a guess of them, ``WARM_UP``
-    samples before its range; whatever the counts were, the rule soon makes the same choices. A
-    lane counts as filled if it came to the counts that the lane before it ended with, so the result
-    is exact however wrong the guesses are.
+    samples before its range; from different counts, the rule soon makes the same choices. A lane is
+    accepted only if its counts after warming up equal those at the end of the lane before it, so
+    the result is exact even if guesses are wrong.
     """
     counts = np.zeros(weights.size)
     ends, joins = np.empty((LANES, weights.size)), np.empty((LANES, weights.size))
@@ -179,7 +179,7 @@ def _fill_one_by_one(
     index: NDArray[np.int16],
     numbers: NDArray[np.int64],
 ) -> float:
-    """Follow the rule from ``first`` to ``stop``; ``counts`` are brought up to there.
+    """Follow the rule from ``first`` to ``stop``, and update ``counts`` accordingly.
 
     Returns:
         The lowest error at which a domain was chosen.
@@ -249,7 +249,7 @@ def _fill_lanes(
 
     Args:
         weights: [num_domains] float64.
-        counts: [LANES, num_domains] float64, brought up to the end of each lane.
+        counts: [LANES, num_domains] float64, updated to the end of each lane.
         joins: [LANES, num_domains] float64, written: the counts after warming up.
         first: first sample of the first lane.
         length: samples in a lane's range, a multiple of the window.
@@ -260,8 +260,8 @@ def _fill_lanes(
     room = (num_domains + BLOCK) * LANES
     candidates = np.zeros(room, np.int16)
     own_weights, own_counts = np.zeros(room), np.full(room, np.inf)
-    # Positions, largest errors and their places; parts of one array, so that the compiler knows
-    # that they do not overlap.
+    # Positions, largest errors and their places, in one array so that the compiler knows that they
+    # do not overlap.
     work = np.empty(3 * LANES)
     floors, lowest = np.full(LANES, -np.inf), np.empty(LANES)
     sizes = np.zeros(LANES, np.int64)

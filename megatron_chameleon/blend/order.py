@@ -2,11 +2,11 @@
 
 Two domains are merged by due time: sample j of domain i is due at ``(j + 1/2) / weight[i]``, so the
 first m samples hold ``floor(m * r + 1/2)`` of a domain whose share is r. More domains are merged
-in a binary tree, two groups at a node, which splits its domains into halves of about equal weight.
-Sorting all domains by due time at once would let rounding errors add up: with a weight of 0.5 and
-200 equal ones, the heavy domain would run 50 samples ahead before the first light one is due. In
-the tree a node adds at most 1/2 to the error of its children, of which a child passes on its share:
-as shares are about half at every level, the errors add up to about 1.
+in a binary tree: each node merges two groups of domains of about equal weight. Sorting all domains
+by due time at once would let rounding errors add up: with one weight of 0.5 and 200 equal ones, the
+heavy domain would run 50 samples ahead before the first light one is due. In the tree, a node adds
+at most 1/2 to the error of its children, and the error of a node reaches a child multiplied by the
+child's share of it: as shares are about half at every level, the errors add up to about 1.
 
 The split at a node is integer arithmetic on 52-bit shares, identical on every machine.
 """
@@ -36,7 +36,7 @@ WEIGHT_BITS = 61
 CHUNK = 8192
 
 # Columns of the tree's nodes: share of the left child and offset, each as upper and lower half of a
-# fixed-point number; then both children, a node's number or, below 0, ``~domain``.
+# fixed-point number; then both children, as the number of a node, or ``~domain`` (negative).
 SHARE, SHARE_LOW, OFFSET, OFFSET_LOW, CHILDREN = range(5)
 
 
@@ -85,8 +85,8 @@ def _tree(shares: list[int], deficits: list[float]) -> NDArray[np.int64]:
     if len(leaves) == 1:
         return np.array([[0, 0, 0, 0, ~leaves[0], ~leaves[0]]], np.int64)
     nodes: list[list[int]] = []
-    # Work list, extended by the loop: the leaves of a subtree, and the entry of its parent node
-    # that refers to it.
+    # Work list, extended by the loop: the leaves of a subtree, and its parent node with the column
+    # that refers to the subtree.
     spans = [(0, len(leaves), [0], 0)]
     for first, stop, parent, column in spans:
         if stop - first == 1:

@@ -90,14 +90,14 @@ def read_ahead(
 ) -> Iterator[Iterator[Batch]]:
     """Prefetch ``batches`` inside the block if ``device`` is a GPU.
 
-    On the CPU they are read on demand: a thread would compete with the compute for the cores, and a
-    batch takes thousands of times less than a step.
+    On the CPU they are read on demand: reading a batch takes thousands of times less time than a
+    step, and a thread would compete with the computation for the cores.
 
     Args:
-        batches: to be read.
-        device: their destination.
-        parts: number of batches in each part, between which the samples may change; no batch of a
-            part is read before its first one is requested. By default one part.
+        batches: the batches to read.
+        device: device to copy them to.
+        parts: number of batches in each part; default: one part. The samples may change between
+            parts: no batch of a part is read before its first batch is requested.
     """
     if device.type != "cuda":
         yield batches
@@ -111,9 +111,9 @@ def prefetch(
 ) -> Generator[Batch]:
     """Yield ``batches`` on ``device``, in order, each part as in :func:`read_ahead`.
 
-    A thread reads up to ``READ_AHEAD`` of them ahead into pinned memory, from which they are copied
-    while the device computes. An error is raised in the place of the batch that it prevented. Close
-    the generator before the samples change.
+    A thread reads up to ``READ_AHEAD`` batches ahead into pinned memory, from which they are copied
+    while the device computes. If reading a batch fails, its error is raised when that batch is
+    requested. Close the generator before the samples change.
     """
 
     def read(part: Iterator[Batch]) -> Batch | None:
@@ -137,9 +137,9 @@ def prefetch(
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy ``tensor`` from the host to ``device`` without waiting for the device's work.
+    """Copy ``tensor`` from the host to ``device`` without synchronizing with the device.
 
-    A copy from memory that is not pinned would wait, even with ``non_blocking``.
+    Copies from memory that is not pinned synchronize even with ``non_blocking``.
     """
     return _pinned(tensor, device).to(device, non_blocking=True)
 

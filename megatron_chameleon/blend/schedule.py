@@ -30,7 +30,7 @@ class Phase:
 class MixtureSchedule:
     """The weights of every sample of a run: phases in order, the first one from sample 0 on.
 
-    At a change each domain's samples continue where they were: none is lost or repeated.
+    A change neither skips nor repeats samples of a domain.
 
     Raises:
         ValueError: unless the phases begin at 0, in increasing order, for the same number of

@@ -26,13 +26,13 @@ from megatron_chameleon.errors import UserError
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
 # From here on sample numbers do not fit into uint32, as Megatron counts.
 WIDE_SHUFFLE_FROM = np.iinfo(np.uint32).max - 1
-# Raise it with every change of what megatron_indices returns for the same arguments: it is part of
-# the keys of cached indices.
+# Part of the keys of cached indices. Raise it when megatron_indices returns different indices for
+# the same arguments.
 MEGATRON_INDICES_VERSION = 1
 
 Arrays = dict[str, NDArray[Any]]
 
-# Purposes of a permutation: with the same seed, their keys have nothing in common.
+# Purposes of a permutation, which give it independent keys for the same seed.
 _DOCUMENTS, _WINDOWS = 0, 1
 
 
@@ -40,9 +40,9 @@ _DOCUMENTS, _WINDOWS = 0, 1
 class EpochStream:
     """Infinite stream of a domain's samples, reshuffled every epoch.
 
-    The epochs, one after another, are one stream of tokens. Window j begins at its token
-    ``j * seq_length``, so none is lost where epochs meet, and belongs to the epoch in which it
-    begins. The order is a function of seed, ``order_key`` and epoch, however many samples are read.
+    The epochs are concatenated to one stream of tokens, so that no token is lost between epochs.
+    Window j begins at token ``j * seq_length`` of the stream, and belongs to the epoch in which it
+    begins. The order depends only on seed, ``order_key`` and epoch, not on the number of samples.
 
     Attributes:
         domain: which sequences.
@@ -59,7 +59,7 @@ class EpochStream:
     shuffle_documents: bool
 
     def view_of(self, number: int) -> View:
-        """View of the epoch that holds sample ``number``; needs little memory."""
+        """View of the epoch that contains sample ``number``."""
         tokens, domain = self.domain.tokens, self.domain
         epoch = number * self.seq_length // tokens
         first, stop = (-(-e * tokens // self.seq_length) for e in (epoch, epoch + 1))
@@ -98,7 +98,7 @@ def megatron_view(
     Args:
         domain: which sequences.
         file: their tokens.
-        num_samples: samples that are needed, which the order depends on; epochs are whole, so the
+        num_samples: number of samples needed; the order depends on it. Epochs are whole, so the
             view may have more.
         seq_length: tokens of a sample.
         seed: of numpy's RandomState.
@@ -174,9 +174,10 @@ def _shuffle_parts(
 def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
     """Map the arrays of ``key`` from ``folder``; if it has none, build and store them.
 
-    An entry is one file: the arrays, their layout as JSON with its length, and the SHA-256 of all
-    that. It is written atomically, so that processes may share the folder, and checked when read; a
-    damaged one is rebuilt with a warning. Ranks of one machine share one copy in memory.
+    An entry is one file: the arrays, their layout as JSON, the length of the layout, and the
+    SHA-256 of all of these. Entries are written atomically, so that processes can share the folder,
+    and verified when read; a damaged one is rebuilt with a warning. They are memory-mapped, so that
+    the ranks of a machine share one copy.
 
     Args:
         folder: folder of the cache.
@@ -184,7 +185,7 @@ def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]
         build: function that returns the arrays by name.
 
     Raises:
-        UserError: if the folder cannot be written, or the new entry is damaged.
+        UserError: if the folder cannot be written, or the new entry cannot be read back.
     """
     entry = folder / f"{sha256_of_json(key)}.arrays"
     try:

@@ -27,13 +27,12 @@ class DomainData:
     """The sequences of one domain: ``first`` to ``stop`` of a pair of .bin/.idx files.
 
     Attributes:
-        name: of the domain in weights and records.
+        name: name of the domain in weights and records.
         prefix: path of the files, without their suffix.
         first: first sequence.
         stop: one after the last sequence.
-        tokens: in these sequences together.
-        order_key: determines the order within the domain, with the seed; independent of the files'
-            paths.
+        tokens: number of tokens in these sequences.
+        order_key: determines, with the seed, the order within the domain; independent of paths.
         vocab_size: one more than the largest token id.
         expected: dtype, counts and checksums from corpus.json; None for other files.
     """

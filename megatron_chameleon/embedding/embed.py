@@ -102,7 +102,7 @@ def embed_windows(
 
 
 def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
-    """Tokens [b, s] padded with zeros on the right, invisible to causal attention; lengths [b]."""
+    """Tokens [b, s], padded with zeros at the end, which causal attention ignores; lengths [b]."""
     batch_rows = slice(rows.start, rows.stop)
     lengths = windows.length[batch_rows]
     multiple, longest = length_multiple(reader.layout), reader.shape.max_sequence_length
@@ -177,11 +177,13 @@ class StoreEntry:
     """Vectors that are embedded together: one per sampled window, or one per document.
 
     Attributes:
-        key: the name of the vectors in the store.
-        domain: of the text.
-        recipe: of the windows; with ``documents``, ``num_windows`` is the maximum per document.
-        split: of the text.
-        documents: embedded as the mean over their windows; if empty, windows are sampled.
+        key: name of the vectors in the store.
+        domain: domain whose text is embedded.
+        recipe: recipe of the windows; with ``documents``, ``num_windows`` is the maximum per
+            document.
+        split: split of the text.
+        documents: documents to embed, each as the mean over its windows; if empty, windows are
+            sampled.
     """
 
     key: str
@@ -203,7 +205,7 @@ class StoreEntry:
 def missing_entries(
     store: EmbeddingStore, corpus: Corpus, entries: Sequence[StoreEntry]
 ) -> list[StoreEntry]:
-    """The ``entries`` that the store lacks, or holds for other text."""
+    """The ``entries`` that the store lacks, or has for other text."""
     return [each for each in entries if not store.holds(each.key, corpus.domain_hash(each.domain))]
 
 
@@ -219,8 +221,8 @@ def fill_store(
     Collective; rank 0 writes. An interrupted run keeps the finished entries.
 
     Returns:
-        The store, with the entries on rank 0, and their cost; other processes may have added to the
-        store's own cost meanwhile.
+        The store, which includes the entries on rank 0 only, and the cost of the entries. The cost
+        of the store may also include what other processes embedded meanwhile.
     """
     is_main = reader.layout.is_main
     places = {(entry.domain, entry.split) for entry in entries}
@@ -247,10 +249,10 @@ def fill_store(
 def document_means(
     vectors: NDArray[np.float32], document: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """The mean over the windows of each document [d, h], from the vectors of windows [n, h].
+    """Mean of the ``vectors`` [n, h] of each document's windows: [d, h].
 
     Args:
-        vectors: of the windows.
+        vectors: vector of each window.
         document: [n] document of each window.
     """
     order = np.argsort(document, kind="stable")

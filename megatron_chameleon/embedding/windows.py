@@ -43,10 +43,10 @@ def draw_windows(
 ) -> Windows:
     """Sample distinct windows of at most ``window_length`` tokens.
 
-    Each document is split into the fewest windows of nearly equal length that fit, so that no
-    window crosses documents or is a short remainder; with ``cross_documents``, all documents are
-    split as one. The sample depends only on ``seed`` and the domain's ``name``. A domain with fewer
-    windows yields all of them.
+    Each document is split into as few windows as possible, of nearly equal length, so that no
+    window crosses documents or is a short remainder. With ``cross_documents``, the concatenation of
+    all documents is split instead. The sample depends only on ``seed`` and the domain's ``name``. A
+    domain with fewer than ``num_windows`` windows yields all of them.
 
     Args:
         document_lengths: [d] tokens per document.
@@ -76,15 +76,15 @@ def draw_windows(
 
 
 def spread_windows(document_lengths: NDArray[np.integer], window_length: int, most: int) -> Windows:
-    """At most ``most`` evenly spaced windows of each document; at least one.
+    """Choose at least one and at most ``most`` evenly spaced windows of each document.
 
-    Each document is split into the fewest windows of nearly equal length that fit, as by
-    :func:`draw_windows`. Of p windows, m are taken: those numbered floor((i + 1/2) p / m).
+    Each document is split as by :func:`draw_windows`. Of its p windows, m are chosen: those with
+    the numbers floor((i + 1/2) p / m).
 
     Args:
         document_lengths: [d] tokens per document, at least 1 each.
         window_length: maximum tokens per window.
-        most: windows per document.
+        most: maximum windows per document.
     """
     lengths = np.asarray(document_lengths, dtype=np.int64)
     num_windows = -(-lengths // window_length)
