@@ -155,7 +155,7 @@ def keep_metrics_until(path: Path, step: int) -> None:
 
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     with replacing(path) as temporary:
-        temporary.write_bytes(b"".join(filter(is_kept, lines)))
+        temporary.write_bytes(b"".join(line for line in lines if is_kept(line)))
 
 
 _METRICS = TypeAdapter(_Metrics)
