@@ -38,10 +38,9 @@ _SAMPLE_CHUNK = 1 << 13
 # Interval and size of a comparison, in characters; takes about 1% of gigatoken's time.
 _COMPARE_EVERY = 1 << 22
 _COMPARE_CHARACTERS = 512
-# gigatoken caches every word: it is reloaded once the process has grown by this much. The check's
-# interval is in characters.
+# gigatoken caches every word: it is reloaded once the process has grown by this many bytes.
 _MAX_GROWTH_BYTES = 200_000_000
-_CHECK_MEMORY_EVERY = 1 << 24
+_CHECK_MEMORY_EVERY = 1 << 24  # characters
 
 # Ends a document for gigatoken. No proper prefix of it is a suffix, so text before it cannot
 # complete a match; a text that contains it is encoded by the tokenizer's library.
@@ -94,20 +93,16 @@ def is_stable(text: str) -> bool:
     return not unstable_characters()[characters].any()
 
 
-class CannotEncodeError(UserError):
-    """Gigatoken cannot be used with a tokenizer."""
-
-
 class GigatokenEncoder:
-    """Encode with gigatoken, with the same ids as ``own``.
+    """Encode with gigatoken, giving the same ids as ``own``.
 
     Args:
-        file: of the tokenizer.
-        own: encoder of the same file by the tokenizer's library.
+        file: tokenizer file.
+        own: encoder of the tokenizer's own library for the same file.
         eod_id: id of the end-of-document token.
 
     Raises:
-        CannotEncodeError: if the package is missing or does not support the tokenizer.
+        UserError: if the package is missing or does not support the tokenizer.
     """
 
     def __init__(self, file: TokenizerFile, own: Encoder, eod_id: int) -> None:
@@ -189,7 +184,7 @@ class GigatokenEncoder:
             differing = self.first_difference(compared, lambda: self._own.encode_batch(compared))
             if differing is not None:
                 raise UserError(
-                    f"gigatoken and {self._own.kind} encode {differing[:40]!r}... differently: "
+                    f"gigatoken and {self._file.kind} encode {differing[:40]!r}... differently: "
                     "remove the unfinished --output and run again with --encoder own"
                 )
         self._since_memory_check += num_characters
@@ -205,17 +200,17 @@ class GigatokenEncoder:
 
 
 def gigatoken_for(file: TokenizerFile, eod_id: int) -> Callable[[bytes], NDArray[np.uint32]]:
-    """Gigatoken's function from UTF-8 to token ids, for the tokenizer ``file``.
+    """Return gigatoken's function from UTF-8 to token ids for the tokenizer ``file``.
 
     The file's special tokens are removed, since gigatoken would recognize them in text; the only
     one left is ``_END``, so that one call can encode many documents.
 
     Raises:
-        CannotEncodeError: if the package is missing or does not support the tokenizer.
+        UserError: if the package is missing or does not support the tokenizer.
     """
     scheme = _SCHEMES.get(file.pattern or "")
     if file.kind == "tiktoken" and scheme is None:
-        raise CannotEncodeError("gigatoken does not support the --tiktoken-pattern")
+        raise UserError("gigatoken does not support the --tiktoken-pattern")
     try:
         import gigatoken
 
@@ -229,12 +224,12 @@ def gigatoken_for(file: TokenizerFile, eod_id: int) -> Callable[[bytes], NDArray
                 json = sentencepiece_to_tokenizer_json(file.content)
             tokenizer = gigatoken.Tokenizer.from_json(_with_one_special_token(json, eod_id))
     except ImportError:
-        raise CannotEncodeError("the gigatoken package is not installed") from None
+        raise UserError("the gigatoken package is not installed") from None
     except BaseException as error:  # no common base class
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
         reason = " ".join(str(error).split())
-        raise CannotEncodeError(f"gigatoken does not support {file.path} ({reason})") from error
+        raise UserError(f"gigatoken does not support {file.path} ({reason})") from error
 
     def encode(text: bytes) -> NDArray[np.uint32]:
         # A batch releases the GIL; padding returns numpy arrays; BytesSource avoids importing
@@ -260,31 +255,31 @@ def _with_one_special_token(tokenizer_json: str | bytes, eod_id: int) -> bytes:
 
 
 def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
-    """``tokenizer`` with gigatoken, without comparing them.
+    """Return ``tokenizer`` with gigatoken as its fast encoder, without comparing their ids.
 
     Raises:
-        CannotEncodeError: if the package is missing or does not support the tokenizer.
+        UserError: if the package is missing or does not support the tokenizer.
     """
     fast_encoder = GigatokenEncoder(tokenizer.file, tokenizer.encoder, tokenizer.eod_id)
     return dataclasses.replace(tokenizer, fast_encoder=fast_encoder)
 
 
 def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[str]) -> Tokenizer:
-    """``tokenizer`` with the library that ``choice`` selects.
+    """Return ``tokenizer`` with the encoder that ``choice`` selects.
 
     Warns if gigatoken is allowed and cannot be used.
 
     Args:
-        tokenizer: without a fast encoder.
-        choice: see EncoderOptions.
+        tokenizer: tokenizer without a fast encoder.
+        choice: value of ``EncoderOptions.encoder``.
         texts: input texts; about the first million characters are compared.
 
     Raises:
         UserError: if ``choice`` is gigatoken and it cannot be used.
     """
     if choice == "own":
-        return dataclasses.replace(tokenizer, fast_encoder=None)
-    own = tokenizer.encoder
+        return tokenizer
+    own, library = tokenizer.encoder, tokenizer.file.kind
     sample = [*difficult_texts(own.special_tokens()), *_sample(texts)]
     try:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -292,14 +287,12 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
             fast = GigatokenEncoder(tokenizer.file, own, tokenizer.eod_id)
             differing = fast.first_difference(sample, reference_ids.result)
         if differing is not None:
-            raise CannotEncodeError(
-                f"gigatoken and {own.kind} encode {differing[:40]!r} differently"
-            )
+            raise UserError(f"gigatoken and {library} encode {differing[:40]!r} differently")
     except UserError as error:
         if choice == "gigatoken":
             raise UserError(f"--encoder gigatoken: {error}; use --encoder own") from error
-        warnings.warn(f"{error}: using {own.kind}, which is slower", stacklevel=2)
-        return dataclasses.replace(tokenizer, fast_encoder=None)
+        warnings.warn(f"{error}: using {library}, which is slower", stacklevel=2)
+        return tokenizer
     return dataclasses.replace(tokenizer, fast_encoder=fast)
 
 

@@ -41,7 +41,7 @@ TokenType = Literal["uint16", "int32"]
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-# Megatron's codes of integers. It also has codes of float64 (6) and float32 (7).
+# Megatron's codes for integer types; its codes for float64 (6) and float32 (7) are not for tokens.
 _TOKEN_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 TYPE_CODES: dict[TokenType, int] = {"uint16": 8, "int32": 4}
 # Megatron-LM switches to 32-bit integers a little before uint16 is full.
@@ -97,7 +97,7 @@ class IndexedWriter:
             # An existing file may be a hard link to another corpus's tokens.
             with writing(path), path.open("xb") as stream:
                 if path is self._idx_path:
-                    # Blank until the end: an unfinished file never passes for an index.
+                    # Blank until the end: an unfinished file is not a valid index.
                     stream.write(bytes(HEADER.size))
 
     def add(self, tokens: NDArray[np.integer]) -> None:
@@ -129,10 +129,10 @@ class IndexedWriter:
         """
         if self._tokens:
             self._hash(self._tokens)
-            _append(self._bin_path, self._tokens)
+            append_to(self._bin_path, self._tokens)
             self._tokens = bytearray()
         if self._lengths:
-            _append(self._idx_path, self._lengths)
+            append_to(self._idx_path, self._lengths)
             self._lengths = bytearray()
 
     def finish(self) -> str:
@@ -180,7 +180,7 @@ class IndexedWriter:
             self._block_bytes = 0
 
     def _write_checksums(self) -> None:
-        _append(self._checksums_path, self._checksums)
+        append_to(self._checksums_path, self._checksums)
         self._checksums_digest.update(self._checksums)
         self._checksums = bytearray()
 
@@ -202,7 +202,8 @@ class IndexedWriter:
             stream.write(np.arange(first, last, dtype=np.int64).tobytes())
 
 
-def _append(path: Path, block: bytes | bytearray) -> None:
+def append_to(path: Path, block: bytes | bytearray | memoryview) -> None:
+    """Append ``block`` to a file; raises UserError if the disk is full."""
     with writing(path), path.open("ab") as stream:
         stream.write(block)
 
@@ -342,7 +343,7 @@ class BlockTokens:
                 outside = content[(content < 0) | (content >= self._vocab_size)][0]
                 raise UserError(
                     f"{self._path} holds token {outside}, outside the vocabulary of "
-                    f"{self._vocab_size}: the file is damaged or of another tokenizer; {_HINT}"
+                    f"{self._vocab_size}: it is damaged or was made by another tokenizer; {_HINT}"
                 )
             self.checked[block] = 1
 
@@ -470,7 +471,7 @@ def open_token_file(
     if size != bin_content.size:
         raise UserError(
             f"{bin_path} holds {bin_content.size} bytes, its .idx places tokens up to byte {size}: "
-            "one of them is truncated or of other text; restore both or preprocess again"
+            "one of them is truncated or belongs to other text; restore both or preprocess again"
         )
     _check_boundaries(idx_path, boundaries, num_sequences, one_each=expected is not None)
     checksums = None
@@ -491,7 +492,7 @@ def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
 
 
 def expected_tokens(corpus: Corpus, part: DomainSplit) -> ExpectedTokens:
-    """Contents of a split as recorded in ``corpus``."""
+    """Return the contents of a split as recorded in ``corpus``."""
     return ExpectedTokens(corpus.dtype, part.documents, part.tokens, part.block_checksums)
 
 
@@ -510,7 +511,7 @@ def _open_checksums(
     """Map the checksums of a .bin, [num_blocks], and verify the .idx against its own.
 
     The .bin's checksums are read together with its blocks: those of trillions of tokens take
-    gigabytes. Damage to them looks like damage to a block.
+    gigabytes. A damaged checksum is reported as a damaged block.
     """
     content = _map(path)
     bin_blocks = num_blocks(tokens.size)
@@ -539,7 +540,7 @@ def _check_sequences(
     token_bytes: int,
     bin_bytes: int,
 ) -> int:
-    """Return the bytes of all sequences, which follow each other without gaps."""
+    """Check that the sequences follow each other without gaps; return their total bytes."""
     size = 0
     for first in range(0, len(lengths), _CHECK_BLOCK):
         block = lengths[first : first + _CHECK_BLOCK].astype(np.int64) * token_bytes
@@ -558,7 +559,7 @@ def _check_sequences(
 def _check_boundaries(
     path: Path, boundaries: NDArray[np.int64], num_sequences: int, *, one_each: bool
 ) -> None:
-    """Boundaries rise from 0 to the number of sequences, in steps of 1 if ``one_each``."""
+    """Check that boundaries rise from 0 to ``num_sequences``, in steps of 1 if ``one_each``."""
     if (boundaries[0], boundaries[-1]) != (0, num_sequences):
         raise _damaged(path, f"its document boundaries do not go from 0 to {num_sequences}")
     for first in range(0, len(boundaries) - 1, _CHECK_BLOCK):

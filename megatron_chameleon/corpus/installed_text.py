@@ -17,7 +17,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import orjson
@@ -32,10 +32,10 @@ SUMMARY_FILE = "gathered.json"
 
 @dataclasses.dataclass(frozen=True)
 class DomainSource:
-    """The files of a domain: shell patterns, separated by spaces, of paths in site-packages.
+    """Shell patterns, separated by spaces, of the paths of a domain's files in site-packages.
 
-    In a pattern ``*`` also matches ``/``. ``read`` turns the text of a file into a document, or
-    into None if it has none.
+    In a pattern ``*`` also matches ``/``. ``read`` returns the document in the text of a file, or
+    None if there is none.
     """
 
     name: str
@@ -49,8 +49,8 @@ class DomainSource:
 class DomainText:
     """The text of a domain: documents by path relative to site-packages.
 
-    ``num_bytes`` counts the UTF-8 bytes of its documents; ``packages`` are those they come from, by
-    decreasing size.
+    ``num_bytes`` counts the UTF-8 bytes of the documents; ``packages`` names the packages that they
+    come from, largest first.
     """
 
     domain: DomainSource
@@ -60,7 +60,7 @@ class DomainText:
 
 
 def docstrings(source: str) -> str | None:
-    """The docstrings of a Python file, in the order of the file: a page of reference prose."""
+    """Join the docstrings of a Python file into a page of reference prose; None without any."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -74,9 +74,10 @@ def docstrings(source: str) -> str | None:
     return "\n\n".join(inspect.cleandoc(text) for _line, text in sorted(found)) or None
 
 
-# Not pinned (pip comes with the interpreter), or this project.
+# pip, whose version is not pinned since it comes with the interpreter, and this project.
 _SKIPPED = "__pycache__ pip pip-* megatron_chameleon* __editable__*"
-# Their docstrings are long reference pages. Their code is in no domain, so that no text is in two.
+# Libraries whose docstrings are long reference pages. Their code is left out, so that no text is in
+# two domains.
 _REFERENCE = "matplotlib/*.py mpmath/*.py networkx/*.py numpy/*.py scipy/*.py sympy/*.py"
 _HEADERS = (".h", ".hpp", ".hh", ".cuh", ".inl")
 _CUDA = ("triton/*", "nvidia/*")
@@ -87,7 +88,7 @@ _LICENCES = (
 )
 _TESTS = "*/test_*.py */tests/*.py */test/*.py */testing/*.py"
 _TABLES = "*.afm *.csv *.dat *.tab *.tsv"
-_RANDOM_NUMBERS = "numpy/random/*"  # nothing to learn
+_RANDOM_NUMBERS = "numpy/random/*"
 # In order of preference: the first that have enough text are kept. A file belongs to the first
 # domain it matches.
 DOMAINS = (
@@ -127,18 +128,15 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
         earlier = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if other := sorted(name for name in earlier if not own.match(name)):
         raise UserError(
-            f"--output-dir {folder} has files of other origin ({other[0]}); pass a new folder"
+            f"--output-dir {folder} holds files of other origin ({other[0]}); pass a new folder"
         )
-    files = list_files(options.roots or default_roots())
-    by_domain = assign_domains(files, DOMAINS)
+    by_domain = files_by_domain(list_files(options.roots or default_roots()))
     gathered: list[DomainText] = []
     seen: set[bytes] = set()
     for domain in DOMAINS:
         if len(gathered) == options.num_domains:
             break
-        found = _collect(
-            domain, {name: files[name] for name in by_domain[domain.name]}, options, seen
-        )
+        found = _collect(domain, by_domain[domain.name], options, seen)
         has_enough = (
             found.num_bytes >= options.min_bytes_per_domain
             and len(found.documents) >= options.min_documents_per_domain
@@ -148,7 +146,7 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     needed = min(MIN_DOMAINS, options.num_domains)
     if len(gathered) < needed:
         raise UserError(
-            f"{len(gathered)} of the {needed} domains that are needed have "
+            f"only {len(gathered)} of the {needed} required domains have "
             f"{options.min_bytes_per_domain:,} bytes in {options.min_documents_per_domain} "
             "documents; lower --min-bytes-per-domain, or add folders with --roots"
         )
@@ -196,14 +194,14 @@ def list_files(roots: Iterable[Path]) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def assign_domains(sources: Iterable[str], domains: Iterable[DomainSource]) -> dict[str, list[str]]:
-    """Domain name -> relative paths; a file goes to the first domain that matches it, if any."""
-    rules = [(d.name, _any_of(d.patterns), _any_of(d.excluded)) for d in domains]
-    assigned: dict[str, list[str]] = {name: [] for name, _patterns, _excluded in rules}
-    for source in sources:
-        for name, patterns, excluded in rules:
+def files_by_domain(files: Mapping[str, Path]) -> dict[str, dict[str, Path]]:
+    """Assign each of ``files`` to the first domain that matches its relative path, if any."""
+    assigned: dict[str, dict[str, Path]] = {domain.name: {} for domain in DOMAINS}
+    rules = [(assigned[d.name], _any_of(d.patterns), _any_of(d.excluded)) for d in DOMAINS]
+    for source, path in files.items():
+        for own, patterns, excluded in rules:
             if patterns.match(source) and not excluded.match(source):
-                assigned[name].append(source)
+                own[source] = path
                 break
     return assigned
 
@@ -211,10 +209,10 @@ def assign_domains(sources: Iterable[str], domains: Iterable[DomainSource]) -> d
 def _collect(
     domain: DomainSource, paths: dict[str, Path], options: GatherOptions, seen: set[bytes]
 ) -> DomainText:
-    """Documents for one domain, up to its limit of bytes; their digests are added to ``seen``.
+    """Collect documents of one domain, up to its limit of bytes; add their digests to ``seen``.
 
-    Files are read in the order of a hash of their relative path, so that a domain that is truncated
-    still has some text of every package.
+    Files are read in the order of a hash of their relative path, so that a truncated domain has
+    text of every package.
     """
     documents: dict[str, str] = {}
     packages: Counter[str] = Counter()
@@ -253,5 +251,5 @@ def format_table(gathered: Sequence[DomainText]) -> str:
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:
-    """One expression for all patterns; for none, one that matches nothing."""
+    """Compile shell patterns into one expression; without patterns it matches nothing."""
     return re.compile("|".join(map(fnmatch.translate, patterns.split())) or "(?!)")

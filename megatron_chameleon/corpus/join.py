@@ -1,20 +1,21 @@
 """Join finished shards into a corpus, dropping duplicates and text held out of training.
 
 A text belongs to one split across all domains, so that no test text is trained on. The hash of a
-text decides its split, unless a source defines its own. If they conflict, splits set by a source
+text decides its split, unless a source defines its own. If splits conflict, those set by a source
 take precedence, and test precedes valid precedes train. Documents of the text in other splits are
-dropped as held out. Of the rest, a repeated text in a domain is a duplicate.
+dropped as held out. Among the remaining documents of a domain, a repeated text is a duplicate.
 
-Documents can also be moved to other domains (:func:`regroup`): tokens are copied, splits stay.
+:func:`regroup` moves documents of a corpus to other domains; it copies tokens and keeps splits.
 
-Memory use is bounded: digests are read from disk for one range of their values at a time, from all
-shards, and the results are written to a file per shard; tokens are copied in blocks.
+Memory use is bounded: the digests of all shards are compared in one range of values after another,
+the results are written to a file, and tokens are copied in blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -106,7 +107,7 @@ class CorpusWriter:
         read: Callable[[int, int], bytes],
         start: int,
     ) -> None:
-        """Append documents to their files; consecutive ones of a file are copied at once.
+        """Append documents to their files; consecutive documents of a file are copied together.
 
         Args:
             files: [num_documents] number of each document's file, -1 to leave it out.
@@ -139,7 +140,7 @@ class CorpusWriter:
 
     def finish(self) -> dict[str, Domain]:
         """Complete all files; return their records for corpus.json."""
-        parts = [
+        parts = (
             DomainSplit(
                 prefix=prefix,
                 documents=writer.documents,
@@ -151,11 +152,8 @@ class CorpusWriter:
             for prefix, writer, text_bytes in zip(
                 self._prefixes, self._writers, self._text_bytes, strict=True
             )
-        ]
-        of_domain = zip(*[iter(parts)] * len(SPLITS), strict=True)
-        return {
-            name: Domain(*splits) for name, splits in zip(self._domains, of_domain, strict=True)
-        }
+        )
+        return {name: Domain(*itertools.islice(parts, len(SPLITS))) for name in self._domains}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +178,7 @@ def join_shards(
     of reading; so the files do not depend on the sharding.
 
     Args:
-        shards: all of them, in order.
+        shards: all shards, in the order of the corpus.
         first_domains: domains listed before those of the shards; they may have no documents.
         folder: an existing, empty folder.
         drop_duplicates: whether repeated texts in a domain are left out.
@@ -236,8 +234,8 @@ class LeftOut:
 
     Attributes:
         path: file of one byte a document of the corpus: KEPT, DUPLICATE or HELD_OUT.
-        duplicates: number by domain; counted even if they are kept.
-        held_out: number by domain of documents with a text of another split.
+        duplicates: domain number -> number of duplicates, even if they are kept.
+        held_out: domain number -> number of documents whose text belongs to another split.
     """
 
     path: Path
@@ -245,7 +243,7 @@ class LeftOut:
     held_out: Counter[int] = dataclasses.field(default_factory=Counter)
 
     def reasons(self, first: int, count: int) -> NDArray[np.uint8]:
-        """[count] reasons of the documents from ``first`` on."""
+        """Return the reasons [count] of documents ``first`` to ``first + count - 1``."""
         return np.fromfile(self.path, np.uint8, count, offset=first)
 
     def add(
@@ -267,9 +265,9 @@ def find_left_out(
     """Find duplicates and held-out documents by the digests of all texts.
 
     Args:
-        shards: in the order of the corpus.
+        shards: all shards, in the order of the corpus.
         domain_numbers: for each shard, the corpus's number of each of the shard's domains.
-        path: of the file to write the results to.
+        path: file to write the reasons to.
 
     Raises:
         UserError: if the disk is full.
@@ -277,7 +275,7 @@ def find_left_out(
     found = LeftOut(path)
     bases = np.cumsum([0, *(shard.documents for shard in shards)])
     with writing(path), path.open("xb") as stream:
-        # A full disk is detected here: writing through memory would kill the process.
+        # Detects a full disk, on which a write through the memory map would kill the process.
         os.posix_fallocate(stream.fileno(), 0, max(1, int(bases[-1])))
     for texts in _ranges(shards, domain_numbers, bases):
         reasons = reasons_to_leave_out(texts)
@@ -306,8 +304,8 @@ def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
     some = texts[several]
     changes = (np.diff(some["high"]) != 0) | (np.diff(some["low"]) != 0)
     text = np.append(0, np.cumsum(changes))
-    # Precedence for the split of the text: train, valid and test by hash, valid and test of the
-    # source.
+    # Precedence of splits, ascending: train, valid and test by hash, then the source's own valid
+    # and test.
     ranks = np.where(some["split"] > 0, some["split"] + 2 * some["by_source"], 0)
     highest = np.maximum.reduceat(ranks, np.append(0, np.flatnonzero(changes) + 1))
     held_out = some["split"] != np.array([0, 1, 2, 1, 2])[highest[text]]
@@ -323,7 +321,7 @@ def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
 def _ranges(
     shards: Sequence[Shard], domain_numbers: Sequence[NDArray[np.int64]], bases: NDArray[np.int64]
 ) -> Iterator[NDArray[np.void]]:
-    """TEXT records of all texts, one range of digests at a time."""
+    """Yield the TEXT records of all texts, one range of digests at a time."""
     count = max(1, -(-sum(sum(shard.runs) for shard in shards) // _RANGE_TEXTS))
     edges = np.array([(i << 64) // count for i in range(1, count)], dtype=np.uint64)
     runs = []  # shard, first record of a sorted run, and where the edges divide it
@@ -349,9 +347,8 @@ def _ranges(
 
 
 def _read_digests(shard: Shard, first: int, count: int) -> NDArray[np.void]:
-    with (shard.root / DIGESTS_NAME).open("rb", buffering=0) as stream:
-        stream.seek(first * DIGEST.itemsize)
-        return np.frombuffer(stream.read(count * DIGEST.itemsize), DIGEST)
+    path = shard.root / DIGESTS_NAME
+    return np.fromfile(path, DIGEST, count, offset=first * DIGEST.itemsize)
 
 
 def _read_file(stream: BinaryIO, start: int, stop: int) -> bytes:
@@ -374,12 +371,12 @@ def regroup(
     Documents of a new domain are in the order of the old domains, and of the documents in them.
 
     Args:
-        corpus: to read.
+        corpus: corpus to read.
         labels: (old domain, split) -> [num_documents], the position in ``names`` of each document's
             new domain. Other domains are unchanged.
-        names: new domains.
-        tokenizer: of the corpus.
-        folder: an existing, empty folder.
+        names: names of the new domains.
+        tokenizer: tokenizer of ``corpus``.
+        folder: existing, empty folder to write into.
         on_bytes: called with the number of bytes of tokens just copied.
 
     Returns:
@@ -415,7 +412,7 @@ def _read_tokens(file: TokenFile, start: int, stop: int) -> bytes:
 
 
 def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
-    """An unchanged domain: its files are linked into ``folder``."""
+    """Link the files of an unchanged domain into ``folder``; return the domain's record."""
     parts = []
     for split in SPLITS:
         prefix = f"{TOKENS_NAME}/{file_name_of(name)}-{split}"
@@ -456,9 +453,9 @@ def document_bytes(
     the documents' tokens.
 
     Args:
-        tokens: of a split, one document a sequence.
-        sizes: bytes of each token of the vocabulary.
-        text_bytes: of all documents together.
+        tokens: tokens of a split, one sequence per document.
+        sizes: [vocab_size] bytes of each token.
+        text_bytes: bytes of the whole split's text.
     """
     # Bytes up to each document's end, a block of tokens at a time.
     stops = np.cumsum(tokens.lengths, dtype=np.int64)
@@ -474,7 +471,7 @@ def document_bytes(
         ends, total = stops, int(tokens.tokens.size)
     if total == 0:
         return ends
-    # The ends are rounded rather than the differences: the last end is exact.
+    # Round the ends rather than their differences, so that the sum is exact.
     ends = np.rint(ends * (text_bytes / total)).astype(np.int64)
     ends[-1] = text_bytes
     return np.diff(ends, prepend=0)

@@ -81,16 +81,16 @@ class DomainOptions(CheckedOptions):
     """
 
     domain_key: str | None = None
-    """Key of the domain's name in each line; dots reach into nested objects, or into a string that
-    holds one, as in meta.redpajama_set_name."""
+    """Key of the domain's name in each line; dots reach into nested objects, or into strings that
+    hold JSON objects, as in meta.redpajama_set_name."""
     domain_from_path: str | None = None
     """A regular expression whose one group is the domain's name in the path of a file, as in
     'data/([^/]+)/'."""
     domain_from_config: bool = False
-    """The domain is the config of the data set that the text comes from."""
+    """Use the config of the data set as the domain."""
     rename_domain: Inputs = ()
-    """OLD=NEW renames the domain OLD to NEW; several OLD may become one NEW. OLD= leaves it out,
-    '*=' every domain that is not named."""
+    """OLD=NEW renames the domain OLD to NEW; several OLD may become one NEW. OLD= leaves the domain
+    out, and '*=' leaves out every domain that has no rename."""
     valid_input: Inputs = ()
     """Validation text, in the format of --input; all of it goes to valid. Hugging Face data sets
     use their own splits. A domain with its own valid and test uses all of its --input for training;
@@ -167,8 +167,8 @@ class DomainOptions(CheckedOptions):
         """Warn about domains that are left out, and about OLD names that no source has.
 
         Args:
-            found: a source's name of a domain -> number of its files or documents.
-            unit: of that number.
+            found: domain name in the sources -> number of its files or documents.
+            unit: "files" or "documents".
         """
         left_out = {name: count for name, count in found.items() if self.renamed(name) is None}
         if left_out:
@@ -212,19 +212,19 @@ class PreprocessOptions(CheckedOptions):
     eod_token: str = "<|endoftext|>"
     """The tokenizer's end-of-document token, appended to every document."""
     split: str = "90,5,5"
-    """Shares of train, valid and test documents, in any unit. The split of a document is a
-    function of its text, so the same text is never in two of them. Sources with splits of their own
-    keep them; text in their valid or test is removed from train everywhere."""
+    """Relative shares of train, valid and test documents. The split of a document is a hash of its
+    text, so the same text is never in two splits. Sources that define their own splits keep them;
+    a text of their valid or test split is removed from train in every domain."""
     drop_duplicates: bool = True
-    """Keep the first of the documents of a domain with identical text; with --no-drop-duplicates
-    they are only counted."""
+    """Drop all but the first of a domain's documents with identical text; with
+    --no-drop-duplicates, duplicates are only counted."""
     min_tokens_per_split: int = 1
     """Fail if a domain has fewer tokens than this in train, valid or test."""
     overwrite: bool = False
     """Replace the corpus in the output folder."""
     workers: Processes | None = None
-    """Processes that work on shards concurrently, each with its own tokenizer; default: one less
-    than there are cores. With 1, no other process is started."""
+    """Processes that work on shards concurrently, each with its own tokenizer. The default is the
+    number of cores minus one; with 1, no other process is started."""
     shard_bytes: LargeCount = 256_000_000
     """Bytes of input on disk per shard. A killed run loses its unfinished shards. Compressed files
     are not divided. The corpus does not depend on this option."""

@@ -44,7 +44,7 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
 
-# Input that one process reads while another is still starting.
+# Below this, starting another process takes longer than reading the input.
 _BYTES_WORTH_A_PROCESS = 32_000_000
 
 OnBytes = Callable[[int], object]
@@ -66,7 +66,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
         options.output, options.overwrite, shared=options.shard is not None
     ) as folder:
         existing = folder.agree(plan)
-        run = _Run(options, dataclasses.replace(plan, root=existing.root), existing.hash, folder)
+        run = _Run(options, plan, existing.hash, folder)
         try:
             found = sorted(folder.finished())
             run.check_sources(found, existing)
@@ -109,13 +109,13 @@ def _load_tokenizer(options: PreprocessOptions) -> Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One run of the tool, once the plan is agreed on; worker processes get a copy.
+    """One run of the tool after its plan is agreed on; worker processes get a copy.
 
     Attributes:
-        options: of the run.
-        plan: with the current modification times of the sources.
-        plan_hash: of the plan that all processes have agreed on.
-        folder: the corpus folder.
+        options: options of the tool.
+        plan: plan with the current modification times of the sources.
+        plan_hash: hash of the plan that all processes have agreed on.
+        folder: corpus folder.
         gigatoken: whether workers encode with gigatoken.
     """
 
@@ -126,13 +126,14 @@ class _Run:
     gigatoken: bool = False
 
     def make_shard(
-        self, tokenizer: Tokenizer, number: int, on_bytes: OnBytes = lambda num_bytes: None
+        self, tokenizer: Tokenizer, number: int, on_bytes: OnBytes | None = None
     ) -> None:
         """Write shard ``number`` and move it to the folder of finished shards."""
         folder = self.folder.staging / f"{number:06d}"
         with writing(folder):
             folder.mkdir()
-        make_shard(self.options, self.plan, self.plan_hash, tokenizer, number, folder, on_bytes)
+        chunks, shares = self.plan.shards[number], self.options.split_shares
+        make_shard(self._reader(on_bytes), chunks, shares, tokenizer, self.plan_hash, folder)
         self.folder.put_shard(folder, number)
 
     def check_sources(self, finished: Sequence[int], existing: Plan) -> None:
@@ -222,8 +223,9 @@ class _Run:
         self.folder.publish(made)
         return joined
 
-    def _reader(self) -> DocumentReader:
-        return DocumentReader(self.options.source, self.plan.sources, self.options.domains)
+    def _reader(self, on_bytes: OnBytes | None = None) -> DocumentReader:
+        source, domains = self.options.source, self.options.domains
+        return DocumentReader(source, self.plan.sources, domains, on_bytes)
 
     def _load(self, number: int) -> Shard:
         shard = Shard.load(self.folder.shard_folder(number))
@@ -313,7 +315,7 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
 
 
 def make_in_processes(
-    run: _Run, numbers: Sequence[int], num_workers: int, on_bytes: Callable[[int], object]
+    run: _Run, numbers: Sequence[int], num_workers: int, on_bytes: OnBytes
 ) -> None:
     """Make the shards ``numbers`` in worker processes, which never outlive this one.
 

@@ -93,8 +93,8 @@ class MalformedLines:
         count: malformed lines among them.
         by_domain: malformed lines by domain; '' if the line should have named the domain.
         first: location and reason of the first ones.
-        names: source's name of a domain -> number of documents, where --rename-domain changes it or
-            leaves it out.
+        names: domain name in the source -> number of documents, for the domains that
+            --rename-domain renames or leaves out.
     """
 
     lines: int = 0
@@ -137,8 +137,8 @@ class DocumentReader:
             JSON lines; of the documents of parquet and data sets.
 
     Args:
-        options: the text to read.
-        sources: the list that chunks refer to.
+        options: keys and limits of the text.
+        sources: list of sources that chunks refer to.
         domains: how sources without a domain are assigned one; None if domains are not requested.
         on_bytes: called with the number of bytes just read of a source.
 
@@ -152,11 +152,11 @@ class DocumentReader:
         options: SourceOptions,
         sources: Sequence[Source],
         domains: DomainOptions | None = None,
-        on_bytes: Callable[[int], object] = lambda num_bytes: None,
+        on_bytes: Callable[[int], object] | None = None,
     ) -> None:
         self.malformed = MalformedLines()
         self.hashes: dict[Chunk, str] = {}
-        self.on_bytes = on_bytes
+        self._on_bytes = on_bytes or (lambda num_bytes: None)
         self._options, self._sources, self._domains = options, sources, domains
 
     def read(self, chunk: Chunk) -> Iterator[Document]:
@@ -178,7 +178,7 @@ class DocumentReader:
     ) -> Iterator[list[Document]]:
         def on_block(block: bytes) -> None:
             digest.update(block)
-            self.on_bytes(len(block))
+            self._on_bytes(len(block))
 
         def place(position: int) -> str:
             if chunk.start == 0:
@@ -224,7 +224,7 @@ class DocumentReader:
     def _row_groups(
         self, path: str, start: int, stop: int | None, keys: Mapping[str, str]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Rows of the row groups [start, stop) of a parquet file."""
+        """Yield batches of the row groups [start, stop) of a parquet file, with row numbers."""
         with _opened(path) as file:
             # Statistics of columns are not read: where they are damaged, pyarrow ends the process.
             metadata, sizes = file.metadata, _bytes_on_disk(path, file.metadata)
@@ -238,7 +238,7 @@ class DocumentReader:
                 for batch in file.iter_batches(rows, [group], columns, use_threads=False):
                     yield row, batch
                     row += batch.num_rows
-                self.on_bytes(sizes[group])
+                self._on_bytes(sizes[group])
 
 
 def _check_unchanged(source: Source) -> None:
@@ -269,10 +269,10 @@ class _Parser:
         keys: flag -> key, of the values that a record must have.
 
     Args:
-        source: its domain and split are those of all its documents, unless they are None.
-        options: the text to read.
+        source: source of the records; its domain and split, unless None, apply to all of them.
+        options: keys and limits of the text.
         domains: where records name their domains; None if domains are not requested.
-        counts: of lines; updated.
+        counts: line counts, which are updated.
     """
 
     def __init__(
@@ -293,7 +293,8 @@ class _Parser:
         """Parse lines, or the rows of a table; count malformed ones.
 
         Args:
-            found: lines as :func:`read_lines` yields them, rows, or the errors of rows.
+            found: lines as :func:`read_lines` yields them, or the rows of a table, with an error in
+                place of an unreadable row.
             place: returns the location of the line or row at a position in ``found``.
 
         Raises:
@@ -371,7 +372,7 @@ def object_in(line: Line) -> dict[str, Any]:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        if "Not enough memory" in error.msg:  # whether it is malformed must not depend on that
+        if "Not enough memory" in error.msg:  # the line itself may be valid
             raise UserError(
                 f"not enough memory to read a line of {len(line):,} bytes; use a smaller "
                 "--max-document-bytes"
@@ -415,16 +416,11 @@ def _value_at(record: dict[str, Any], key: str) -> Any:
     if key in record:
         return record[key]
     first, dot, rest = key.partition(".")
-    inside = _parsed(record.get(first)) if dot else None
-    return _value_at(inside, rest) if isinstance(inside, dict) else _MISSING
-
-
-def _parsed(value: Any) -> Any:
-    """Parse ``value`` if it is a string that holds a JSON object; else return it unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
+    inside = record.get(first) if dot else None
+    if isinstance(inside, str) and inside.lstrip().startswith("{"):  # a JSON object
         with contextlib.suppress(orjson.JSONDecodeError):
-            return orjson.loads(value)
-    return value
+            inside = orjson.loads(inside)
+    return _value_at(inside, rest) if isinstance(inside, dict) else _MISSING
 
 
 def _kind(value: Any) -> str:
@@ -447,8 +443,8 @@ def read_lines(
     Memory holds one block and its lines, or one longer line of at most ``longest`` bytes.
 
     Args:
-        path: a file, here or on the hub; .gz and .zst are decompressed, several members or frames
-            included.
+        path: file on this machine or on the hub; .gz and .zst are decompressed, including files of
+            several members or frames.
         on_block: called with the bytes of these lines as stored on disk, in order.
         longest: bytes of the longest line that is kept.
         start: first byte at which a line may begin; 0 for a compressed file.
@@ -571,13 +567,13 @@ def row_group_bytes(path: str) -> list[int]:
 def columns_for(
     schema: pa.Schema, keys: Mapping[str, str], name: str, leaves: Sequence[str] = ()
 ) -> list[str]:
-    """The columns that hold the values of ``keys``.
+    """Find the columns that hold the values of ``keys``.
 
     Args:
-        schema: of the table.
-        keys: flag -> key, a column or a path with dots into one.
-        name: of the table, for messages.
-        leaves: paths with dots of those values of nested columns that can be read separately.
+        schema: schema of the table.
+        keys: flag -> key, a column or a dotted path into one.
+        name: name of the table, for messages.
+        leaves: dotted paths of the values in nested columns that can be read separately.
 
     Raises:
         UserError: if a key matches no column or several.
@@ -637,7 +633,7 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
 
 
 def _row(batch: pa.RecordBatch, position: int) -> dict[str, Any] | MalformedLineError:
-    """One row, or the error of a row that is not UTF-8."""
+    """Return one row, or an error if it is not UTF-8."""
     try:
         row: dict[str, Any] = batch.slice(position, 1).to_pylist()[0]
         return row

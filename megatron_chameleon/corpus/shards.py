@@ -17,7 +17,7 @@ import hashlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -30,10 +30,9 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import SPLITS, Stopwatch
 from megatron_chameleon.artifacts.files import flush_to_disk, writing
 from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
-from megatron_chameleon.corpus.indexed import TokenType
-from megatron_chameleon.corpus.options import PreprocessOptions
+from megatron_chameleon.corpus.indexed import TokenType, append_to
 from megatron_chameleon.corpus.readers import Document, DocumentReader, MalformedLines
-from megatron_chameleon.corpus.staging import Plan
+from megatron_chameleon.corpus.sources import Chunk
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 
@@ -86,8 +85,8 @@ class Shard(FolderRecord):
         runs: number of digests in each sorted run.
         copies: documents that repeat a text of the same run.
         hashes: SHA-256 of what was read, for each chunk.
-        checksums: file -> hex XXH3 (128 bits) of its content.
-        malformed: the lines that were skipped.
+        checksums: file name -> hex XXH3 (128 bits) of the file.
+        malformed: counts of the lines read and skipped.
         seconds: wall time.
     """
 
@@ -129,7 +128,7 @@ class Shard(FolderRecord):
                 )
 
     def blocks(self, name: str, dtype: np.dtype[np.void], size: int) -> Iterator[NDArray[np.void]]:
-        """The records in the file ``name``, at most ``size`` at a time."""
+        """Yield the records in the file ``name``, at most ``size`` at a time."""
         with (self.root / name).open("rb") as stream:
             while block := stream.read(size * dtype.itemsize):
                 yield np.frombuffer(block, dtype)
@@ -145,7 +144,7 @@ class ShardWriter:
         copies: number of COPY records so far.
 
     Args:
-        folder: an existing, empty folder.
+        folder: existing, empty folder.
         dtype: integer type of a token on disk.
     """
 
@@ -170,9 +169,9 @@ class ShardWriter:
         """Append documents.
 
         Args:
-            tokens: [num_tokens] of all of them, end-of-document tokens included.
+            tokens: [num_tokens] tokens of all documents, end-of-document tokens included.
             documents: [num_documents] DOCUMENT records.
-            digests: [num_documents, 2] the halves of their texts' digests.
+            digests: [num_documents, 2] the two halves of each text's digest.
 
         Raises:
             UserError: if the disk is full.
@@ -212,9 +211,7 @@ class ShardWriter:
         self._waiting, self._waiting_digests = [], 0
 
     def _append(self, name: str, block: bytes | memoryview) -> None:
-        path = self._folder / name
-        with writing(path), path.open("ab") as stream:
-            stream.write(block)
+        append_to(self._folder / name, block)
 
 
 def sorted_digests(
@@ -229,7 +226,7 @@ def sorted_digests(
         records: [num_documents] in the order of the documents.
 
     Returns:
-        The kept records, sorted by digest; and COPY records of the others.
+        The kept records, sorted by digest, and a COPY record for each of the others.
     """
     keys = ("by_source", "split", "domain", "low", "high")
     ordered = records[np.lexsort([records[name] for name in ("document", *keys)])]
@@ -259,37 +256,34 @@ def domain_number(numbers: dict[str, int], name: str) -> int:
 
 
 def make_shard(
-    options: PreprocessOptions,
-    plan: Plan,
-    plan_hash: str,
+    reader: DocumentReader,
+    chunks: Sequence[Chunk],
+    split_shares: tuple[float, float, float],
     tokenizer: Tokenizer,
-    number: int,
+    plan_hash: str,
     folder: Path,
-    on_bytes: Callable[[int], object],
 ) -> None:
-    """Read, split, tokenize and write shard ``number`` of ``plan``.
+    """Read, split, tokenize and write the documents of one shard.
 
-    One thread reads and splits, one encodes and one writes, a batch each.
+    One thread reads and splits a batch, one encodes the batch before it, and one writes the batch
+    before that.
 
     Args:
-        options: of the run.
-        plan: with the current modification times of the sources.
-        plan_hash: of the plan that all processes have agreed on.
-        tokenizer: encodes the documents.
-        number: of the shard.
-        folder: an existing, empty folder.
-        on_bytes: called with the number of bytes just read of a source.
+        reader: reader that has read nothing yet.
+        chunks: chunks of the shard.
+        split_shares: shares of train, valid and test, summing to 1.
+        tokenizer: tokenizer of the corpus.
+        plan_hash: hash of the plan that all processes have agreed on.
+        folder: existing, empty folder to write into.
 
     Raises:
         UserError: if a source cannot be read or has changed, or the disk is full.
     """
     stopwatch = Stopwatch()
-    reader = DocumentReader(options.source, plan.sources, options.domains, on_bytes)
-    chunks = plan.shards[number]
     documents = (document for chunk in chunks for document in reader.read(chunk))
     domains: dict[str, int] = {}
     without_text, without_tokens = Counter[int](), Counter[int]()  # one per thread
-    unread = _batches(documents, options.split_shares, domains, without_text)
+    unread = _batches(documents, split_shares, domains, without_text)
     writer = ShardWriter(folder, tokenizer.token_type)
     switch_interval = sys.getswitchinterval()
     # After each batch the encoder waits for the GIL while the reader parses. Python's default
@@ -298,7 +292,6 @@ def make_shard(
     with contextlib.ExitStack() as stack:
         stack.callback(sys.setswitchinterval, switch_interval)
         writing_thread = stack.enter_context(ThreadPoolExecutor(1))
-        # Pipeline: one batch is read and one is written while another is encoded.
         ahead = _next_in_thread(unread)
         written = writing_thread.submit(lambda: None)
         while (batch := ahead.result()) is not None:

@@ -64,17 +64,18 @@ class Source:
 
     Attributes:
         name: its name in messages, unique in a list of sources.
-        kind: its format: "lines" (JSON lines), "parquet", or "dataset" for formats read through
+        kind: format: "lines" (JSON lines), "parquet", or "dataset" for formats read through
             ``datasets``.
-        path: of the file on this machine, its address on the hub, or the name of the data set.
-        domain: of all its documents; None if each names its own, or domains are not requested.
-        split: of all its documents; None if decided by the hash of each text.
-        bytes: on disk; 0 if unknown.
+        path: path on this machine, address on the hub, or name of the data set.
+        domain: domain of all documents; None if each document names its own, or domains are not
+            requested.
+        split: split of all documents; None if the hash of each text decides.
+        bytes: size on disk; 0 if unknown.
         modified_ns: modification time, in nanoseconds since 1970; 0 if unknown.
         cuttable: whether a range of it can be read: bytes of plain lines, row groups of parquet.
-        dataset: the data set it belongs to, with revision, config and split; None if there is none.
-        shard: of a "dataset", number of the shard among ``num_shards``.
-        num_shards: of a "dataset".
+        dataset: data set with revision, config and split that the source belongs to, if any.
+        shard: for a "dataset", index of the shard among ``num_shards``.
+        num_shards: for a "dataset", number of its shards.
     """
 
     name: str
@@ -96,10 +97,10 @@ class Chunk:
 
     Attributes:
         source: position in the list of sources.
-        start: a byte of plain JSON lines, a row group of parquet, otherwise 0.
+        start: first byte of plain JSON lines, or first row group of parquet; otherwise 0.
         stop: start of the next chunk, None for the end of the source. A line belongs to the chunk
             in which it begins.
-        bytes: on disk; 0 if unknown.
+        bytes: size on disk; 0 if unknown.
     """
 
     source: int
@@ -114,7 +115,7 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
     A source that is named twice for the same domain is listed once.
 
     Args:
-        options: what to read.
+        options: inputs to read.
         domains: how domains and splits are assigned; None if they are not requested. Then only
             the training split of a named data set is listed.
 
@@ -126,11 +127,8 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
     if not inputs:
         raise UserError("--input is empty; pass files, folders or globs")
     if domains is None:
-        return _with_unique_names(
-            source
-            for source in _named_sources("--input", inputs, None)
-            if source.split in (None, "train")
-        )
+        named = _named_sources("--input", inputs, None)
+        return _with_unique_names(source for source in named if source.split in (None, "train"))
     all_inputs: list[tuple[str, list[str], Split | None]] = [
         ("--input", inputs, None),
         ("--valid-input", flat(domains.valid_input), "valid"),
@@ -159,8 +157,8 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
         domains.report_renames(found, "files")
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
-    # Domains with both valid and test sources use all of --input for training. With a domain key,
-    # that applies to all domains.
+    # A domain with both valid and test sources uses all of its --input for training. With a domain
+    # key, this applies to all domains together.
     existing: defaultdict[str | None, set[Split]] = defaultdict(set)
     for source in sources:
         if source.split is not None:
@@ -200,7 +198,7 @@ def _file_source(path: str, split: Split | None) -> Source:
 
 
 def _domain_of(source: Source, domains: DomainOptions, flag: str) -> str | None:
-    """The domain in a source's config or path, before renaming; None if its records name it."""
+    """Find the domain in a source's path or config; None if its records name their domains."""
     if domains.path_pattern is not None:
         found = domains.path_pattern.search(source.path)
         if not found or not is_domain_name(found[1] or ""):
@@ -268,7 +266,7 @@ def find_files(pattern: str, flag: str) -> list[str]:
         UserError: naming ``flag``, if there is no file or a named one has an unsupported format.
     """
     path = str(Path(pattern).expanduser())
-    # A name that exists is never a pattern, whatever brackets it has.
+    # An existing path is not a pattern, even if it contains brackets.
     matches = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
     if not matches:
         raise UserError(f"{flag} {pattern}: no such file or folder, and no match; check the path")
@@ -283,8 +281,8 @@ def find_files(pattern: str, flag: str) -> list[str]:
             if "train" in words and words & _HELD_OUT_WORDS:
                 warnings.warn(
                     f"{flag} {match}: files are named after the splits train and "
-                    f"{', '.join(sorted(words & _HELD_OUT_WORDS))}, which are treated alike; pass "
-                    f"the others by --valid-input and --test-input, or all as "
+                    f"{', '.join(sorted(words & _HELD_OUT_WORDS))}, but all are treated alike; "
+                    f"pass held-out files by --valid-input and --test-input, or the folder as "
                     f"{DATASET_PREFIX}{match}",
                     stacklevel=4,
                 )
@@ -434,7 +432,7 @@ def read_dataset_shard(source: Source) -> Iterator[tuple[int, pa.RecordBatch]]:
 def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]:
     """List the sources of a data set by config, split and file.
 
-    With ``wanted``, only those that may go to this split are listed.
+    If ``wanted`` is set, only sources that may go to this split are listed.
 
     Raises:
         UserError: if the data set, config or split does not exist, or cannot be reached.
@@ -485,7 +483,7 @@ def _sources_of_split(
 
 
 def _require_hub(name: DatasetName) -> None:
-    """Try one request: ``datasets`` would retry for half a minute without a network."""
+    """Send one request, since ``datasets`` retries for half a minute without a network."""
     from huggingface_hub import constants, get_session
 
     try:
@@ -493,12 +491,15 @@ def _require_hub(name: DatasetName) -> None:
     except Exception as error:  # of httpx or requests, depending on the release
         raise UserError(
             f"{name}: cannot reach {constants.ENDPOINT} ({one_line(error)}); check the network, "
-            "download the data set and pass its folder, or use a cached one by HF_HUB_OFFLINE=1"
+            "download the data set and pass its folder, or use a cached copy by HF_HUB_OFFLINE=1"
         ) from error
 
 
 def _target_splits(name: DatasetName, existing: list[str]) -> dict[str, Split | None]:
-    """Split of the data set -> split of the corpus; None if the user named it: the flag decides."""
+    """Map splits of the data set to those of the corpus.
+
+    A split that the user named maps to None, since the flag it was passed by decides.
+    """
     if name.split is not None:
         if name.split not in existing:
             raise UserError(f"{name}: no such split; existing splits: {', '.join(existing)}")
@@ -516,7 +517,7 @@ def _target_splits(name: DatasetName, existing: list[str]) -> dict[str, Split | 
 
 
 def _is_supported_directly(builder: DatasetBuilder) -> bool:
-    """Whether readers.py, which needs less memory and counts malformed lines, can read it."""
+    """Whether readers.py, which needs less memory and counts malformed lines, reads the files."""
     config = builder.config
     if getattr(config, "field", None) is not None or not config.data_files:
         return False
@@ -550,5 +551,5 @@ def _dataset_errors(name: DatasetName) -> Iterator[None]:
         raise UserError(
             f"{name}: {one_line(error).rstrip('.')}; correct the name, add :CONFIG (or "
             f":{ALL_CONFIGS} for all of them), log in with 'hf auth login' if it is gated or "
-            "private, or use the hub's copy NAME@refs/convert/parquet of one with a script"
+            "private, or use the hub's copy NAME@refs/convert/parquet if it has a loading script"
         ) from error

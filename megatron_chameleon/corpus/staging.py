@@ -4,8 +4,8 @@
     OUTPUT/.partial/shards/000012      a finished shard
     OUTPUT/.partial/staging/HOST-PID-x a process's staging directory; complete files and shards are
                                        moved out of it
-    OUTPUT/.partial/published          hash of the corpus.json made from these shards: if the run is
-                                       killed before it removes them, the next run does
+    OUTPUT/.partial/published          hash of the corpus.json made from these shards, so that the
+                                       next run removes the shards if this one is killed
 
 The plan contains everything that determines the contents of the shards. Correctness relies on
 renames alone, which work on any disk that machines share. The lock only prevents starting the same
@@ -78,11 +78,11 @@ class Plan(FolderRecord):
     """Sources, their division into shards, and how they are tokenized.
 
     Attributes:
-        options: those that affect the tokens, by name.
-        tokenizer: its hash.
-        versions: of the packages that make the tokens.
+        options: name -> value of the options that affect the tokens.
+        tokenizer: hash of the tokenizer.
+        versions: versions of the packages that make the tokens.
         sources: all sources, with size and modification time.
-        shards: the chunks of each shard.
+        shards: chunks of each shard.
     """
 
     KIND = "preprocessing plan"
@@ -104,7 +104,7 @@ class Plan(FolderRecord):
         return sha256_of_json(body)
 
     def shard_bytes(self, number: int) -> int:
-        """Bytes on disk that shard ``number`` reads, as far as they are known."""
+        """Bytes on disk of shard ``number``; sources of unknown size count as 0."""
         return sum(chunk.bytes for chunk in self.shards[number])
 
     def difference(self, existing: Plan) -> str | None:
@@ -136,10 +136,10 @@ class Plan(FolderRecord):
 
 
 def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequence[Source]) -> Plan:
-    """The plan for ``options``.
+    """Plan the shards for ``options``.
 
     Raises:
-        UserError: if it has too many shards, or a source that has to be divided cannot be read.
+        UserError: if there are too many shards, or a source that has to be divided cannot be read.
     """
     shards_at_least = sum(source.bytes for source in sources) // options.shard_bytes
     if shards_at_least > _MAX_SHARDS:
@@ -310,11 +310,11 @@ class CorpusFolder:
 
     def remove_work(self) -> None:
         """Remove all shards, the plan and the staging directories."""
-        with contextlib.suppress(OSError):  # there is none, or another process removes it
+        with contextlib.suppress(OSError):  # no shards, or another process removes them
             # One rename: a partly removed set of shards must not be joined.
             removed = self.partial / f"removed-{secrets.token_hex(4)}"
             os.rename(self.partial / _SHARDS_NAME, removed)
-        # Before the file `published`, by which the next run resumes the removal.
+        # Removed before the file `published`, by which the next run would resume the removal.
         for removed in self.partial.glob("removed*"):
             shutil.rmtree(removed, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
@@ -327,7 +327,7 @@ def _is_of_ended_process(name: str) -> bool:
 
 
 def _own_files(root: Path) -> list[Path]:
-    """Files in ``root`` that have the names of a corpus's files, corpus.json excepted."""
+    """List the files in ``root`` with names of a corpus's files, except for corpus.json."""
     return [path for pattern in _OWN_FILES for path in root.glob(pattern)]
 
 

@@ -127,14 +127,12 @@ class JsonEncoder:
     """A tokenizer.json of the ``tokenizers`` library.
 
     Args:
-        path: of the file, for messages.
-        content: of the file.
+        path: path of the file, for messages.
+        content: bytes of the file.
 
     Raises:
         UserError: if the file is not a tokenizer.json.
     """
-
-    kind: TokenizerKind = "tokenizers"
 
     def __init__(self, path: Path, content: bytes) -> None:
         try:
@@ -172,14 +170,12 @@ class SentencePieceEncoder:
     """A SentencePiece .model.
 
     Args:
-        path: of the file, for messages.
-        content: of the file.
+        path: path of the file, for messages.
+        content: bytes of the file.
 
     Raises:
         UserError: if the file is not a SentencePiece model.
     """
-
-    kind: TokenizerKind = "sentencepiece"
 
     def __init__(self, path: Path, content: bytes) -> None:
         try:
@@ -212,17 +208,15 @@ class TiktokenEncoder:
     """A tiktoken file with its pattern and its special tokens.
 
     Args:
-        path: of the file, for messages.
-        content: of the file.
-        pattern: a regular expression.
+        path: path of the file, for messages.
+        content: bytes of the file.
+        pattern: regular expression that splits text into words.
         special_tokens: name -> id.
 
     Raises:
         UserError: if the file is not a tiktoken file, the pattern is not a regular expression, or
             the tiktoken package is missing.
     """
-
-    kind: TokenizerKind = "tiktoken"
 
     def __init__(
         self, path: Path, content: bytes, pattern: str, special_tokens: Mapping[str, int]
@@ -252,8 +246,6 @@ class TiktokenEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
-        if len(texts) == 1:
-            return [self._encode(texts[0])]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
             return list(pool.map(self._encode, texts))
 
@@ -335,9 +327,9 @@ class TokenizerFile:
     """Everything that determines the ids of a text.
 
     Attributes:
-        path: of the file that was read.
-        kind: its library.
-        content: of the file that a corpus keeps, which differs from ``path`` if several files were
+        path: path of the file that was read.
+        kind: library that reads the file.
+        content: bytes of the file that a corpus keeps; not those of ``path`` if several files were
             combined.
         pattern: regular expression that splits text into words, if the file does not contain it.
         special_tokens: name -> id, if the file does not contain them.
@@ -399,7 +391,7 @@ def _read(path: Path) -> TokenizerFile:
     content = file.read_bytes()
     if file.suffix == ".json":
         return TokenizerFile(file, "tokenizers", content)
-    # Llama 3's is called tokenizer.model too.
+    # Llama 3's tiktoken file is called tokenizer.model.
     if file.suffix == ".tiktoken" or _TIKTOKEN_LINE.match(content):
         return TokenizerFile(file, "tiktoken", content)
     if file.suffix == ".model":
@@ -448,8 +440,8 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
             raise ValueError(f"there is no entry for {len(missing)} of the 256 bytes")
     except Exception as error:  # the library raises nothing narrower
         raise UserError(
-            f"{vocab_file} and {merges_file.name} are not those of a byte-level BPE, as GPT-2's "
-            f"are ({' '.join(str(error).split())})"
+            f"{vocab_file} and {merges_file.name} are not files of a byte-level BPE like GPT-2's "
+            f"({' '.join(str(error).split())})"
         ) from error
     made = {left + right for left, right in merges}.union(ByteLevel.alphabet())
     ordered = sorted(vocab.items(), key=lambda entry: entry[1])
@@ -480,8 +472,8 @@ class Tokenizer:
     """A tokenizer: encode and decode text.
 
     Attributes:
-        file: everything that determines the ids.
-        encoder: encoder of the file's library.
+        file: tokenizer file.
+        encoder: encoder of the tokenizer's own library.
         eod_id: id of the end-of-document token.
         fast_encoder: faster encoder with the same ids, if any.
     """
@@ -539,8 +531,16 @@ class Tokenizer:
         Raises:
             UserError: if the library cannot encode a text.
         """
-        is_long = max(map(len, texts), default=0) > LONGEST_PART
-        tokens, lengths = self._encode_in_parts(texts) if is_long else self._encode(texts)
+        if max(map(len, texts), default=0) <= LONGEST_PART:
+            tokens, lengths = self._encode(texts)
+        else:
+            encoded: list[_Encoded] = []
+            for is_long, some in itertools.groupby(texts, lambda text: len(text) > LONGEST_PART):
+                if is_long:
+                    encoded += map(self._encode_in_parts, some)
+                else:
+                    encoded.append(self._encode(list(some)))
+            tokens, lengths = _joined(encoded)
         longest = lengths.max(initial=0)
         if longest > _MOST_TOKENS:
             raise UserError(
@@ -569,22 +569,13 @@ class Tokenizer:
         # Concatenate and convert to the type on disk in one copy.
         return np.concatenate(ended, dtype=self.token_type, casting="unsafe"), lengths
 
-    def _encode_in_parts(self, texts: Sequence[str]) -> _Encoded:
-        """Encode the parts of long texts, and remove the end-of-document tokens within texts."""
-        encoded: list[_Encoded] = []
-        for is_long, group in itertools.groupby(texts, lambda text: len(text) > LONGEST_PART):
-            if not is_long:
-                encoded.append(self._encode(list(group)))
-                continue
-            for text in group:
-                some = list(parts(text, self._drops_space))
-                steps = range(0, len(some), _PARTS_AT_ONCE)
-                tokens, lengths = _joined(
-                    [self._encode(some[i : i + _PARTS_AT_ONCE]) for i in steps]
-                )
-                tokens = np.delete(tokens, np.cumsum(lengths)[:-1] - 1)
-                encoded.append((tokens, np.array([tokens.size])))
-        return _joined(encoded)
+    def _encode_in_parts(self, text: str) -> _Encoded:
+        """Encode the parts of a long text without end-of-document tokens between them."""
+        some = list(parts(text, self._drops_space))
+        steps = range(0, len(some), _PARTS_AT_ONCE)
+        tokens, lengths = _joined([self._encode(some[i : i + _PARTS_AT_ONCE]) for i in steps])
+        tokens = np.delete(tokens, np.cumsum(lengths)[:-1] - 1)
+        return tokens, np.array([tokens.size])
 
     @functools.cached_property
     def _drops_space(self) -> bool:
@@ -601,10 +592,10 @@ def parts(text: str, drop_space: bool, longest: int = LONGEST_PART) -> Iterator[
     characters, and a token or two may differ from those of the whole text.
 
     Args:
-        text: to divide.
+        text: text to divide.
         drop_space: whether the space between two words is dropped at a boundary, because the
             tokenizer puts one before every text.
-        longest: characters of a part.
+        longest: most characters of a part.
     """
     start = 0
     while len(text) - start > longest:
@@ -639,8 +630,8 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
         tiktoken_pattern: see EncoderOptions; an error for other files.
 
     Raises:
-        UserError: if there is none, it cannot be read, its pattern is unknown, or it has no token
-            ``eod_token``.
+        UserError: if there is no tokenizer, it cannot be read, its pattern is unknown, or it has no
+            token ``eod_token``.
     """
     file = _read(path)
     if file.kind == "tiktoken":

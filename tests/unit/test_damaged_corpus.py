@@ -1,4 +1,4 @@
-"""Every tool that reads a damaged corpus ends with one line and status 2, without a result."""
+"""Every tool that reads a damaged corpus fails with a one-line error and exit status 2."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(whole, proxy, tmp_path, monkeypatch, capsys):
 
 
 def flip_a_bit(corpus):
-    """Of the first token of every file, so that it is another one of the vocabulary."""
+    """Change the first token of every file into another one of the vocabulary."""
     for path in corpus.root.rglob("*.bin"):
         tokens = np.fromfile(path, np.uint16)
         tokens[0] ^= 1
@@ -80,7 +80,7 @@ def flip_a_bit(corpus):
 
 
 def write_unknown_token(corpus):
-    """Into every file of a corpus that has no checksums."""
+    """Remove the checksums, and put a token outside the vocabulary into every file."""
     without_checksums(corpus)
     for path in corpus.root.rglob("*.bin"):
         tokens = np.fromfile(path, np.uint16)
@@ -101,8 +101,6 @@ DAMAGE = {
     "unknown token": (write_unknown_token, rf"\.bin holds token {VOCAB_SIZE}"),
     "other tokenizer": (change_tokenizer, r"tokenizer\.json"),
 }
-
-
 CASES = [(tool, damage) for tool in TOOLS for damage in DAMAGE]
 # Data made elsewhere has neither checksums nor the hash of its tokenizer.
 CASES = [case for case in CASES if "path" not in case[0] or case[1] == "unknown token"]

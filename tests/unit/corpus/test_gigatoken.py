@@ -39,7 +39,7 @@ PAIRS = {f"pairs {name}": name for name in PATTERNS}
 
 @pytest.fixture(scope="module", params=["json", "model", "gpt2 files", *PATTERNS, *PAIRS])
 def tokenizer(request, tokenizer_json, sentencepiece_model, tmp_path_factory):
-    """In each format; with "pairs" the tokens depend on where a text is split into words."""
+    """One tokenizer per format; with "pairs", tokens depend on where text is split into words."""
     folder = tmp_path_factory.mktemp("fast")
     if request.param in PAIRS:
         return load_tokenizer(write_pairs(folder / "a.tiktoken"), EOD, PAIRS[request.param])
@@ -58,7 +58,7 @@ def assert_encoded_alike(tokenizer, texts):
     return fast
 
 
-def test_it_is_used_where_it_agrees_and_no_text_can_end_a_document(tokenizer, texts):
+def test_gigatoken_is_used_where_ids_agree_and_no_text_ends_a_document(tokenizer, texts):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chosen = with_encoder(tokenizer, "auto", texts(200))
@@ -75,12 +75,12 @@ def test_it_is_used_where_it_agrees_and_no_text_can_end_a_document(tokenizer, te
 
 @given(found=st.lists(st.text(max_size=60) | awkward_text(), min_size=1, max_size=15))
 @settings(max_examples=60, deadline=None)
-def test_any_texts_are_encoded_alike(tokenizer, found):
+def test_gigatoken_and_the_own_library_encode_any_text_alike(tokenizer, found):
     assert_encoded_alike(tokenizer, found)
 
 
-def test_unstable_characters_are_left_to_the_own_library(tokenizer_json, tmp_path):
-    """A tokenizer whose tokens depend on whether the library takes a character for a letter."""
+def test_the_own_library_encodes_unstable_characters(tokenizer_json, tmp_path):
+    """The tokens depend on whether a library's Unicode release has the character as a letter."""
     letters = [chr(n) for n in range(0x10940, 0x10960)]  # of Sidetic, in Unicode 17
     content = json.loads(tokenizer_json.read_text())
     model = content["model"]
@@ -99,7 +99,7 @@ def test_unstable_characters_are_left_to_the_own_library(tokenizer_json, tmp_pat
 
 @pytest.fixture
 def disagreeing(tokenizer_json):
-    """A tokenizer whose file differs in two ids from the one that its own library has opened."""
+    """A tokenizer whose file differs in two ids from the file that its own encoder has read."""
     tokenizer = load_tokenizer(tokenizer_json, EOD)
     content = orjson.loads(tokenizer.file.content)
     vocab = content["model"]["vocab"]
@@ -108,7 +108,7 @@ def disagreeing(tokenizer_json):
     return dataclasses.replace(tokenizer, file=file)
 
 
-def test_a_corpus_on_which_they_disagree_is_that_of_the_own_library(
+def test_the_own_library_encodes_a_corpus_where_ids_disagree(
     disagreeing, jsonl, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(gigatoken, "difficult_texts", lambda special_tokens: [])
@@ -127,7 +127,7 @@ def test_a_corpus_on_which_they_disagree_is_that_of_the_own_library(
         corpus("gigatoken")
 
 
-def test_a_difference_that_is_found_later_ends_the_run(disagreeing, monkeypatch):
+def test_a_difference_found_while_encoding_is_an_error(disagreeing, monkeypatch):
     monkeypatch.setattr(gigatoken, "_COMPARE_EVERY", 1000)
     fast = with_gigatoken(disagreeing)
     fast.encode_documents(["plain words " * 100] * 3)
@@ -137,7 +137,7 @@ def test_a_difference_that_is_found_later_ends_the_run(disagreeing, monkeypatch)
 
 
 def test_two_releases_of_unicode_agree_on_stable_characters(monkeypatch):
-    """This Python's and that of the regex package, which is newer."""
+    """Python's own release and that of the regex package, which is newer."""
     everything = [chr(n) for n in range(0x110000) if not 0xD800 <= n < 0xE000]
     differing: set[str] = set()
     for kind in "LNMZ":

@@ -150,7 +150,7 @@ def is_rejected(prefix, expected):
     block=st.binary(min_size=1, max_size=24),
 )
 def test_damage_is_found_or_changes_no_token(suffix, kind, place, block):
-    """Unless the contents are recorded, document boundaries or the sign of tokens may change."""
+    """Without recorded contents, changed boundaries or signs of tokens may go unnoticed."""
     assume(suffix == ".idx" or kind in ("cut", "append"))
     with tempfile.TemporaryDirectory() as folder:
         prefix = write(Path(folder) / "a.b")
@@ -173,7 +173,7 @@ def test_damage_is_found_or_changes_no_token(suffix, kind, place, block):
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_path_that_is_not_a_file_is_rejected_at_once(tmp_path, suffix):
+def test_missing_files_pipes_and_devices_are_rejected(tmp_path, suffix):
     path = Path(f"{write(tmp_path / 'a')}{suffix}")
     for make in (lambda path: None, os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         path.unlink()
@@ -267,7 +267,7 @@ def test_checksums_are_those_of_the_files_and_may_be_absent(corpus):
     assert open_tokens(older, "news", "train").tokens[:].tobytes() == content[0]
 
 
-def test_a_map_keeps_no_file_open_and_ends_with_its_last_view(tmp_path):
+def test_a_mapped_file_is_not_kept_open_and_unmapped_after_its_last_view(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(bytes([7]) * 20_000)
     before = len(os.listdir("/proc/self/fd"))

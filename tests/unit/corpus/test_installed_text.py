@@ -72,7 +72,7 @@ def test_each_domain_gets_its_own_texts_once(options):
 
 def test_a_domain_that_is_too_small_is_replaced_by_the_next(options):
     options = dataclasses.replace(options, num_domains=6)
-    with pytest.raises(UserError, match="0 of the 6 domains"):
+    with pytest.raises(UserError, match="0 of the 6 required domains"):
         gather_installed_text(dataclasses.replace(options, min_bytes_per_domain=10**9))
     assert not options.output_dir.exists()
     first = {found.domain.name for found in gather_installed_text(options)}

@@ -61,7 +61,7 @@ def split_all(digests, shares):
 
 
 def test_the_splits_follow_the_shares_and_never_change():
-    """Corpora of earlier releases must not share a document across splits with new ones."""
+    """The split of a text must be the same in corpora of all releases."""
     shares = (0.8, 0.15, 0.05)
     splits = split_all([text_digest(f"text {i}".encode()) for i in range(20_000)], shares)
     for name, share in zip(SPLITS, shares, strict=True):
@@ -186,7 +186,7 @@ def documents_in(corpus, name, split):
 
 
 def test_regrouped_documents_keep_their_tokens_and_splits(tmp_path, monkeypatch):
-    """Random labels for two of the three domains; no document in valid is of 'four'."""
+    """Two of the three domains get random labels; domain 'four' has no valid documents."""
     file = word_tokenizer(tmp_path / "tokenizer.json")
     corpus = write_small_corpus(tmp_path, tokenizer_hash=sha256_of_files(file))
     tokenizer, rng, divided = corpus_tokenizer(corpus), np.random.default_rng(5), ("news", "poems")

@@ -1,4 +1,4 @@
-"""Documents of JSON lines and parquet: any division gives the same, malformed lines are counted."""
+"""Reading JSON lines and parquet in chunks; malformed lines and damaged files."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_only_the_first_malformed_lines_are_located(jsonl, monkeypatch):
     assert len(located) == len(reader.malformed.first) == 10
 
 
-def test_counts_are_added_without_a_pass_over_all_names():
+def test_adding_counts_updates_them_in_place():
     counts = MalformedLines(by_domain={"a": 1}, names={"A": 1})
     by_domain, names = counts.by_domain, counts.names
     counts.add(MalformedLines(3, 2, {"a": 1, "b": 1}, names={"B": 1}))
@@ -236,14 +236,17 @@ print(reader.malformed.count)
 
 
 def peak_of_reading(max_document_bytes, *paths):
-    """Characters of the last file, memory growth while it was read, and its malformed lines."""
+    """Read files in a new process; return values for the last one.
+
+    These are its characters, the growth of memory in bytes, and its number of malformed lines.
+    """
     command = [sys.executable, "-c", PEAK_OF_READING, str(max_document_bytes), *map(str, paths)]
     ran = subprocess.run(command, check=True, stdout=subprocess.PIPE)
     return [int(number) for number in ran.stdout.split()]
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_memory_does_not_grow_with_the_file_and_little_with_a_line(tmp_path, suffix):
+def test_memory_depends_on_the_longest_line_and_not_on_the_file(tmp_path, suffix):
     size = 30_000_000
     small, many, long = (tmp_path / f"{name}.jsonl{suffix}" for name in ("small", "many", "long"))
     one = b'{"text": "' + b"all the same " * 20 + b'"}\n'

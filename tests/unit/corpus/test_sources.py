@@ -119,7 +119,7 @@ def test_domains_in_paths_can_be_renamed_or_left_out(folder):
     assert [domain for _, domain in names(folder, found)] == ["a", "other", "one", "one", "p"]
 
 
-def test_input_is_for_training_where_valid_and_test_are_passed(folder):
+def test_all_input_is_for_training_if_valid_and_test_are_passed(folder):
     found = find(
         f"x={folder}/a.jsonl",
         f"y={folder}/a.jsonl",
@@ -147,7 +147,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def write_dataset(root, configs):
-    """A folder as on the hub; ``configs``: name -> split -> number of files of 3 documents."""
+    """Write a data set folder; ``configs``: name -> split -> number of files of 3 documents."""
     header = ["---", "configs:"]
     for config, splits in configs.items():
         header += [f"- config_name: {config}", "  data_files:"]

@@ -116,7 +116,7 @@ def test_a_long_text_has_one_dummy_prefix(tmp_path, texts, monkeypatch):
     assert documents(with_gigatoken(tokenizer), ["x", long])[1] == [*whole, tokenizer.eod_id]
 
 
-def test_a_corpus_records_what_its_file_does_not_contain(path, tmp_path):
+def test_a_corpus_records_patterns_and_special_tokens_missing_in_the_file(path, tmp_path):
     tokenizer = load(path)
     tokenizer.save(tmp_path)
     file = recorded_tokenizer_file(tmp_path / tokenizer.identity.file, tokenizer.identity)
@@ -192,7 +192,7 @@ def test_published_files_are_recognized_by_their_hash(tiktoken_file, monkeypatch
         assert found.eod_id == 500
 
 
-def test_a_text_that_tiktoken_fails_on_is_an_error_or_divided(tiktoken_file):
+def test_long_texts_that_tiktoken_fails_on_are_divided(tiktoken_file):
     text = " " * 1_100_000 + "x"
     tokenizer = load_tokenizer(tiktoken_file, EOD, "gpt2")
     with pytest.raises(UserError, match="tiktoken fails on a text of 1100001 characters"):
@@ -225,8 +225,8 @@ BYTES = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)
         ("a.tiktoken", BYTES + b"Y*I= 256\n", "is not a tiktoken file"),
         ("tokenizer.json", b"{}", "tokenizer.json is not"),
         ("tokenizer.model", b"{}", "tokenizer.model is not"),
-        ("merges.txt", b"#version: 0.2\nzzz a\n", "merges.txt are not those"),
-        ("vocab.json", b'{"a": 1}', "are not those"),
+        ("merges.txt", b"#version: 0.2\nzzz a\n", "merges.txt are not files"),
+        ("vocab.json", b'{"a": 1}', "are not files"),
     ],
 )
 def test_damaged_files_are_rejected(tokenizer_json, tmp_path, name, content, problem):
