@@ -50,12 +50,6 @@ def write_samples(root: Path) -> dict[str, Sample]:
     """Write an artifact of each kind into ``root``: kind -> sample."""
     near = NearDocument("a", 7, 0.5, "Once ...")
     cluster = DiscoveredDomain(4, {"train": 20, "valid": 2}, {"a": 1.0}, [near])
-    settings = downstream.PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
-    scores = {
-        0: downstream.ShotScore(0.5, 0.25, 4, 0, "r"),
-        2: downstream.ShotScore(1.0, None, 1, 1, "s"),
-    }
-    mean = downstream.Accuracy(0.75, 0.125)
     folders = [
         corpus_in(root / "c"),
         run_in(root / "r"),
@@ -75,12 +69,8 @@ def write_samples(root: Path) -> dict[str, Sample]:
         sample_mixture(),
         sample_result(),
         swarm.MemberRecord(12, [10, 20], [[1.5, None], [1.25, None]], None, COST),
-        downstream.DownstreamPart(settings, "acc", "1.0", "train", "0110", 0, "r", "q", COST),
-        downstream.DownstreamResult(
-            *("run", "x", 3, downstream.DownstreamProtocol("1", [0, 2], None, 1234, "float32")),
-            {"sciq": downstream.TaskScore("acc", "1.0", "train", scores, mean)},
-            *([downstream.Gap("race", 2, "too few documents")], PROVENANCE, COST),
-        ),
+        sample_part(),
+        sample_downstream(),
     ]
     for folder in folders:
         folder.save()
@@ -198,6 +188,35 @@ def sample_result() -> a.EvaluationResult:
         provenance=PROVENANCE,
         cost=COST,
     )
+
+
+def sample_downstream() -> downstream.DownstreamResult:
+    """Results of a complete task and of one that lacks 2-shot accuracy."""
+    scores = {
+        0: downstream.ShotScore(0.5, 0.25, 4, 0, "hash 0"),
+        2: downstream.ShotScore(1.0, None, 1, 1, "hash 2"),
+    }
+    complete = downstream.TaskScore(
+        "acc_norm", "1.0", "train", scores, downstream.Accuracy(0.75, 0.125)
+    )
+    return downstream.DownstreamResult(
+        checkpoint="run",
+        checkpoint_hash="x",
+        step=3,
+        protocol=downstream.DownstreamProtocol("0.4.13", [0, 2], None, 1234, "float32"),
+        tasks={
+            "sciq": complete,
+            "race": dataclasses.replace(complete, by_shots={0: scores[0]}, mean=None),
+        },
+        gaps=[downstream.Gap("race", 2, "too few documents")],
+        provenance=PROVENANCE,
+        cost=COST,
+    )
+
+
+def sample_part() -> downstream.DownstreamPart:
+    settings = downstream.PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
+    return downstream.DownstreamPart(settings, "acc", "1.0", "train", "0110", 3, "r", "q", COST)
 
 
 def sample_sweep(root: Path) -> a.Sweep:

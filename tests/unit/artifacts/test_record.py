@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -104,6 +105,38 @@ def test_damaged_file_is_rejected(sample):
     rejection(sample)
     sample.file.mkdir()
     rejection(sample)
+
+
+@pytest.mark.parametrize("kind", ["corpus", "checkpoint"])
+def test_every_damaged_data_file_is_found(samples, kind):
+    record = samples[kind].load()
+    paths = [path for files in record.hashed_files() for path in files.sizes]
+    assert len(paths) >= 4
+    for path in paths:
+        content = path.read_bytes()
+        for damaged in (content[:-1], content + b"0"):
+            path.write_bytes(damaged)
+            with pytest.raises(UserError, match=f"{re.escape(str(path))} has {len(damaged)} bytes"):
+                samples[kind].load()
+        path.unlink()
+        with pytest.raises(UserError, match=f"{re.escape(str(path))} is missing"):
+            samples[kind].load()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(UserError, match=f"{re.escape(str(path))}.* has changed since"):
+            record.verify()
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["corpus", "checkpoint"])
+def test_shards_of_a_verification_read_every_byte_once(samples, kind):
+    record = samples[kind].load()
+    for num_shards in (1, 2, 3):
+        read: list[int] = []
+        for shard in range(num_shards):
+            before = sum(read)
+            record.verify(shard, num_shards, read.append)
+            assert sum(read) - before == record.bytes_to_verify(shard, num_shards)
+        assert sum(read) == sum(files.bytes for files in record.hashed_files())
 
 
 def test_only_a_record_of_the_same_kind_is_replaced(tmp_path):

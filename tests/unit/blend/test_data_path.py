@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
 
@@ -24,7 +24,7 @@ from megatron_chameleon.blend.data_path import (
 )
 from megatron_chameleon.blend.token_data import check_enough_tokens, check_weights, corpus_tokens
 from megatron_chameleon.errors import UserError
-from tests.unit.blend.token_files import MegatronTokenizer, write_file
+from tests.unit.blend.token_files import dataset_config, write_file
 
 
 @pytest.fixture
@@ -68,15 +68,9 @@ class DocumentRange(GPTDataset):
 @pytest.mark.parametrize("num_sequences", [37, 500, 1])
 def test_splits_are_those_of_megatrons_builder(corpus, tmp_path, num_sequences, split):
     prefix = write_file(tmp_path / "set", [4] * num_sequences)
-    config = GPTDatasetConfig(
-        random_seed=1,
-        sequence_length=2,
-        blend=([str(prefix)], None),
-        split=split,
-        tokenizer=MegatronTokenizer(corpus.tokenizer.eod_id, corpus.tokenizer.vocab_size),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
+    blend = [str(prefix)], None
+    config = dataset_config(
+        corpus.tokenizer, random_seed=1, sequence_length=2, blend=blend, split=split
     )
     builder = BlendedMegatronDatasetBuilder(DocumentRange, [1, 1, 1], lambda: True, config)
     path = DataPath.parse(str(prefix))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
@@ -18,7 +18,7 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import without_checksums
-from tests.unit.blend.token_files import MegatronTokenizer
+from tests.unit.blend.token_files import dataset_config
 
 SEQ_LENGTH = 16
 FREE = ("epoch", "feistel")
@@ -52,17 +52,13 @@ def megatron_samples(corpus, one_rank, tmp_path):
     """``megatron_samples(path, split, num_samples)``: by megatron.core's own builder."""
 
     def build(path, split, num_samples):
-        config = GPTDatasetConfig(
+        config = dataset_config(
+            corpus.tokenizer,
             random_seed=11,
             sequence_length=SEQ_LENGTH,
             blend=get_blend_from_list(path.split()),
             split=split,
             path_to_cache=str(tmp_path / "cache"),
-            tokenizer=MegatronTokenizer(corpus.tokenizer.eod_id, corpus.tokenizer.vocab_size),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
         )
         sizes = [num_samples, 0, 0]
         return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]

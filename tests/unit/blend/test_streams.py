@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-import resource
-import signal
 import time
 import warnings
 
@@ -16,6 +14,7 @@ import pytest
 from megatron_chameleon.blend.streams import cached_arrays, megatron_view
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
+from tests.full_disk import largest_file_size
 
 KEY = {"seed": 1, "lengths": "0" * 64}
 
@@ -64,15 +63,11 @@ def test_a_damaged_entry_is_rebuilt(tmp_path, damage, number):
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"cannot write .* free space"):
-            cached_arrays(tmp_path, KEY, lambda: arrays_of(5000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
+    with (
+        largest_file_size(10_000),
+        pytest.raises(UserError, match=r"cannot write .* free space"),
+    ):
+        cached_arrays(tmp_path, KEY, lambda: arrays_of(5000))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,14 +9,13 @@ import pytest
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, MixtureWarning
 from megatron_chameleon.blend.data_path import DataPath
 from megatron_chameleon.errors import UserError
-from tests.small_corpus import EOD, VOCAB_SIZE
-from tests.unit.blend.token_files import MegatronTokenizer
+from tests.unit.blend.token_files import dataset_config
 
 
 def expected_blend(corpus, sampled, split):
@@ -49,21 +48,13 @@ def test_megatron_reads_every_split(export, corpus, sampled):
 
 
 @pytest.fixture
-def built(one_rank, tmp_path):
+def built(corpus, one_rank, tmp_path):
     """``built(arguments, num_samples)``: train, valid and test by Megatron's own builder."""
 
     def build(arguments, num_samples):
-        config = GPTDatasetConfig(
-            random_seed=11,
-            sequence_length=16,
-            path_to_cache=str(tmp_path / "cache"),
-            tokenizer=MegatronTokenizer(EOD, VOCAB_SIZE),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            **arguments,
-        )
+        cache = str(tmp_path / "cache")
+        more = {"random_seed": 11, "sequence_length": 16, "path_to_cache": cache, **arguments}
+        config = dataset_config(corpus.tokenizer, **more)
         sizes = [num_samples] * 3
         return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
 
