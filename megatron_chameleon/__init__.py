@@ -9,9 +9,9 @@ __version__ = "0.1.0"
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
-    # Its distributed optimizer reads gradients of views, on purpose.
+    # megatron-core's distributed optimizer reads gradients of views on purpose.
     "The .grad attribute of a Tensor that is not a leaf",
-    # About a core_attn of Transformer Engine, which is not used here.
+    # About Transformer Engine's core_attn, which is not used here.
     "If you are using transformer_engine as the transformer implementation",
 ):
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)

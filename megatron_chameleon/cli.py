@@ -81,7 +81,7 @@ def run_tool(
     threading.excepthook = _thread_ended
     # Every rank raises the same warning, and rank 0 prints it.
     warnings.showwarning = OneLineWarnings() if rank == 0 else lambda *_, **__: None
-    for noise in (FutureWarning, DeprecationWarning):  # of libraries, for developers
+    for noise in (FutureWarning, DeprecationWarning):  # from libraries, for developers
         warnings.simplefilter("ignore", noise)
     escape_everything_printed()
     try:
@@ -98,8 +98,8 @@ def run_tool(
         if problem is None:
             raise
         _exit_with_error(f"{problem}; fix it and run the same command again", rank)
-    # torchrun would report it as a failure, with a traceback and status 1, and a scheduler does not
-    # requeue a failed job.
+    # torchrun would turn STOPPED_STATUS into a failure with a traceback and status 1, and
+    # schedulers do not requeue failed jobs.
     keeps_status = status != STOPPED_STATUS or "TORCHELASTIC_RUN_ID" not in os.environ
     _leave(status if keeps_status else 0, prints_log=prints_log)
 
@@ -225,7 +225,7 @@ def _fields_of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
     types = get_type_hints(info.type, include_extras=True)
     helps = field_helps(info.type)
 
-    @functools.wraps(info.type, updated=())  # the help takes its description from here
+    @functools.wraps(info.type, updated=())  # --help prints the docstring
     def instantiate(**values: Any) -> Any:
         try:
             return info.type(**values)
@@ -271,7 +271,7 @@ def check_text_and_paths(options: Any) -> None:
 
 
 def field_helps(options_type: type) -> dict[str, str]:
-    """Field -> the help of its flag, for the fields of an options dataclass that have one."""
+    """Field -> help of its flag, for the fields of an options dataclass with a docstring."""
     return {
         doc.arg_name: "\n\n".join(" ".join(text.split()) for text in doc.description.split("\n\n"))
         for base in reversed(options_type.__mro__)
@@ -318,7 +318,7 @@ def _exit_with_error(message: str, rank: int) -> NoReturn:
 
 
 def _wait_for_other_ranks(turns: int = 1) -> None:
-    """Wait; torchrun ends this process meanwhile if another one has exited."""
+    """Wait, so that torchrun ends this process if another rank has exited."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(turns * OTHER_RANKS_DELAY_SECONDS)
 
@@ -332,7 +332,7 @@ def _flatten(box: str) -> str:
 
 
 def _start() -> int:
-    """Prepare the streams, in UTF-8 mode for names and files in every locale; return the rank."""
+    """Open the standard streams, after a restart in UTF-8 mode if necessary; return the rank."""
     if sys.getfilesystemencoding() != "utf-8":
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     open_output()

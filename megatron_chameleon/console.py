@@ -15,17 +15,17 @@ from typing import Any, TextIO
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# Progress bars return to the start of their line and go up a line, and libraries print in colors.
+# Carriage returns and cursor movements of progress bars, and colors from libraries.
 _BARS_AND_COLORS = re.compile(rf"\r|\x1b\[[0-9;]*[mA]|({_CONTROLS.pattern})")
 
 
 def escaped(text: str) -> str:
-    r"""``text`` with control, bidirectional and surrogate characters as ``\x1b`` or ``\u202e``."""
+    r"""Write control, bidirectional and surrogate characters as ``\x1b`` or ``\u202e``."""
     return _CONTROLS.sub(lambda found: _backslashed(found[0]), text)
 
 
 def escaped_but_for_bars(text: str) -> str:
-    """:func:`escaped`, except for carriage returns, colors and the moves of progress bars."""
+    """Like :func:`escaped`, but keep carriage returns, colors and cursor movements of bars."""
     return _BARS_AND_COLORS.sub(
         lambda found: _backslashed(found[1]) if found[1] else found[0], text
     )
@@ -63,7 +63,7 @@ class Output(io.TextIOWrapper):
 
 
 class _Descriptor(io.RawIOBase):
-    """Raw writer to a descriptor, which stays open; drops what cannot be written."""
+    """Raw writer to a file descriptor, which stays open; drops data that cannot be written."""
 
     def __init__(self, descriptor: int) -> None:
         self._number = descriptor
@@ -93,8 +93,9 @@ class _Descriptor(io.RawIOBase):
 def open_output() -> None:
     """Replace ``sys.stdout`` and ``sys.stderr`` by :class:`Output`.
 
-    Closed standard descriptors are opened on /dev/null first: otherwise the next file opened would
-    get their number, and all printed text. Streams without a descriptor are unchanged.
+    Closed standard descriptors are opened on /dev/null first: otherwise a file opened later could
+    get such a number, and printed text would be written to it. Streams without a descriptor are
+    unchanged.
     """
     for number in range(3):
         try:
@@ -118,7 +119,7 @@ def _output(stream: TextIO | None, number: int, escape: Callable[[str], str]) ->
 
 
 def escape_everything_printed() -> None:
-    """Escape progress bars and colors in ``sys.stdout``, too: its text may come from data."""
+    """Escape cursor movements and colors in ``sys.stdout`` too, since its text may be data."""
     if isinstance(sys.stdout, Output):
         sys.stdout.escape = escaped
 

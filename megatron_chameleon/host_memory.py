@@ -22,11 +22,11 @@ def require_host_memory(needed: float, what: str, hint: str) -> None:
 
     Args:
         needed: bytes.
-        what: what needs them, the subject of the message.
+        what: what needs the memory; the subject of the message.
         hint: how to need less.
 
     Raises:
-        UserError: if it has less.
+        UserError: if the machine has less.
     """
     has = host_memory()
     if needed > has:

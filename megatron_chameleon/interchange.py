@@ -61,7 +61,7 @@ class ExportOptions(CheckedOptions):
 
     'megatron-data-args': the same arguments for --data-args-path, one domain per line.
 
-    'megatron-per-split': for --per-split-data-args-path: the corpus's train, valid and test.
+    'megatron-per-split': a file for --per-split-data-args-path, with train, valid and test.
 
     'megatron-bridge': the blend_per_split of Megatron Bridge's GPTDatasetConfig.
 
@@ -80,8 +80,8 @@ class ExportOptions(CheckedOptions):
     """The split whose files megatron-data-path, megatron-data-args and olmo-core list; default:
     train. The other formats list all splits, or none."""
     token_budget: LargeCount | None = None
-    """Training tokens, for olmo-core only, which repeats text only up to a given ratio; default:
-    the budget that the mixture was computed for."""
+    """Training tokens, for olmo-core only, whose limit on repeated text is computed from them;
+    default: the token budget of the mixture."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -131,7 +131,7 @@ class Export:
     def sampled_from(self, split: Split) -> list[WeightedDomain]:
         """The domains with a weight above 0 and tokens in ``split``.
 
-        The weight of those without valid or test tokens goes to the others.
+        Domains without valid or test tokens are left out, which raises the shares of the others.
 
         Raises:
             UserError: for a domain with a weight above 0 and no training tokens.
@@ -210,7 +210,7 @@ def megatron_data_path(export: Export) -> str:
 
 
 def megatron_data_args(export: Export) -> str:
-    """The same words for ``--data-args-path``, a weight and a prefix per line.
+    """The same arguments for ``--data-args-path``, a weight and a prefix per line.
 
     Raises:
         UserError: for a path with white space, at which Megatron-LM would split it.
@@ -221,9 +221,9 @@ def megatron_data_args(export: Export) -> str:
 
 
 def megatron_per_split(export: Export) -> str:
-    """The JSON of ``--per-split-data-args-path``: split -> words, or null without text.
+    """The JSON of ``--per-split-data-args-path``: split -> arguments, or null without text.
 
-    The words are a list, so that paths may contain white space.
+    The arguments are a list, so that paths may contain white space.
 
     Raises:
         UserError: for a path that ends in white space, which Megatron-LM strips.
@@ -359,7 +359,7 @@ def json_table(export: Export) -> str:
 
 
 def _rows(export: Export) -> list[dict[str, Any]]:
-    """A row per domain of the corpus, those without weight included."""
+    """One row per domain of the corpus, including domains without weight."""
     return [
         {"domain": domain.name, "weight": domain.weight}
         | {f"{split}_tokens": domain.tokens[split] for split in SPLITS}

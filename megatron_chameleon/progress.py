@@ -18,7 +18,7 @@ def progress_bar(
 
     Args:
         total: number of ``unit`` to process.
-        unit: of the counter.
+        unit: name of the unit, printed after numbers.
         description: text before the bar.
         quiet: show no bar, as on ranks other than 0.
         delay: seconds before the bar appears.

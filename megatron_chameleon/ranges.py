@@ -36,7 +36,7 @@ Count = Annotated[int, Between(1, LARGEST_INT32)]
 LargeCount = Annotated[int, Between(1, LARGEST_INT64)]
 """A number of tokens or bytes."""
 BatchSize = Annotated[int, Between(1, 2**24)]
-"""Gradients are summed in float32: beyond 2^24 equal terms, a further one adds nothing."""
+"""Gradients are summed in float32, where adding to a sum of 2^24 equal terms has no effect."""
 Repetitions = Annotated[int, Between(1, 10**7)]
 """Random draws or starts, whose results are all held in memory."""
 SeveralRepetitions = Annotated[int, Between(2, 10**7)]
@@ -103,7 +103,10 @@ def flag_of(field: str) -> str:
 
 
 def each_value(options: Any, *, nested: bool = True) -> Iterator[tuple[str, Any, Any]]:
-    """Flag, type and each single value of all fields; with ``nested``, of nested options too."""
+    """Yield flag, type and value of each field, and of each item of a tuple.
+
+    With ``nested``, the fields of nested options are included.
+    """
     types = _types_of(type(options))  # type: ignore[arg-type]
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
@@ -128,7 +131,7 @@ def _singles(value: Any) -> Iterator[Any]:
 
 
 def _range_of(annotation: Any) -> Between | None:
-    """The range in a type's annotation, also inside of a union or a tuple."""
+    """The range in the annotation of a type, or of a member of a union or tuple."""
     for part in get_args(annotation):
         found = part if isinstance(part, Between) else _range_of(part)
         if found:

@@ -51,7 +51,7 @@ class TokenizerIdentity:
 def tokenizer_hash(
     content: bytes, pattern: str | None, special_tokens: Mapping[str, int] | None
 ) -> str:
-    """Hex SHA-256 of what determines the ids; of the content alone if there is no ``pattern``."""
+    """Hex SHA-256 of everything that determines ids; without ``pattern``, of the content only."""
     sha256 = hashlib.sha256(content).hexdigest()
     if pattern is None:
         return sha256
@@ -227,6 +227,6 @@ def num_blocks(size: int) -> int:
 
 
 def index_file_bytes(documents: int) -> int:
-    """Size of an .idx with a sequence per document: header, lengths, pointers, documents."""
+    """Bytes of an .idx with one sequence per document: header, lengths, pointers, documents."""
     header = 9 + 8 + 1 + 8 + 8
     return header + 4 * documents + 8 * documents + 8 * (documents + 1)

@@ -179,7 +179,7 @@ class PartSettings:
 
     Attributes:
         data: the task's data set: "hub", or "sha256:" and the hash of the files of a local copy.
-            None, only in :func:`find_part`, matches any.
+            In :func:`find_part`, None matches any data set.
     """
 
     checkpoint_hash: str

@@ -221,8 +221,8 @@ def plain_names(columns: Sequence[str]) -> list[str]:
 def matched(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
     """Match ``names`` to ``known``; names without a match are left out.
 
-    Names are compared exactly, then ignoring case, affixes and separators, and last without the
-    common prefix of each side.
+    Names are compared exactly, then ignoring case, affixes and separators, and finally also without
+    the common prefix of each list.
     """
     found = {name: name for name in names if name in known}
     for with_prefix in (True, False):

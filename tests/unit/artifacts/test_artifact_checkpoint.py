@@ -50,7 +50,7 @@ def test_damaged_checkpoint_of_a_run_is_skipped_with_a_warning(run):
 
 
 def test_checkpoint_with_a_damaged_record_is_skipped(run):
-    """A record that is no JSON, or does not list a file."""
+    """A record that is not JSON, or that does not list a file."""
     path = step_folder(run, 2) / "checkpoint.json"
     body = json.loads(path.read_text())
     del body["files"]["common.pt"], body["checksum"]
@@ -78,7 +78,7 @@ def set_aside(folder):
     folder.with_name(f".{folder.name}.1a2b3c4d.tmp").mkdir(exist_ok=True)
 
 
-def test_removing_leftovers_restores_what_a_killed_save_set_aside(run):
+def test_removing_leftovers_restores_a_checkpoint_set_aside_by_a_killed_save(run):
     newest = step_folder(run, 2)
     (run / ".run.json.e.tmp").write_text("{")
     for remove in (

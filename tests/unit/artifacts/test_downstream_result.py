@@ -25,7 +25,7 @@ OTHER_REQUESTS = {
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=50))
-def test_accuracy_and_its_error_equal_lm_eval_s(values):
+def test_accuracy_and_its_error_match_lm_eval(values):
     metrics = pytest.importorskip("lm_eval.api.metrics")
     found = Accuracy.of(values)
     assert found.accuracy == pytest.approx(metrics.mean(values))

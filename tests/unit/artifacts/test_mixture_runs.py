@@ -51,7 +51,7 @@ def read(tmp_path):
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-def test_tables_are_matched_by_the_runs_name(read):
+def test_tables_are_matched_by_run_name(read):
     runs = read()
     assert (runs.keys, runs.domains) == (["1", "2", "3"], ["arxiv", "pile_cc"])
     assert runs.metrics == runs.domains

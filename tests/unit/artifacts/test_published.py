@@ -22,7 +22,7 @@ RENAME = re.compile(r'"([^"=]+)=([a-z]\w*)"|([\w+]+)=([a-z]\w*)')
 
 
 def names_of(recipe: str) -> dict[str, str]:
-    """The source's name of each domain -> what its recipe of examples/data calls it."""
+    """Name of each domain in the source -> name in the recipe of examples/data."""
     text = (EXAMPLES / "data" / f"{recipe}.sh").read_text()
     body = text[text.index("NAMES=(") + len("NAMES=(") :]
     found = RENAME.findall(body[: body.index("\n\n")])

@@ -25,7 +25,7 @@ def path(tmp_path):
 @pytest.mark.parametrize("cut", [0, 1, 2, 30])
 def test_truncated_last_line_is_skipped(path, cut):
     path.write_bytes(path.read_bytes()[: -cut or None])
-    # Without only its newline, the line is complete.
+    # A line that lacks only its newline is complete.
     assert list(run_in(path.parent).metrics()) == (RECORDS if cut < 2 else RECORDS[:-1])
     keep_metrics_until(path, 6)
     with path.open("a") as stream:

@@ -1,4 +1,4 @@
-"""Weights that are hard to blend by, shared by the tests of the kernels."""
+"""Weights that are difficult to blend, shared by the tests of the kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Weights = NDArray[np.float64]
 
 
 def hard_weights(num_domains: int, seed: int = 0) -> list[Weights]:
-    """[num_domains] each; no user should pass some of them."""
+    """Difficult weights [num_domains], some of which are rejected from users."""
     rng = np.random.default_rng([seed, num_domains])
     even = rng.dirichlet(np.ones(num_domains))
     rare, very_rare, some_zero = even.copy(), even.copy(), even.copy()

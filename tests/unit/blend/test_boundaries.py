@@ -32,7 +32,7 @@ def reference(tokens, options):
 
 @settings(max_examples=200)
 @given(OPTIONS, st.data())
-def test_positions_and_masks_are_megatrons(options, data):
+def test_positions_and_masks_match_megatron(options, data):
     batch, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 24))
     # One token in four ends a document: some are empty, and some samples have no end.
     rows = st.lists(st.integers(0, EOD), min_size=length + 1, max_size=length + 1)

@@ -36,7 +36,7 @@ def corpus(make_corpus):
     "text",
     ["one", "0.3 one 0.7 two", "one two three", "one two", "30 one 70.5 two/b", "1e-3 one"],
 )
-def test_a_data_path_is_parsed_like_in_megatron(text):
+def test_a_data_path_is_parsed_as_in_megatron(text):
     prefixes, weights = get_blend_from_list(text.split())
     path = DataPath.parse(text)
     assert list(path.prefixes) == prefixes
@@ -97,7 +97,7 @@ def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
     assert len({data.hash for data in found}) == 1
     assert [data.names for data in found] == [["a", "b"]] * 3
     assert len({tuple(domain.order_key for domain in data.domains) for data in found}) == 1
-    # Two copies of the same text are read in two orders.
+    # Copies of the same text get different orders.
     path = DataPath.parse(f"1 {prefixes[0]} 1 {elsewhere[0]}")
     first, second = data_path_tokens(path, "1", corpus.tokenizer).domains
     assert first.order_key != second.order_key

@@ -67,7 +67,7 @@ def megatron_samples(corpus, one_rank, tmp_path):
 
 
 def of_data_path(corpus, text, num_samples, split="1", weights=None):
-    """The samples of ``--data-path text``; without weights in it, by these sizes."""
+    """The samples of ``--data-path text``; ``weights`` are the sizes if it has no weights."""
     path = DataPath.parse(text)
     return BlendedTokens(
         data_path_tokens(path, split, corpus.tokenizer),
@@ -94,8 +94,8 @@ THREE_DOMAINS = {"long": "0.4 ", "short": "0.35 ", "tiny": "0.25 "}
 TWO_DOMAINS = {"long": "30 ", "short": "70 "}
 
 
-# Sample counts that leave a domain at less than one epoch, between, and at many with a final
-# epoch shuffled apart or not.
+# Numbers of samples for which a domain is read for less than one epoch, for one to two, and for
+# many, whose final epoch is shuffled separately or not.
 @pytest.mark.parametrize(
     ("num_samples", "split", "weights"),
     [
@@ -105,7 +105,7 @@ TWO_DOMAINS = {"long": "30 ", "short": "70 "}
         *((number, "1", {"unused": ""}) for number in (*range(1, 12), 59, 150)),
     ],
 )
-def test_samples_of_a_data_path_are_megatrons(
+def test_samples_of_a_data_path_match_megatron(
     corpus, megatron_samples, num_samples, split, weights
 ):
     text = " ".join(f"{weight}{corpus.prefix(name, 'train')}" for name, weight in weights.items())
@@ -118,7 +118,7 @@ SCALED_TWICE = (18, 32, 9, 3, 34, 12, 19, 15, 13, 13, 12)
 
 
 @pytest.mark.parametrize("by_size", [False, True])
-def test_ties_are_resolved_like_in_megatron(make_corpus, megatron_samples, by_size):
+def test_ties_are_resolved_as_in_megatron(make_corpus, megatron_samples, by_size):
     corpus = make_corpus({f"d{i}": [SEQ_LENGTH * n + 1] for i, n in enumerate(SCALED_TWICE)})
     text = " ".join(
         f"{'' if by_size else weight} {corpus.prefix(name, 'train')}"
@@ -131,8 +131,8 @@ def test_ties_are_resolved_like_in_megatron(make_corpus, megatron_samples, by_si
     assert orders[0] != orders[1]
 
 
-def test_sizes_are_megatrons_for_one_epoch_and_continue_after_it(make_corpus, megatron_samples):
-    """Megatron stops after one epoch; in float64 43 * (7 / 43) > 7 must not start another one."""
+def test_blending_by_size_matches_megatron_for_one_epoch(make_corpus, megatron_samples):
+    """Megatron stops after one epoch, which 43 * (7 / 43) > 7 in float64 must not exceed."""
     sizes = (7, 4, 22, 1, 9)
     corpus = make_corpus({f"d{n}": [SEQ_LENGTH] * n + [1] for n in sizes})
     text = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)
@@ -172,7 +172,7 @@ def test_domains_without_weight_are_never_opened_and_rare_ones_can_be_read(corpu
 
 
 def stream_of(dataset, domain, num_samples):
-    """The domain's own samples, in the order in which they come."""
+    """The tokens of one domain's samples, in order."""
     batch = dataset.batch(range(num_samples))
     return batch["tokens"][batch["domain"] == domain]
 
@@ -219,7 +219,7 @@ def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutat
 @pytest.mark.parametrize("bound_of_kind", [("random", 2), ("nearly 0 or equal", 3)], ids=str)
 @pytest.mark.parametrize("num_domains", [4, 30])
 def test_counts_follow_weights_that_change_often(make_corpus, num_domains, bound_of_kind):
-    """The bounds are those of these schedules; none holds for all, see BlendOrder."""
+    """These bounds hold for these schedules only, see BlendOrder."""
     kind, bound = bound_of_kind
     data = corpus_tokens(make_corpus({"a": [SEQ_LENGTH + 1]}))
     data = dataclasses.replace(data, domains=data.domains * num_domains)

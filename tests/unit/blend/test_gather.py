@@ -134,8 +134,8 @@ def test_permuted_matches_the_reference(size, key, data):
 
 @pytest.mark.parametrize("size", [3, 4, 5, 17, 4096, 100_003])
 def test_permuted_positions_are_uniform(size):
-    # Where the first, the last and a middle position go, over many keys: a chi-square test, which
-    # a good permutation fails once in 10^6 times (here never: the keys are fixed).
+    # A chi-square test of the images of the first, a middle and the last position under many keys.
+    # A good permutation fails it once in 10^6 times; the keys are fixed, so this test never does.
     keys = [permutation_key(number, size) for number in range(4000)]
     bins = min(size, 16)
     for position in (0, size // 2, size - 1):
@@ -148,7 +148,7 @@ def test_permuted_positions_are_uniform(size):
 
 
 def test_permutations_are_the_same_in_every_release():
-    # A run resumed with another release continues with the same samples.
+    # A run resumed with another release must continue with the same samples.
     key = permutation_key(1234, 5, 0, 1)
     assert key == 4366374342567971827
     found = [permuted(i, 8, np.uint64(key)) for i in range(8)]

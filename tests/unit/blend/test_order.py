@@ -17,7 +17,7 @@ WEIGHTS = st.lists(st.floats(0, 1) | st.just(1.0), min_size=1, max_size=12).filt
 
 
 def reference(blended, num_samples):
-    """Domain of each of the first samples: every node counts its samples."""
+    """Domain of each of the first samples, from counters of samples at every node."""
     half = order.HALF_BITS
     counted = [0] * len(blended._nodes)
     domains = []
@@ -69,7 +69,7 @@ def test_counts_follow_difficult_weights(num_domains):
             assert deviations(weights, domains).max() < 1.25, weights
 
 
-def test_debts_are_evened_out():
+def test_deficits_are_corrected():
     weights, deficits = [0.4, 0.3, 0.2, 0.1], [1.5, -1.0, 0.5, -1.0]
     domains, _ = BlendOrder(weights, deficits).locate(np.arange(1000))
     found = deviations(weights, domains, deficits)
@@ -92,7 +92,7 @@ def test_no_sample_is_lost_or_repeated_near_the_maximum():
 
 
 def test_the_order_changes_only_with_its_version():
-    # A run resumed on another machine continues with it.
+    # A run resumed on another machine must continue with the same order.
     weights, places = [0.5, 0.3, 0.15, 0.05], np.arange(10)
     domains, _ = BlendOrder(weights).locate(np.arange(20))
     far, numbers = BlendOrder(weights, [0.5, -1, 0, 0.5]).locate(10**10 + places)

@@ -53,7 +53,7 @@ def test_ranks_partition_the_samples_of_each_step(size, micro_batch_size):
         for rank in range(size)
     ]
     assert {len(rank) for rank in ranks} == {3 * 24 // (micro_batch_size * size)}
-    # Taken micro-batch by micro-batch over the ranks, the order is the same at every layout.
+    # In turns of one micro-batch per rank, the order is the same in every layout.
     in_order = [index for turn in zip(*ranks, strict=True) for part in turn for index in part]
     assert in_order == list(range(24, 96))
 
