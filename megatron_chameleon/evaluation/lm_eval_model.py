@@ -78,8 +78,7 @@ class ScorerLM(TemplateLM):
         """Tokens of a text, without special tokens: corpora have no beginning-of-text token."""
         if string in self._encoded:
             return self._encoded[string]  # type: ignore[return-value]
-        tokens: list[int] = self._encode([string])[0].tolist()
-        return tokens
+        return self._encode([string])[0].tolist()
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without end-of-document tokens."""

@@ -282,10 +282,7 @@ class ClusterMap:
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Clusters of the tokens at ``positions``, of any shape; arbitrary for padding."""
         documents = np.searchsorted(self.document_ends, positions, side="right")
-        found: NDArray[np.int64] = self.cluster_of_document[
-            np.minimum(documents, len(self.document_ends) - 1)
-        ]
-        return found
+        return self.cluster_of_document[np.minimum(documents, len(self.document_ends) - 1)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -417,5 +417,4 @@ class Scorer:
             last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
             group = parallel_state.get_pipeline_model_parallel_group()
             dist.broadcast(found, src=last_stage, group=group)
-        tokens_found: list[int] = found.tolist()
-        return tokens_found
+        return found.tolist()

@@ -62,8 +62,7 @@ def affinity_matrix(embeddings: npt.ArrayLike, center: bool) -> Array:
 def gram_matrix(features: Array) -> Array:
     """X X^T of features [k, h] that are already checked, and centred if requested."""
     squared_norms(features)
-    affinity: Array = features @ features.T
-    return affinity
+    return features @ features.T
 
 
 def squared_norms(features: Array) -> Array:
@@ -94,8 +93,7 @@ def unit_rows(features: Array) -> Array:
     largest = np.abs(features).max(axis=1, keepdims=True)
     scaled = features / np.where(largest > 0, largest, 1.0)  # squares of huge or tiny rows are safe
     norms = np.linalg.norm(scaled, axis=1, keepdims=True)
-    units: Array = scaled / np.where(norms > 0, norms, 1.0)
-    return units
+    return scaled / np.where(norms > 0, norms, 1.0)
 
 
 def nearest_rows(

@@ -215,5 +215,4 @@ def outweighing_probability(
     """
     first, second = (resampled.weights[:, np.asarray(each, dtype=int)] for each in (one, other))
     difference = first - second
-    likely: Array = (difference > 0).mean(axis=0) + (difference == 0).mean(axis=0) / 2
-    return likely
+    return (difference > 0).mean(axis=0) + (difference == 0).mean(axis=0) / 2

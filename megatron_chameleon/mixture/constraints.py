@@ -77,5 +77,4 @@ def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.Ar
     if not earlier.sum() > 0:
         raise ValueError("no old domain has a weight: there are no ratios to keep")
     rest = new[old].sum() / new.sum()
-    result: Array = np.where(old, rest * earlier / earlier.sum(), new / new.sum())
-    return result
+    return np.where(old, rest * earlier / earlier.sum(), new / new.sum())

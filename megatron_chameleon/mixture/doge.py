@@ -145,8 +145,7 @@ def alignments(products: Array, roles: Roles) -> Array:
     norms = np.sqrt(np.diagonal(products)[list(roles.train)])
     seen = norms[norms > 0]
     mean_norm = float(seen.mean()) if seen.size else 0.0
-    aligned: Array = products[:, list(roles.target)].sum(axis=1) / (mean_norm + NORM_EPS)
-    return aligned
+    return products[:, list(roles.target)].sum(axis=1) / (mean_norm + NORM_EPS)
 
 
 def gradient_weights(

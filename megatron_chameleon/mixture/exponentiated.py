@@ -67,5 +67,4 @@ def exponentiated_step(log_weights: Array, gains: Array, step_size: float, eps: 
     if eps > 0:
         share = math.log(eps) - math.log(len(logits))  # eps / k may underflow
         log_softmax = np.logaddexp(math.log1p(-eps) + log_softmax, share)
-    floored: Array = np.maximum(log_softmax, LOWEST_LOG)
-    return floored
+    return np.maximum(log_softmax, LOWEST_LOG)

@@ -49,8 +49,7 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
             # Row i of the product sums K_ij (A^-1)_ij: an all-zero row of K scores exactly 0, which
             # 1 - k * ridge * (A^-1)_ii would not give.
             solved = linalg.cho_solve(factor, kernel)
-            scores: Array = np.clip(np.diagonal(solved), 0.0, 1.0)
-            return scores
+            return np.clip(np.diagonal(solved), 0.0, 1.0)
     eigenvalues, eigenvectors = linalg.eigh(kernel)
     tolerance = kernel.shape[0] * np.finfo(np.float64).eps * float(np.abs(eigenvalues).max())
     # Rounding alone keeps eigenvalues above -tolerance; the factor 1e4 allows for errors in K.
@@ -105,8 +104,7 @@ def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
     lower = linalg.cholesky(_shifted(matrix.T @ matrix, shift), lower=True, overwrite_a=True)
     # S_i = |L^-1 x_i|^2 where L L^T = X^T X + k * ridge * I: never negative, never above 1.
     whitened = linalg.solve_triangular(lower, matrix.T, lower=True)
-    scores: Array = np.minimum(np.square(whitened).sum(axis=0), 1.0)
-    return scores
+    return np.minimum(np.square(whitened).sum(axis=0), 1.0)
 
 
 def _shifted(matrix: Array, shift: float) -> Array:

@@ -54,14 +54,12 @@ class MixingLaws:
 
     def predict(self, mixtures: Array) -> Array:
         """Losses [n, m] of ``mixtures`` [n, k]."""
-        losses: Array = self.constant + self.scale * np.exp(mixtures @ self.exponents.T)
-        return losses
+        return self.constant + self.scale * np.exp(mixtures @ self.exponents.T)
 
     def gradient(self, weights: Array, shares: Array) -> Array:
         """The derivative [k] of ``shares`` [m] times the losses at ``weights`` [k]."""
         grown = shares * self.scale * np.exp(self.exponents @ weights)
-        slope: Array = grown @ self.exponents
-        return slope
+        return grown @ self.exponents
 
 
 def fit_mixing_laws(
@@ -171,8 +169,7 @@ def _best_descent(
         )
         for start in starts
     ]
-    best: Array = min(found, key=lambda each: float(each.fun)).x
-    return best
+    return min(found, key=lambda each: float(each.fun)).x
 
 
 MAX_GRID_POINTS = 100_000
@@ -297,8 +294,7 @@ class PowerLaws:
 
     def predict(self, x: float) -> Array:
         """The losses [curves] at ``x``."""
-        losses: Array = self.constant + self.factor * (x / self.unit) ** -self.exponent
-        return losses
+        return self.constant + self.factor * (x / self.unit) ** -self.exponent
 
 
 def fit_power_laws(x: Array, losses: Array) -> PowerLaws:

@@ -116,8 +116,7 @@ def check_prior(prior: npt.ArrayLike) -> Array:
         raise ValueError(f"prior of shape {shares.shape} must be a vector, one entry per domain")
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.sum() > 0):
         raise ValueError("prior must be finite, >= 0 and not all zero")
-    scaled: Array = shares / shares.sum()
-    return scaled
+    return shares / shares.sum()
 
 
 def _dirichlet_samples(
@@ -151,8 +150,7 @@ def quantize(mixtures: Array, smallest: float) -> Array:
     # A domain that was set to 0 has remainder 0, and gets a step only after all others.
     order = np.argsort(-(exact - whole), axis=1, kind="stable")
     rank = np.argsort(order, axis=1, kind="stable")
-    result: Array = (whole + (rank < missing)) / steps
-    return result
+    return (whole + (rank < missing)) / steps
 
 
 def drop_near_duplicates(mixtures: Array, distance: float) -> Array:

@@ -61,8 +61,7 @@ def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> A
     if target.min() == target.max():
         return np.ones_like(target)
     target = target / target.max()  # so that their sum is finite
-    prior: Array = (1.0 - strength) + strength * target.size * (target / target.sum())
-    return prior
+    return (1.0 - strength) + strength * target.size * (target / target.sum())
 
 
 def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array:
@@ -105,5 +104,4 @@ def scaled_prior(prior: npt.ArrayLike, num_domains: int) -> Array | None:
     if eta.min() == eta.max():
         return None
     relative = eta / eta.max()
-    scaled: Array = relative / relative.mean()
-    return scaled
+    return relative / relative.mean()

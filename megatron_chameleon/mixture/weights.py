@@ -83,8 +83,7 @@ def domain_weights(
     with np.errstate(over="ignore", under="ignore"):
         # A tiny tau turns a difference into -inf, whose exponential is the right 0.
         unnormalized = np.exp((logits - logits.max()) / tau)
-    weights: Array = unnormalized / unnormalized.sum()
-    return weights
+    return unnormalized / unnormalized.sum()
 
 
 def check_score_limits(score_floor: float, score_ceiling: float) -> None:
@@ -144,5 +143,4 @@ def natural_weights(tokens: npt.ArrayLike, temperature: float = 1.0) -> Array:
     # Relative to the largest, so that no T overflows; the logarithm of 0 is -inf.
     with np.errstate(divide="ignore", over="ignore"):
         powers = np.exp(np.log(counts / counts.max()) / temperature)
-    weights: Array = powers / powers.sum()
-    return weights
+    return powers / powers.sum()
