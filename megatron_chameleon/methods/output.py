@@ -24,7 +24,7 @@ from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.options import ChosenDomainsOptions, MethodOptions
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.constraints import capped_weights
+from megatron_chameleon.mixture.weights import capped_weights
 
 # A table of more domains than MAX_ROWS shows the heaviest and the lightest.
 MAX_ROWS = 40

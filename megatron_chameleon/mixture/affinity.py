@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megatron_chameleon.mixture.checks import Array, as_embeddings
+from megatron_chameleon.mixture.checks import Array, as_matrix
 
 # Centred entries below this many float64 steps of their column's largest value count as rounding
 # errors.
@@ -30,7 +30,7 @@ def center_embeddings(embeddings: npt.ArrayLike) -> Array:
     Raises:
         ValueError: not two-dimensional, empty, or not finite (the row is named).
     """
-    original = as_embeddings(embeddings)
+    original = as_matrix(embeddings)
     centered: Array = original - original.mean(axis=0)
     centered -= centered.mean(axis=0)
     resolution = CENTERING_STEPS * np.finfo(np.float64).eps * np.abs(original).max(axis=0)
@@ -55,7 +55,7 @@ def affinity_matrix(embeddings: npt.ArrayLike, center: bool) -> Array:
         ValueError: embeddings not two-dimensional, empty, not finite (the row is named), or so
             large that their inner products overflow.
     """
-    features = center_embeddings(embeddings) if center else as_embeddings(embeddings)
+    features = center_embeddings(embeddings) if center else as_matrix(embeddings)
     return gram_matrix(features)
 
 
@@ -84,10 +84,6 @@ def squared_norms(features: Array) -> Array:
     return norms
 
 
-# Rows of cosines computed at a time: [1024, k] float64 is 40 MB for 5000 domains.
-BLOCK_ROWS = 1024
-
-
 def unit_rows(features: Array) -> Array:
     """Features [k, h] with each row divided by its norm; a row of zeros stays one."""
     largest = np.abs(features).max(axis=1, keepdims=True)
@@ -96,33 +92,19 @@ def unit_rows(features: Array) -> Array:
     return scaled / np.where(norms > 0, norms, 1.0)
 
 
-def nearest_rows(
-    features: Array, count: int, rows: np.ndarray | None = None
-) -> tuple[np.ndarray, Array]:
-    """For each row, the ``count`` other rows with the largest cosines, nearest first.
-
-    Takes r k h time and ``BLOCK_ROWS`` * k memory.
+def nearest_rows(features: Array, count: int, rows: np.ndarray) -> tuple[np.ndarray, Array]:
+    """For each of ``rows``, the ``count`` other rows with the largest cosines, nearest first.
 
     Args:
         features: [k, h] float64.
         count: >= 0; limited to the number of other rows.
-        rows: [r] positions of the rows to search for; default: all k.
+        rows: [r] int64, positions of the rows to search for.
 
     Returns:
         positions [r, n] int64 and cosines [r, n], n = min(count, k - 1).
     """
     units = unit_rows(features)
-    chosen = np.arange(len(units)) if rows is None else rows
-    size = min(count, len(units) - 1)
-    positions = np.empty((len(chosen), size), dtype=np.int64)
-    cosines = np.empty((len(chosen), size))
-    for first in range(0, len(chosen), BLOCK_ROWS):
-        part = slice(first, min(first + BLOCK_ROWS, len(chosen)))
-        block = units[chosen[part]] @ units.T
-        each = np.arange(len(block))
-        block[each, chosen[part]] = -np.inf
-        for rank in range(size):  # a few passes cost less than sorting every row
-            best = block.argmax(axis=1)
-            positions[part, rank], cosines[part, rank] = best, block[each, best]
-            block[each, best] = -np.inf
-    return positions, np.clip(cosines, -1.0, 1.0)
+    cosines = units[rows] @ units.T
+    cosines[np.arange(len(rows)), rows] = -np.inf
+    nearest = np.argsort(-cosines, axis=1, kind="stable")[:, : min(count, len(units) - 1)]
+    return nearest, np.clip(np.take_along_axis(cosines, nearest, axis=1), -1.0, 1.0)

@@ -92,24 +92,6 @@ def bootstrap_weights(
     return BootstrapResult(weights, low, high)
 
 
-def resampled_means_direct(
-    window_vectors: Sequence[npt.ArrayLike], num_resamples: int, seed: int
-) -> Array:
-    """Means of the sampled windows, one resample at a time: the plain reference.
-
-    Returns:
-        [num_resamples, k, h] float64, the embeddings that ``bootstrap_weights`` weighs.
-    """
-    windows = _checked_windows(window_vectors)
-    means = np.empty((num_resamples, len(windows), windows[0].shape[1]))
-    for domain, vectors in enumerate(windows):
-        generator = np.random.default_rng([seed, domain])
-        for resample in range(num_resamples):
-            sampled = generator.integers(len(vectors), size=len(vectors))
-            means[resample, domain] = np.asarray(vectors[sampled], dtype=np.float64).mean(axis=0)
-    return means
-
-
 def _resampled_means(
     windows: list[npt.NDArray[np.floating]], num_resamples: int, seed: int
 ) -> Iterator[Array]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_chameleon.mixture.affinity import center_embeddings, gram_matrix, squared_norms
-from megatron_chameleon.mixture.checks import Array, Mode, as_embeddings, check_mode, check_positive
+from megatron_chameleon.mixture.checks import Array, Mode, as_matrix, check_mode, check_positive
 from megatron_chameleon.mixture.leverage import feature_ridge_leverage, leverage_scores
 from megatron_chameleon.mixture.target import scaled_prior
 from megatron_chameleon.mixture.weights import (
@@ -239,7 +239,7 @@ def chameleon_weights(
         DegenerateScoreWarning: a score was clipped (see ``domain_weights``).
     """
     settings = resolve_recipe(recipe, **overrides)
-    features = center_embeddings(embeddings) if settings.center else as_embeddings(embeddings)
+    features = center_embeddings(embeddings) if settings.center else as_matrix(embeddings)
     num_domains = len(features)
     ridge = settings.effective_ridge(float(squared_norms(features).sum()) / num_domains)
     eta = None if prior is None else scaled_prior(prior, num_domains)

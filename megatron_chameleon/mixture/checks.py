@@ -18,10 +18,11 @@ Mode: TypeAlias = Literal["pretrain", "finetune"]
 AFFINITY_TOLERANCE = 1e-8
 
 
-def as_matrix(values: npt.ArrayLike, argument: str, row: str) -> Array:
+def as_matrix(values: npt.ArrayLike, argument: str = "embeddings", row: str = "domain") -> Array:
     """Return ``values`` as a finite float64 matrix with at least one row and one column.
 
-    ``argument`` and ``row`` name the array and one of its rows in messages.
+    ``argument`` and ``row`` name the array and one of its rows in messages; by default they are
+    domain embeddings [k, h].
     """
     matrix = np.asarray(values, dtype=np.float64)
     if matrix.ndim != 2 or 0 in matrix.shape:
@@ -38,18 +39,13 @@ def as_matrix(values: npt.ArrayLike, argument: str, row: str) -> Array:
     return matrix
 
 
-def as_embeddings(embeddings: npt.ArrayLike) -> Array:
-    """Return domain embeddings as a finite float64 array [k, h]."""
-    return as_matrix(embeddings, "embeddings", "domain")
-
-
 def as_affinity(affinity: npt.ArrayLike) -> Array:
     """Return an affinity matrix as an exactly symmetric float64 array [k, k].
 
     Rounding differences between the two triangles are averaged. A Gram matrix has
     |K_ij|^2 <= K_ii K_jj (Cauchy-Schwarz); checking only these 2 x 2 minors costs k^2, not k^3.
     """
-    matrix = as_matrix(affinity, "affinity", "domain")
+    matrix = as_matrix(affinity, "affinity")
     fix = "build it with affinity_matrix(embeddings, center=...)"
     if matrix.shape[0] != matrix.shape[1]:
         raise ValueError(f"affinity must be square, but has shape {matrix.shape}: {fix}")

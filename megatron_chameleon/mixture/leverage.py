@@ -45,7 +45,7 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
     if float(np.trace(kernel)) <= CHOLESKY_LIMIT * shift:
         # Fails only if K has an eigenvalue below -k * ridge, which the spectral form reports.
         with contextlib.suppress(linalg.LinAlgError):
-            factor = linalg.cho_factor(_shifted(kernel, shift), lower=True, overwrite_a=True)
+            factor = linalg.cho_factor(kernel + shift * np.eye(len(kernel)), lower=True)
             # Row i of the product sums K_ij (A^-1)_ij: an all-zero row of K scores exactly 0, which
             # 1 - k * ridge * (A^-1)_ii would not give.
             solved = linalg.cho_solve(factor, kernel)
@@ -62,21 +62,6 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
     # count as whole dimensions.
     eigenvalues[eigenvalues <= tolerance] = 0.0
     return _weighted_leverage(eigenvectors, eigenvalues, shift)
-
-
-def leverage_scores_direct(affinity: npt.ArrayLike, ridge: float) -> Array:
-    """The definition, one domain at a time: the plain reference for ``leverage_scores``.
-
-    Solves (K + k * ridge * I) y = e_i for each i and multiplies row i of K by y, in k^4 time.
-    Arguments, result and errors as in ``leverage_scores``.
-    """
-    kernel = as_affinity(affinity)
-    num_domains = kernel.shape[0]
-    shifted = kernel + num_domains * check_positive(ridge, "ridge") * np.eye(num_domains)
-    units = np.eye(num_domains)
-    return np.array(
-        [row @ np.linalg.solve(shifted, unit) for row, unit in zip(kernel, units, strict=True)]
-    )
 
 
 def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
@@ -96,21 +81,16 @@ def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
     Raises:
         ValueError: features not two-dimensional, empty or not finite; ridge not above 0.
     """
-    matrix = as_matrix(features, "features", "domain")
+    matrix = as_matrix(features, "features")
     shift = matrix.shape[0] * check_positive(ridge, "ridge")
     if float(np.square(matrix).sum()) > CHOLESKY_LIMIT * shift:
         left, singular, _ = linalg.svd(matrix, full_matrices=False)
         return _weighted_leverage(left, np.square(singular), shift)
-    lower = linalg.cholesky(_shifted(matrix.T @ matrix, shift), lower=True, overwrite_a=True)
+    gram = matrix.T @ matrix
+    lower = linalg.cholesky(gram + shift * np.eye(len(gram)), lower=True)
     # S_i = |L^-1 x_i|^2 where L L^T = X^T X + k * ridge * I: never negative, never above 1.
     whitened = linalg.solve_triangular(lower, matrix.T, lower=True)
     return np.minimum(np.square(whitened).sum(axis=0), 1.0)
-
-
-def _shifted(matrix: Array, shift: float) -> Array:
-    shifted = matrix.copy()
-    shifted.flat[:: matrix.shape[0] + 1] += shift
-    return shifted
 
 
 def _weighted_leverage(vectors: Array, eigenvalues: Array, shift: float) -> Array:

@@ -208,13 +208,7 @@ def law_optimum(
         low: [k] smallest weights.
         high: [k] largest weights.
         start: [k] a mixture within these bounds, used if no point of the grid is.
-
-    Raises:
-        ValueError: if ``start`` is not within the bounds.
     """
-    slack = 1e-9
-    if not ((start >= low - slack).all() and (start <= high + slack).all()):
-        raise ValueError("start must lie between low and high")
 
     def value(weights: Array) -> float:
         return float(laws.predict(weights[None])[0] @ shares)

@@ -1,19 +1,162 @@
-"""RegMix: a regression from mixtures to losses, and the mixture it predicts to be best.
+"""RegMix: sample mixtures, fit a regression to their losses, and find the predicted best mixture.
 
-Liu et al.: RegMix: Data Mixture as Regression for Language Model Pre-training, ICLR 2025.
+Liu et al.: RegMix: Data Mixture as Regression for Language Model Pre-training, ICLR 2025. The
+mixtures are Dirichlet samples around the domains' token shares (section 3.1 and the code).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
+from scipy.spatial import cKDTree
 
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
-from megatron_chameleon.mixture.sampling import check_prior
+
+# Mixtures per block, chosen from the samples of this block and the unused ones of earlier blocks.
+BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingRule:
+    """Distribution of a swarm's mixtures; the defaults are RegMix's."""
+
+    prior_exponent: float = 0.5
+    """The Dirichlet's mean is prior^exponent, renormalised: flatter than the prior below 1."""
+    min_strength: float = 0.1
+    max_strength: float = 5.0
+    """The concentration (sum of the Dirichlet's parameters) is one of ``num_strengths`` values,
+    log-spaced between these two."""
+    num_strengths: int = 15
+    max_upweighting: float = 15.0
+    """A sample with a weight above this many times its domain's prior is rejected."""
+    smallest_weight: float = 2e-4
+    """Smaller weights are 0, and all weights are multiples of it."""
+    oversampling: int = 100
+    """Samples per mixture. Some are rejected and duplicates dropped before a random choice, so that
+    frequent mixtures (a single domain) are not chosen more often."""
+    near_duplicate: float = 1e-5
+    """Mixtures within this L1 distance are duplicates."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range."""
+        if not 0 <= self.prior_exponent < math.inf:
+            raise ValueError(f"prior exponent {self.prior_exponent}: must be finite and >= 0")
+        if not 0 < self.min_strength <= self.max_strength < math.inf:
+            raise ValueError(
+                f"min_strength {self.min_strength:g}, max_strength {self.max_strength:g}: must be "
+                "> 0 and finite, the first not above the second"
+            )
+        if not 0 < self.smallest_weight <= 1:
+            raise ValueError(f"smallest_weight {self.smallest_weight}: must be > 0 and <= 1")
+        if not self.max_upweighting >= 1:
+            raise ValueError(f"max_upweighting {self.max_upweighting}: must be >= 1")
+
+
+REGMIX_SAMPLING = SamplingRule()
+
+
+def sample_mixtures(
+    prior: Array, count: int, seed: int, rule: SamplingRule = REGMIX_SAMPLING
+) -> Array:
+    """``count`` distinct mixtures; mixture i depends only on ``prior``, ``seed``, ``rule`` and i.
+
+    So members can be added to a swarm later.
+
+    Weights are quantized by the largest-remainder method, so every row sums to 1; rounding each
+    weight separately, as RegMix's code does, leaves sums off by some steps.
+
+    Args:
+        prior: [k] token shares, >= 0, not all 0; they need not sum to 1. A domain with share 0 gets
+            no weight.
+        count: of mixtures.
+        seed: of the samples.
+        rule: their distribution.
+
+    Returns:
+        [count, k] float64, rows that sum to 1 but for rounding.
+
+    Raises:
+        ValueError: for fewer than ``count`` distinct mixtures.
+    """
+    shares = prior / prior.sum()
+    present = np.flatnonzero(shares)
+    chosen = left = np.empty((0, present.size))
+    num_blocks, rejected = -(-count // BLOCK), 0
+    for block in range(num_blocks):
+        rng = np.random.default_rng([seed, block])
+        sampled = _dirichlet_samples(shares[present], BLOCK * rule.oversampling, rng, rule)
+        allowed = sampled[(sampled <= rule.max_upweighting * shares[present]).all(axis=1)]
+        rejected += len(sampled) - len(allowed)
+        found = drop_near_duplicates(quantize(allowed, rule.smallest_weight), rule.near_duplicate)
+        known = np.concatenate([chosen, left])
+        if len(known) and len(found):
+            beyond = np.nextafter(rule.near_duplicate, np.inf)  # the query's bound is exclusive
+            nearest, _ = cKDTree(known).query(found, p=1, distance_upper_bound=beyond)
+            found = found[np.isinf(nearest)]
+        left = np.concatenate([left, found])
+        left = left[rng.permutation(len(left))]
+        chosen, left = np.concatenate([chosen, left[:BLOCK]]), left[BLOCK:]
+    if len(chosen) < count:
+        raise ValueError(
+            f"only {len(chosen)} distinct mixtures in "
+            f"{num_blocks * BLOCK * rule.oversampling} samples ({rejected} had a weight above "
+            f"{rule.max_upweighting:g} times its prior), fewer than {count}: request "
+            "fewer, or allow more upweighting"
+        )
+    mixtures = np.zeros((count, shares.size))
+    mixtures[:, present] = chosen[:count]
+    return mixtures
+
+
+def _dirichlet_samples(
+    shares: Array, count: int, rng: np.random.Generator, rule: SamplingRule
+) -> Array:
+    """[count, k], each from a Dirichlet of mean ``shares``^exponent and random concentration."""
+    center = shares**rule.prior_exponent
+    center /= center.sum()
+    strengths = np.geomspace(rule.min_strength, rule.max_strength, rule.num_strengths)
+    chosen = rng.integers(rule.num_strengths, size=count)
+    sampled = np.empty((count, shares.size))
+    for number, strength in enumerate(strengths):
+        rows = np.flatnonzero(chosen == number)
+        sampled[rows] = rng.dirichlet(center * strength, size=rows.size)
+    return sampled
+
+
+def quantize(mixtures: Array, smallest: float) -> Array:
+    """Quantize ``mixtures`` [n, k] in steps of ``smallest``; smaller weights are 0, rows sum to 1.
+
+    A step is 1 / round(1 / smallest). Each weight is rounded down, and the missing steps go
+    to the largest remainders: no weight is off by a step or more.
+    """
+    steps = round(1 / smallest)
+    kept = np.where(mixtures < smallest, 0.0, mixtures)
+    empty = kept.sum(axis=1) == 0  # more domains than steps: keep the heaviest
+    kept[empty, mixtures[empty].argmax(axis=1)] = 1.0
+    exact = kept / kept.sum(axis=1, keepdims=True) * steps
+    whole = np.floor(exact)
+    missing = steps - whole.sum(axis=1, keepdims=True)
+    # A domain that was set to 0 has remainder 0, and gets a step only after all others.
+    order = np.argsort(-(exact - whole), axis=1, kind="stable")
+    rank = np.argsort(order, axis=1, kind="stable")
+    return (whole + (rank < missing)) / steps
+
+
+def drop_near_duplicates(mixtures: Array, distance: float) -> Array:
+    """The rows of ``mixtures`` [n, k] in lexicographic order, without near-duplicates.
+
+    A row is dropped if its L1 distance to the last one kept is <= ``distance``.
+    """
+    ordered = mixtures[np.lexsort(mixtures.T)]
+    kept: list[Array] = []
+    for row in ordered:
+        if not kept or np.abs(row - kept[-1]).sum() > distance:
+            kept.append(row)
+    return np.array(kept).reshape(-1, mixtures.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +252,7 @@ class SampledOptimum:
 
 def sampled_optimum(
     objective: Callable[[Array], Array],
-    prior: npt.ArrayLike,
+    prior: Array,
     *,
     num_draws: int = 100_000,
     num_best: int = 128,
@@ -120,18 +263,14 @@ def sampled_optimum(
 
     Args:
         objective: mixtures [n, k] -> values [n] to minimize.
-        prior: [k] parameters of the Dirichlet distribution, after scaling them to sum to 1.
+        prior: [k] parameters of the Dirichlet distribution, after scaling them to sum to 1; >= 0,
+            not all 0.
         num_draws: mixtures sampled.
-        num_best: how many of them are averaged.
+        num_best: how many of them are averaged; at most ``num_draws``.
         seed: of the samples.
         on_draws: called with the number of samples evaluated since its last call.
-
-    Raises:
-        ValueError: for an invalid prior, or more best samples than samples.
     """
-    shares = check_prior(prior)
-    if not 1 <= num_best <= num_draws:
-        raise ValueError(f"{num_best} best of {num_draws} draws: must be >= 1 and <= --num-draws")
+    shares = prior / prior.sum()
     present = np.flatnonzero(shares)
     sampled = np.zeros((num_draws, shares.size))
     sampled[:, present] = np.random.default_rng(seed).dirichlet(shares[present], size=num_draws)

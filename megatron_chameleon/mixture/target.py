@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_chameleon.mixture.affinity import center_embeddings, unit_rows
-from megatron_chameleon.mixture.checks import Array, as_embeddings, check_positive
+from megatron_chameleon.mixture.checks import Array, as_matrix, check_positive
 
 DEFAULT_STRENGTH = 0.5
 
@@ -83,8 +83,8 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
     Raises:
         ValueError: shapes that do not fit, or values that are not finite.
     """
-    domains = as_embeddings(embeddings)
-    text = as_embeddings(np.asarray(target, dtype=np.float64)[None])
+    domains = as_matrix(embeddings)
+    text = as_matrix(np.asarray(target, dtype=np.float64)[None])
     direction = unit_rows(text - domains.mean(axis=0))[0]
     shares: Array = np.square(np.maximum(unit_rows(center_embeddings(domains)) @ direction, 0.0))
     return shares if shares.max() > 0 else np.ones_like(shares)

@@ -1,4 +1,4 @@
-"""Domain weights from leverage scores, or from the sizes of the domains."""
+"""Domain weights: from leverage scores, from the sizes of the domains, and under constraints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megatron_chameleon.mixture.checks import Array, Mode, as_scores, check_mode
 
 # Scores below this share of the mean score are rounding errors.
 SCORE_FLOOR = 1e-10
+# Caps that sum to 1 up to rounding are accepted.
+ROUNDING = 1e-12
 
 
 class DegenerateScoreWarning(UserWarning):
@@ -144,3 +146,67 @@ def natural_weights(tokens: npt.ArrayLike, temperature: float = 1.0) -> Array:
     with np.errstate(divide="ignore", over="ignore"):
         powers = np.exp(np.log(counts / counts.max()) / temperature)
     return powers / powers.sum()
+
+
+def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
+    """The mixture w with w_i <= c_i nearest to p in Kullback-Leibler divergence.
+
+    At the minimum of sum_i w_i log(w_i / p_i), domains below their cap keep their ratios:
+    w_i = min(c_i, s p_i), with the s for which the sum is 1 (by the Karush-Kuhn-Tucker conditions;
+    the reverse divergence has the same minimum). Caps bind in the order of c_i / p_i, so s is found
+    by sorting.
+
+    Args:
+        weights: p, [k], not negative, summing to 1. Domains of weight 0 keep it.
+        caps: c, [k], not negative; infinity for no cap.
+
+    Returns:
+        [k] float64, summing to 1; a weight at its cap equals it exactly.
+
+    Raises:
+        ValueError: the caps of the domains with a weight sum to less than 1.
+    """
+    target, upper = (np.asarray(values, dtype=np.float64) for values in (weights, caps))
+    target = target / target.sum()
+    if (target <= upper).all():
+        return target
+    present = np.flatnonzero(target)
+    if upper[present].sum() < 1.0 - ROUNDING:
+        raise ValueError(
+            f"the caps of the domains with a weight sum to {upper[present].sum():.6g}, less than "
+            "1: raise them"
+        )
+    order = present[np.argsort(upper[present] / target[present], kind="stable")]
+    # With the first n domains at their caps, s is the rest over the sum of the others' weights.
+    left = 1.0 - np.concatenate([[0.0], np.cumsum(upper[order])[:-1]])
+    others = np.cumsum(target[order][::-1])[::-1]
+    fits = left / others * target[order] <= upper[order]
+    found: Array = np.minimum(upper, 1.0) * (target > 0)
+    if fits.any():
+        first = int(fits.argmax())
+        free = order[first:]
+        found[free] = target[free] * (left[first] / others[first])
+    return found
+
+
+def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.ArrayLike) -> Array:
+    """Add new domains to a mixture whose old domains keep their ratios.
+
+    Args:
+        weights: [k] of all domains, old and new, >= 0, summing to 1.
+        before: [k] earlier weights of the old domains; entries of new ones are ignored.
+        is_old: [k] bool.
+
+    Returns:
+        [k] float64, summing to 1.
+
+    Raises:
+        ValueError: no old domain with a weight.
+    """
+    new = np.asarray(weights, dtype=np.float64)
+    old = np.asarray(is_old, dtype=bool)
+    earlier = np.where(old, np.asarray(before, dtype=np.float64), 0.0)
+    if not earlier.sum() > 0:
+        raise ValueError("no old domain has a weight: there are no ratios to keep")
+    rest = new[old].sum() / new.sum()
+    return np.where(old, rest * earlier / earlier.sum(), new / new.sum())

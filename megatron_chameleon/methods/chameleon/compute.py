@@ -72,8 +72,8 @@ from megatron_chameleon.mixture.bootstrap import (
     outweighing_probability,
 )
 from megatron_chameleon.mixture.checks import Array, Mode
-from megatron_chameleon.mixture.constraints import placed_weights
 from megatron_chameleon.mixture.target import DEFAULT_STRENGTH, similarity_shares, target_prior
+from megatron_chameleon.mixture.weights import placed_weights
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window

@@ -50,7 +50,7 @@ from megatron_chameleon.mixture.fit_quality import (
     quality_of,
     reach_of,
 )
-from megatron_chameleon.mixture.sampling import SamplingRule, sample_mixtures
+from megatron_chameleon.mixture.regmix import SamplingRule, sample_mixtures
 from megatron_chameleon.model.flops import PaperSettings, paper_flops
 from megatron_chameleon.progress import progress_bar
 

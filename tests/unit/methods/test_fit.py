@@ -26,8 +26,7 @@ from megatron_chameleon.methods.swarm.options import MixtureSamplingOptions, Swa
 from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.fit_quality import fit_linear, folds_of, held_out_predictions
 from megatron_chameleon.mixture.mixing_laws import MixingLaws, simplex_grid
-from megatron_chameleon.mixture.regmix import TreeSettings, fit_trees
-from megatron_chameleon.mixture.sampling import sample_mixtures
+from megatron_chameleon.mixture.regmix import TreeSettings, fit_trees, sample_mixtures
 from tests.small_corpus import DOMAINS
 
 SWARM = SwarmOptions(

@@ -14,12 +14,11 @@ from megatron_chameleon.mixture import (
     domain_weights,
     leverage_scores,
 )
-from megatron_chameleon.mixture.constraints import capped_weights, placed_weights
 from megatron_chameleon.mixture.doge import DogeRecipe, DogeState, Roles
 from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState
 from megatron_chameleon.mixture.mixing_laws import fit_power_laws
-from megatron_chameleon.mixture.sampling import SamplingRule, sample_mixtures
-from megatron_chameleon.mixture.weights import natural_weights
+from megatron_chameleon.mixture.regmix import SamplingRule, sample_mixtures
+from megatron_chameleon.mixture.weights import capped_weights, natural_weights, placed_weights
 
 NAN, TWO, ONE_WINDOW, WIDER = np.nan, np.ones(2), np.ones((2, 3)), np.ones((2, 4))
 # Every pair of domains is possible, all three together are not.

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from megatron_chameleon.mixture.sampling import REGMIX_SAMPLING, quantize, sample_mixtures
+from megatron_chameleon.mixture.regmix import REGMIX_SAMPLING, quantize, sample_mixtures
 
 PRIOR = np.array([0.45, 0.25, 0.15, 0.08, 0.04, 0.02, 0.01])
 

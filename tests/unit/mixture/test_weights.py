@@ -13,8 +13,7 @@ from hypothesis.extra import numpy as hnp
 from scipy.optimize import minimize
 
 from megatron_chameleon.mixture import DegenerateScoreWarning, domain_weights
-from megatron_chameleon.mixture.constraints import capped_weights, placed_weights
-from megatron_chameleon.mixture.weights import natural_weights
+from megatron_chameleon.mixture.weights import capped_weights, natural_weights, placed_weights
 
 any_scores = hnp.arrays(
     np.float64, st.integers(1, 40), elements=st.floats(0.0, 1.0, allow_subnormal=True)
