@@ -4,8 +4,8 @@
       --model megatron_chameleon --model_args checkpoint=runs/mine/5-base/uniform-seed1 --tasks sciq
 
 lm-eval 0.4.13 cannot discover models of other packages: only those registered before model lookup
-are available. :func:`main` registers ours and calls lm-eval. Under torchrun, start it with -m.
-lm-eval is optional, so modules that import it are imported lazily.
+are available. :func:`main` registers ours and runs lm-eval's command. Under torchrun, start it with
+-m. lm-eval is optional, so modules that import it are imported lazily.
 """
 
 from __future__ import annotations
@@ -66,6 +66,15 @@ def require_lm_eval() -> str:
     return metadata.version("lm_eval")
 
 
+def register_model() -> None:
+    """Register ``CheckpointLM`` with lm-eval as "megatron_chameleon", imported on first use."""
+    from lm_eval.api.registry import model_registry
+
+    model_registry.register(
+        "megatron_chameleon", target="megatron_chameleon.evaluation.lm_eval_model:CheckpointLM"
+    )
+
+
 def main() -> None:
     """Run lm-eval's command. User errors exit with status 2 and a one-line message."""
     if int(os.environ.get("RANK", "0")) > 0:
@@ -73,11 +82,8 @@ def main() -> None:
     try:
         require_lm_eval()
         from lm_eval.__main__ import cli_evaluate
-        from lm_eval.api.registry import model_registry
 
-        model_registry.register(
-            "megatron_chameleon", target="megatron_chameleon.evaluation.lm_eval_model:CheckpointLM"
-        )
+        register_model()
         cli_evaluate()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Protocol
@@ -155,13 +154,6 @@ class HeldOutText:
         if self.leave_out is not None:
             is_scored &= labels != self.leave_out
         return tokens, labels, is_scored, positions
-
-    def batch(
-        self, first: int, last: int, width: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """:meth:`arrays` as tensors: tokens, labels and the mask of scored labels."""
-        tokens, labels, is_scored, _ = self.arrays(first, last, width)
-        return torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(is_scored)
 
     def scored_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Positions and labels [n] of all scored tokens, in text order, some windows at a time."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -37,7 +37,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.readout import Reader, check_window, length_multiple, padded_length
+from megatron_chameleon.model.readout import Reader, check_window, length_batches, length_multiple
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
@@ -60,24 +60,13 @@ class EvaluationPlan:
     kept: EvaluationResult | None
 
 
-def evaluate_perplexity(options: PerplexityOptions) -> EvaluationResult:
-    """Evaluate a checkpoint on the held-out text of every domain and write the result.
-
-    Every rank calls this, and every rank gets the result.
-
-    Raises:
-        UserError: for a mistake in the options or in what they name.
-    """
-    (result,) = evaluate_perplexities([options])
-    return result
-
-
 def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[EvaluationResult]:
-    """Evaluate several checkpoints one after the other; see :func:`evaluate_perplexity`.
+    """Evaluate checkpoints on the held-out text of every domain, and write the results.
 
-    All options are checked before the first evaluation starts, and each result is written as soon
-    as it is complete. Existing results of the same evaluation are kept, unless ``overwrite`` is
-    set. Evaluations with the same corpus and protocol share the held-out text.
+    Every rank calls this, and every rank gets the results. All options are checked before the first
+    evaluation starts, and each result is written as soon as it is complete. Existing results of the
+    same evaluation are kept, unless ``overwrite`` is set. Evaluations with the same corpus and
+    protocol share the held-out text.
 
     Args:
         evaluations: at least one; all with the same parallelism.
@@ -210,7 +199,9 @@ def cluster_losses(
     layout, text = reader.layout, text.longest_first()
     # The last element collects labels that are not scored.
     sums = torch.zeros(clusters.count + 1, dtype=torch.float64, device=layout.device)
-    all_batches = list(batches(text, batch_size, length_multiple(layout)))
+    longest, multiple = text.window_length, length_multiple(layout)
+    lengths = text.windows.lengths.tolist()
+    all_batches = list(length_batches(lengths, batch_size * longest, multiple, longest))
 
     def read_batch(first: int, last: int, width: int) -> Batch:
         tokens, labels, is_scored, positions = text.arrays(first, last, width)
@@ -230,22 +221,6 @@ def cluster_losses(
                 sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
     summed = reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
     return summed[:-1].cpu().numpy()
-
-
-def batches(
-    text: HeldOutText, batch_size: int, multiple: int = 1
-) -> Iterator[tuple[int, int, int]]:
-    """Batches of consecutive windows: first, last (exclusive), width.
-
-    A batch is as wide as its first window, the longest, rounded up to ``multiple``, and holds the
-    tokens of ``batch_size`` windows of the full window length.
-    """
-    lengths, first = text.windows.lengths, 0
-    while first < len(lengths):
-        width = min(padded_length(int(lengths[first]), multiple), text.window_length)
-        last = min(first + batch_size * text.window_length // width, len(lengths))
-        yield first, last, width
-        first = last
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ ranks cannot disagree on the requests. The other ranks :meth:`Scorer.serve`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,12 @@ from megatron_chameleon.blend.sampler import Batch, read_ahead, to_device
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, head_forward_flops, layer_forward_flops
-from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
+from megatron_chameleon.model.readout import (
+    Reader,
+    length_batches,
+    length_multiple,
+    padded_length,
+)
 from megatron_chameleon.parallel.layout import from_main
 from megatron_chameleon.progress import progress_bar
 
@@ -83,33 +88,31 @@ class Prompt:
 
 @dataclasses.dataclass
 class Row:
-    """A tree of sequences: segments of tokens, each of which continues a path through earlier ones.
+    """A tree of sequences, packed into one row of tokens.
 
     Attributes:
-        segments: tokens of each segment, and the places in the row of the path that it continues.
-        predicting: index of each sequence, and the places of its tokens that predict something.
+        paths: of each sequence: its index, the number of its first tokens that an earlier sequence
+            has placed, and the places of all its tokens in the row, [n] int64.
         length: tokens in the row.
-        is_chain: whether causal attention suffices: each token attends to all earlier ones.
     """
 
-    segments: list[tuple[Tokens, NDArray[np.int64]]] = dataclasses.field(default_factory=list)
-    predicting: list[tuple[int, NDArray[np.int64]]] = dataclasses.field(default_factory=list)
+    paths: list[tuple[int, int, NDArray[np.int64]]] = dataclasses.field(default_factory=list)
     length: int = 0
-    is_chain: bool = True
 
-    def add(self, new: Tokens, before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Append the segment ``new`` to the path ``before``; return the extended path."""
-        places = np.arange(self.length, self.length + len(new))
-        if len(new):
-            self.is_chain &= len(before) == self.length
-            self.segments.append((new, before))
-            self.length += len(new)
-        return np.concatenate([before, places])
+    @property
+    def is_chain(self) -> bool:
+        """Whether causal attention suffices: each token attends to all earlier ones."""
+        return all(path[-1] + 1 == len(path) for _, _, path in self.paths)
+
+    def predicting(self, questions: Sequence[Question]) -> list[tuple[int, NDArray[np.int64]]]:
+        """Index of each question, and the places of the tokens that predict its continuation."""
+        return [
+            (index, path[len(path) - len(questions[index].continuation) :])
+            for index, _, path in self.paths
+        ]
 
 
-def pack(
-    sequences: Sequence[Tokens], predicting: Sequence[int], longest: int, pairs_per_token: int
-) -> list[Row]:
+def pack(sequences: Sequence[Tokens], longest: int, pairs_per_token: int) -> list[Row]:
     """Pack every sequence into a row. Sequences share a row where that saves work.
 
     A shared prefix is computed once, but attention costs as much as over the whole row: a row of n
@@ -117,7 +120,6 @@ def pack(
 
     Args:
         sequences: at least one non-negative token each.
-        predicting: for each sequence, how many of its last tokens predict something.
         longest: maximum tokens of a row of several sequences.
         pairs_per_token: pairs of tokens whose attention costs as much as the rest of a layer costs
             for one token.
@@ -126,8 +128,8 @@ def pack(
     previous, path = np.empty(0, np.int32), np.empty(0, np.int64)
     # Sorted by their bytes, the sequences with the longest shared prefixes are neighbours, and a
     # prefix comes before its continuations.
-    for number in sorted(range(len(sequences)), key=lambda n: sequences[n].tobytes()):
-        tokens = sequences[number]
+    for index in sorted(range(len(sequences)), key=lambda n: sequences[n].tobytes()):
+        tokens = sequences[index]
         length = min(len(previous), len(tokens))
         differs = previous[:length] != tokens[:length]
         shared = int(differs.argmax()) if differs.any() else length
@@ -136,40 +138,17 @@ def pack(
         more_pairs = together**2 - before**2 - len(tokens) ** 2
         if not shared or together > longest or more_pairs >= shared * pairs_per_token:
             rows.append(Row())
-            shared = 0
-        path = rows[-1].add(tokens[shared:], path[:shared])
-        rows[-1].predicting.append((number, path[len(path) - predicting[number] :]))
+            before, shared, together = 0, 0, len(tokens)
+        path = np.append(path[:shared], np.arange(before, together))
+        rows[-1].paths.append((index, shared, path))
+        rows[-1].length = together
         previous = tokens
     return rows
 
 
-def batches(
-    rows: Sequence[Row], tokens_at_once: int, multiple: int
-) -> Iterator[tuple[list[Row], int]]:
-    """Batches of rows of similar lengths, and the width that they are padded to.
-
-    The longest come first, so that a batch too large for the memory fails early.
-
-    Args:
-        rows: rows to batch.
-        tokens_at_once: maximum tokens of a batch, padding included; a longer row is a batch alone.
-        multiple: widths are multiples of it.
-    """
-    batch: list[Row] = []
-    width = 0
-    for row in sorted(rows, key=lambda row: -row.length):
-        is_full = (len(batch) + 1) * width > tokens_at_once
-        if batch and (is_full or row.length < MIN_FILL * batch[0].length):
-            yield batch, width
-            batch = []
-        if not batch:
-            width = padded_length(row.length, multiple)
-        batch.append(row)
-    if batch:
-        yield batch, width
-
-
-def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
+def batch_tensors(
+    batch: Sequence[Row], sequences: Sequence[Tokens | list[int]], width: int
+) -> Batch:
     """Model inputs of a batch: rows padded on the right to ``width`` tokens.
 
     Returns:
@@ -186,15 +165,15 @@ def batch_tensors(batch: Sequence[Row], width: int) -> Batch:
         hidden = np.repeat(~np.eye(width, dtype=bool)[None], len(batch), axis=0)
         made["attention_mask"] = torch.from_numpy(hidden)[:, None]
     for number, row in enumerate(batch):
-        start = 0
-        for new, before in row.segments:
-            own = slice(start, start + len(new))
-            tokens[number, own] = new
-            positions[number, own] = len(before) + np.arange(len(new))
+        end = 0
+        for index, shared, path in row.paths:
+            begin, end = end, end + len(path) - shared
+            own = slice(begin, end)
+            tokens[number, own] = sequences[index][shared:]
+            positions[number, own] = np.arange(shared, len(path))
             if hidden is not None:
-                hidden[number, own, before] = False
-                hidden[number, own, own] = ~np.tri(len(new), dtype=bool)
-            start += len(new)
+                hidden[number, own, path[:shared]] = False
+                hidden[number, own, own] = ~np.tri(end - begin, dtype=bool)
     return made
 
 
@@ -210,7 +189,7 @@ def prediction_tensors(batch: Sequence[Row], questions: Sequence[Question], widt
     parts = [
         (at + number * width, questions[index].continuation, np.full(len(at), index))
         for number, row in enumerate(batch)
-        for index, at in row.predicting
+        for index, at in row.predicting(questions)
     ]
     at, labels, owners = (
         np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True)
@@ -276,12 +255,19 @@ class Scorer:
         """Broadcast rank 0's call. A single rank must not: it would wait for its device."""
         return call if self.layout.world_size == 1 else from_main(lambda: call)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, v] float32 logits of ``hidden`` [n, h]; minus infinity for padding of the vocabulary.
+    def _states(self, batch: Batch) -> torch.Tensor | None:
+        """Final hidden states [p, h] at the ``places`` of a batch; None before the last stage."""
+        hidden = self.reader.final_hidden_states(
+            batch["tokens"], batch["positions"], batch.get("attention_mask")
+        )
+        return None if hidden is None else hidden.transpose(0, 1).flatten(0, 1)[batch["places"]]
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, v] float32 logits of ``states`` [n, h]; minus infinity for padding of the vocabulary.
 
         Collective over tensor-parallel ranks of the last pipeline stage.
         """
-        logits = linear(hidden, self.reader.model.shared_embedding_or_output_weight()).float()
+        logits = linear(states, self.reader.model.shared_embedding_or_output_weight()).float()
         if self.layout.tensor_size > 1:
             logits = gather_from_tensor_model_parallel_region(logits)
         logits[:, self.reader.shape.vocab_size :] = -torch.inf
@@ -290,32 +276,34 @@ class Scorer:
     @torch.no_grad()
     def _score(self, questions: Sequence[Question], description: str) -> Answers:
         layout, shape = self.layout, self.reader.shape
-        predicting = [len(question.continuation) for question in questions]
         # Projections take 4h(2h + f) FLOPs per token, and attention 4h per pair of tokens.
         pairs_per_token = 2 * shape.size.hidden_size + shape.size.ffn_hidden_size
         sequences = [self._model_input(question) for question in questions]
-        rows = pack(sequences, predicting, 2 * self.max_length, pairs_per_token)
-        # Log-likelihoods, and the number of tokens that are not the most likely.
-        sums = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device)
-        flops, tokens_at_once = 0.0, self.sequences_at_once * self.max_length
-        all_batches = list(batches(rows, tokens_at_once, length_multiple(layout)))
+        tokens_at_once, longest = self.sequences_at_once * self.max_length, 2 * self.max_length
+        rows = sorted(pack(sequences, longest, pairs_per_token), key=lambda row: -row.length)
+        lengths, multiple = [row.length for row in rows], length_multiple(layout)
+        all_batches = list(length_batches(lengths, tokens_at_once, multiple, longest, MIN_FILL))
         own = (
-            {**batch_tensors(batch, width), **prediction_tensors(batch, questions, width)}
-            for batch, width in all_batches[layout.data_rank :: layout.data_size]
+            batch_tensors(rows[first:last], sequences, width)
+            | prediction_tensors(rows[first:last], questions, width)
+            for first, last, width in all_batches[layout.data_rank :: layout.data_size]
         )
+        # Log-likelihoods, and the number of tokens that are not the most likely.
+        sums, flops = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device), 0.0
         is_quiet = not layout.is_main
         bar = progress_bar(len(questions), " requests", description, quiet=is_quiet, delay=2.0)
         with bar, read_ahead(own, layout.device) as ahead:
-            for number, (batch, width) in enumerate(all_batches):
+            for number, (first, last, width) in enumerate(all_batches):
                 # Each token attends to its whole row, twice the causal half of a row. The output
                 # layer runs at the distinct places that predict.
-                layer = len(batch) * width * layer_forward_flops(shape, 2 * width)
-                predicted = [np.concatenate([at for _, at in row.predicting]) for row in batch]
-                places = sum(len(np.unique(at)) for at in predicted)
-                flops += shape.size.num_layers * layer + places * head_forward_flops(shape)
+                layer = (last - first) * width * layer_forward_flops(shape, 2 * width)
+                flops += shape.size.num_layers * layer
+                for row in rows[first:last]:
+                    places = np.concatenate([at for _, at in row.predicting(questions)])
+                    flops += len(np.unique(places)) * head_forward_flops(shape)
+                    bar.update(len(row.paths))
                 if number % layout.data_size == layout.data_rank:
                     self._score_batch(next(ahead), sums)
-                bar.update(sum(len(row.predicting) for row in batch))
         sums = self.reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
         log_likelihoods, misses = sums.cpu().numpy()
         if not np.isfinite(log_likelihoods).all():
@@ -340,17 +328,13 @@ class Scorer:
         contexts they would cost as much as the layers of a small model. Of several most likely
         tokens, the first counts.
         """
-        hidden = self.reader.final_hidden_states(
-            batch["tokens"], batch["positions"], batch.get("attention_mask")
-        )
-        rows, labels = batch["rows"], batch["labels"]
-        if hidden is None or not len(labels):
+        states, rows, labels = self._states(batch), batch["rows"], batch["labels"]
+        if states is None or not len(labels):
             return
-        states = hidden.transpose(0, 1).flatten(0, 1)[batch["places"]]
-        elements = LOGITS_ON_GPU if hidden.is_cuda else LOGITS_ON_CPU
+        elements = LOGITS_ON_GPU if states.is_cuda else LOGITS_ON_CPU
         chunk = max(1, elements // self.reader.shape.vocab_size)
-        log_probabilities = torch.zeros(len(rows), device=hidden.device)
-        hits = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
+        log_probabilities = torch.zeros(len(rows), device=states.device)
+        hits = torch.zeros(len(rows), dtype=torch.bool, device=states.device)
         for start in range(0, len(states), chunk):
             logits = self._logits(states[start : start + chunk])
             # All labels in every chunk: selecting the chunk's own would synchronise with the host.
@@ -373,11 +357,8 @@ class Scorer:
         for numbers in (order[start : start + size] for start in starts):
             new |= {n: [] for n in numbers}
             while left := [n for n in numbers if not self._is_finished(prompts[n], new[n])]:
-                rooms = [self.max_length - prompts[n].max_new_tokens for n in left]
-                sequences = [
-                    prompts[n].context[-room:].tolist() + new[n]
-                    for n, room in zip(left, rooms, strict=True)
-                ]
+                rooms = {n: self.max_length - prompts[n].max_new_tokens for n in left}
+                sequences = [prompts[n].context[-rooms[n] :].tolist() + new[n] for n in left]
                 for n, token in zip(left, self._next_tokens(sequences), strict=True):
                     new[n].append(token)
                 width = max(map(len, sequences))
@@ -401,17 +382,14 @@ class Scorer:
     def _next_tokens(self, sequences: Sequence[list[int]]) -> list[int]:
         """The most likely token after each sequence, on every rank of the replica."""
         layout = self.layout
-        width = padded_length(max(map(len, sequences)), length_multiple(layout))
-        tokens = np.zeros((len(sequences), min(width, self.max_length)), np.int64)
-        for row, sequence in zip(tokens, sequences, strict=True):
-            row[: len(sequence)] = sequence
-        on_device = to_device(torch.from_numpy(tokens), layout.device)
-        positions = torch.arange(tokens.shape[1], device=layout.device).expand_as(on_device)
-        hidden = self.reader.final_hidden_states(on_device, positions)
+        lengths = [len(sequence) for sequence in sequences]
+        width = min(padded_length(max(lengths), length_multiple(layout)), self.max_length)
+        rows = [Row([(n, 0, np.arange(length))], length) for n, length in enumerate(lengths)]
+        batch = batch_tensors(rows, sequences, width)
+        batch["places"] = torch.arange(len(rows)) * width + torch.tensor(lengths) - 1
+        states = self._states({key: to_device(each, layout.device) for key, each in batch.items()})
         found = torch.zeros(len(sequences), dtype=torch.int64, device=layout.device)
-        if hidden is not None:
-            last = to_device(torch.tensor([len(s) - 1 for s in sequences]), layout.device)
-            states = hidden[last, torch.arange(len(sequences), device=layout.device)]
+        if states is not None:
             found = self._logits(states).argmax(dim=1)
         if layout.pipeline_size > 1:
             last_stage = parallel_state.get_pipeline_model_parallel_last_rank()

@@ -18,24 +18,18 @@ from lm_eval.tasks import TaskManager
 
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.options import PAPER_TASKS
 
 # In order of preference.
 METRICS = ("acc_norm", "acc", "exact_match")
 # Where lm-eval defines the paper's tasks; reading all of its definitions takes about 8 seconds.
-FOLDERS = {
+FOLDERS = {name: name for name in PAPER_TASKS} | {
     "arc_easy": "arc",
     "copa": "super_glue/copa",
-    "hellaswag": "hellaswag",
     "lambada_openai": "lambada",
-    "logiqa": "logiqa",
     "multirc": "super_glue/multirc",
-    "openbookqa": "openbookqa",
-    "piqa": "piqa",
     "qqp": "glue/qqp",
-    "race": "race",
-    "sciq": "sciq",
     "social_iqa": "siqa",
-    "winogrande": "winogrande",
 }
 HUB_ATTEMPTS = 2
 
@@ -74,17 +68,6 @@ class LoadedTask:
         self.task.set_fewshot_seed(seed=seed)
 
 
-def _data_files(folder: Path, configuration: str | None) -> list[Path]:
-    """List the files of a local copy of a data set, except hidden ones.
-
-    If the configuration has its own folder, only that folder counts: others may be added later.
-    """
-    own = folder / (configuration or "")
-    root = own if own.is_dir() else folder
-    found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
-    return sorted(root / p for p in found if not any(part.startswith(".") for part in p.parts))
-
-
 class TaskLibrary:
     """The definitions of ``names``, and the location of their data.
 
@@ -121,14 +104,14 @@ class TaskLibrary:
         Raises:
             TaskUnavailableError: if the data cannot be loaded, or the task defines no accuracy.
         """
-        copy = self._local_copy(name)
-        if copy is not None and not copy[0].is_dir():
-            raise TaskUnavailableError(f"{copy[0]} does not exist; copy its data set there")
+        folder, files = self._local_copy(name)
+        if folder and not folder.is_dir():
+            raise TaskUnavailableError(f"{folder} does not exist; copy its data set there")
         # An interrupted copy can leave an empty file, which the package datasets reads as no rows.
-        empty = [path for path in _data_files(*copy) if not path.stat().st_size] if copy else []
-        if empty:
-            raise TaskUnavailableError(f"{empty[0]} is empty; copy the data set again")
-        problem = "" if copy else self.hub_problem
+        for path in files:
+            if not path.stat().st_size:
+                raise TaskUnavailableError(f"{path} is empty; copy the data set again")
+        problem = "" if folder else self.hub_problem
         before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
         if problem:  # the package datasets would retry for minutes, and again for each data set
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
@@ -150,13 +133,11 @@ class TaskLibrary:
 
     def data_of(self, name: str) -> str | None:
         """Identity of a task's data, see :class:`PartSettings`; None for a missing local copy."""
-        copy = self._local_copy(name)
-        if copy is None:
+        folder, files = self._local_copy(name)
+        if folder is None:
             return "hub"
-        folder, configuration = copy
         if not folder.is_dir():
             return None
-        files = _data_files(folder, configuration)
         hashes = {path.relative_to(folder).as_posix(): sha256_of_files(path) for path in files}
         return f"sha256:{sha256_of_json(hashes)}"
 
@@ -168,18 +149,26 @@ class TaskLibrary:
         for _ in range(HUB_ATTEMPTS):
             try:
                 get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+                return ""
             except Exception as error:  # the type depends on the HTTP library
                 reason = in_one_line(error)
-            else:
-                return ""
         return f"{constants.ENDPOINT} does not answer, and the data are not cached ({reason})"
 
-    def _local_copy(self, name: str) -> tuple[Path, str | None] | None:
-        """Folder and configuration of its data; None if they are not in the folder of copies."""
+    def _local_copy(self, name: str) -> tuple[Path | None, list[Path]]:
+        """Folder of its local copy (None for the hub), and the files of its configuration.
+
+        Hidden files do not count. If the configuration has its own folder, only that folder counts:
+        others may be added later.
+        """
         definition = self.manager.task_index[name].cfg or {}
         if self.data_dir is None or definition.get("dataset_path") is None:
-            return None
-        return Path(definition["dataset_path"]), definition.get("dataset_name")
+            return None, []
+        folder = Path(definition["dataset_path"])
+        own = folder / (definition.get("dataset_name") or "")
+        root = own if own.is_dir() else folder
+        found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        visible = (p for p in found if not any(part.startswith(".") for part in p.parts))
+        return folder, sorted(root / path for path in visible)
 
     def _with_local_data(self, names: Sequence[str], data_dir: Path, scratch: Path) -> TaskManager:
         """The same tasks with their data sets in ``data_dir``.

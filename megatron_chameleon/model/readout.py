@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -180,6 +180,35 @@ def length_multiple(layout: Layout) -> int:
 def padded_length(length: int, multiple: int) -> int:
     """``length`` rounded up to a multiple of ``multiple``."""
     return math.ceil(length / multiple) * multiple
+
+
+def length_batches(
+    lengths: Sequence[int], tokens_at_once: int, multiple: int, longest: int, min_fill: float = 0.0
+) -> Iterator[tuple[int, int, int]]:
+    """Batches of consecutive sequences: first, last (exclusive), and the width they are padded to.
+
+    The longest come first, so that a batch too large for the memory fails early.
+
+    Args:
+        lengths: tokens of each sequence, > 0, in descending order.
+        tokens_at_once: maximum tokens of a batch, padding included; a longer sequence is a batch
+            alone.
+        multiple: widths are multiples of it, up to ``longest``.
+        longest: maximum width.
+        min_fill: every sequence of a batch has at least this fraction of the tokens of its longest.
+    """
+    first = 0
+    while first < len(lengths):
+        width = min(padded_length(lengths[first], multiple), longest)
+        last = first + 1
+        while (
+            last < len(lengths)
+            and (last + 1 - first) * width <= tokens_at_once
+            and lengths[last] >= min_fill * lengths[first]
+        ):
+            last += 1
+        yield first, last, width
+        first = last
 
 
 def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> int:

@@ -101,9 +101,9 @@ class Validation:
                 "domain": torch.zeros(size, dtype=torch.int64),
             }
             for place, (domain, text, window) in enumerate(self._rows[first : first + size]):
-                parts = text.batch(window, window + 1)
+                *parts, _ = text.arrays(window, window + 1)
                 for name, part in zip(("tokens", "labels", "loss_mask"), parts, strict=True):
-                    batch[name][place] = part[0]
+                    batch[name][place] = torch.from_numpy(part[0])
                 batch["domain"][place] = domain
             yield batch
 

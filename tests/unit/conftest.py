@@ -29,7 +29,7 @@ def one_rank() -> Iterator[Layout]:
     """Process groups of one rank while a module's tests run.
 
     A module that uses it must not call what sets up process groups itself: ``pretrain``,
-    ``compute_mixture``, ``evaluate_perplexity``, or the fixtures ``finished_run`` and
+    ``compute_mixture``, ``evaluate_perplexities``, or the fixtures ``finished_run`` and
     ``trained_run``.
     """
     from megatron_chameleon.parallel.layout import distributed

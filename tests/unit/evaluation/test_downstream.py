@@ -23,9 +23,16 @@ from megatron_chameleon.evaluation.lm_eval_model import CheckpointLM
 from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
 from megatron_chameleon.evaluation.tasks import TaskLibrary
 from tests.distributed.launch import REPOSITORY, finish, kill_group, start
-from tests.unit.evaluation.conftest import DOCUMENTS
+from tests.fixtures.task_data import write_task_data
 
+DOCUMENTS = 8
 SECONDS = 250.0
+
+
+@pytest.fixture(scope="session")
+def task_data(tmp_path_factory):
+    """The folder for --data-dir."""
+    return write_task_data(tmp_path_factory.mktemp("tasks"), DOCUMENTS)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""tools/evaluate.py perplexity on one rank, and its sums against plain loops."""
+"""Windows over held-out text and tools/evaluate.py perplexity, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts import (
     CheckpointRecord,
@@ -23,23 +25,91 @@ from megatron_chameleon.checkpoint.load import open_reader, shape_of
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.held_out import choose_windows
+from megatron_chameleon.evaluation.held_out import (
+    choose_windows,
+    cut_windows,
+    held_out_text,
+    spread_evenly,
+)
 from megatron_chameleon.evaluation.options import PerplexityOptions, PerplexityToolOptions
 from megatron_chameleon.evaluation.perplexity import (
     ClusterMap,
     evaluate_perplexities,
-    evaluate_perplexity,
     result_table,
 )
 from megatron_chameleon.model.flops import forward_flops
+from megatron_chameleon.model.readout import length_batches
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.small_corpus import word_tokenizer, write_small_corpus
-from tests.unit.evaluation.plain_protocol import EOD, predictions, token_file
+from tests.unit.evaluation.plain_protocol import DOCUMENTS, EOD, predictions, protocols, token_file
 from tests.unit.poison import poison_checkpoint
 
 
-def parse(line: str) -> list[PerplexityOptions]:
+@pytest.fixture
+def perplexity_options(corpus, finished_run, tmp_path):
+    """One evaluation of the finished run."""
+    output = tmp_path / "result.json"
+    return PerplexityOptions(
+        corpus=corpus.root, checkpoint=finished_run, output=output, overwrite=True
+    )
+
+
+@pytest.fixture
+def evaluate(perplexity_options):
+    """``evaluate(**changes)``: the result of one evaluation of the finished run."""
+    return lambda **changes: evaluate_perplexities(
+        [dataclasses.replace(perplexity_options, **changes)]
+    )[0]
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=10).filter(any),
+    st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))),
+    st.integers(1, 200),
+)
+def test_chosen_windows_fit_the_limit_and_are_spread(sizes, window, more):
+    ends = np.cumsum(sizes)
+    windows = cut_windows(ends - sizes, np.array(sizes), *window)
+    max_tokens = window[0] + more
+    chosen = spread_evenly(windows, max_tokens)
+    if ends[-1] <= max_tokens:
+        assert chosen is windows
+        return
+    places = np.searchsorted(windows.begin, chosen.begin)
+    assert len(set(places.tolist())) == len(chosen) >= 1
+    assert np.array_equal(windows.end[places], chosen.end)
+    assert chosen.num_scored.sum() <= max_tokens
+    if len(chosen) > 1:
+        assert places[0] == 0
+        assert places[-1] == len(windows) - 1
+        assert np.diff(places).max() - np.diff(places).min() <= 1
+
+
+def scored(text, batch_size):
+    """(context, label) of everything that the batches of ``text`` score."""
+    lengths, longest = text.windows.lengths.tolist(), text.window_length
+    for first, last, width in length_batches(lengths, batch_size * longest, 1, longest):
+        tokens, labels, mask, _ = text.arrays(first, last, width)
+        assert tokens.shape == labels.shape == mask.shape == (last - first, width)
+        for row, place in np.argwhere(mask):
+            yield tuple(tokens[row, : place + 1].tolist()), int(labels[row, place])
+
+
+@given(DOCUMENTS, protocols(), st.integers(1, 7))
+def test_every_token_is_scored_once_from_the_context_of_the_protocol(
+    documents, protocol, batch_size
+):
+    expected = [(one.context, one.label) for one in predictions(documents, protocol)]
+    text = held_out_text(token_file(documents), protocol, EOD)
+    assert (text is None) == (expected == [])
+    if text is not None:
+        in_order = [label for _, labels in text.scored_blocks() for label in labels]
+        assert in_order == [label for _, label in expected]
+        assert sorted(scored(text.longest_first(), batch_size)) == sorted(expected)
+
+
+def parse(line):
     return parse_options(PerplexityToolOptions, ["--corpus", "c", *line.split()]).one_by_one()
 
 
@@ -158,7 +228,7 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
     step = finished_run / "checkpoints" / "step-00000003"
     output = last.output.parent / "deeper" / "earlier.json"
     earlier = dataclasses.replace(last, checkpoint=step, output=output)
-    first = evaluate_perplexity(earlier)
+    (first,) = evaluate_perplexities([earlier])
     results = evaluate_perplexities([earlier, last])
     assert opened == [3, 6]
     assert results[0] == first
@@ -166,7 +236,7 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
     shape = shape_of(CheckpointRecord.load(find_checkpoint(finished_run)))
     assert results[1].cost.flops == forward_flops(shape, 3 * 64, 32)
     for changes in ({"max_tokens": 96}, {"checkpoint": step}, {"overwrite": True}):
-        found = evaluate_perplexity(dataclasses.replace(last, **changes))
+        (found,) = evaluate_perplexities([dataclasses.replace(last, **changes)])
         assert EvaluationResult.load(last.output) == found
     again = dataclasses.replace(last, overwrite=True)
     with pytest.raises(UserError, match="--overlap 32"):  # before the first evaluation

@@ -1,4 +1,4 @@
-"""Packed rows, label scores and answers compared with plain loops, one sequence at a time."""
+"""Scores and generated texts, compared with plain loops and with lm-eval's own model class."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.convert import find_tokenizer
 from megatron_chameleon.checkpoint.load import open_reader
-from megatron_chameleon.checkpoint.options import TokenizerChoice
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import scoring
-from megatron_chameleon.evaluation.scoring import Question, Scorer, batch_tensors, pack
-from tests.text_checkpoint import POSITIONS
+from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
+from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer, batch_tensors, pack
+from tests.fixtures.task_data import Words
+from tests.text_checkpoint import EOD_TOKEN, POSITIONS
 
 TOLERANCE = 1e-4
+WORDS = Words("requests")
+CONTEXTS = [WORDS.text(number) for number in (1, 1, 2, 5, 9, 40)]
 
 # Few tokens, so that prefixes are often shared; 300 takes two bytes.
 SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 2, 300]), min_size=1, max_size=6), min_size=1)
 
 
-def arrays(lists):
-    return [np.array(each, dtype=np.int32) for each in lists]
-
-
-def attended(row):
+def attended(row, sequences):
     """Tokens and positions that each place of a row attends to."""
-    batch = batch_tensors([row], row.length + 2)
+    batch = batch_tensors([row], sequences, row.length + 2)
     tokens, positions = batch["tokens"][0], batch["positions"][0]
     causal = torch.ones(row.length + 2, row.length + 2, dtype=torch.bool).tril()
     visible = ~batch["attention_mask"][0, 0] if "attention_mask" in batch else causal
@@ -40,17 +41,17 @@ def attended(row):
 @pytest.mark.parametrize(
     ("longest", "pairs_per_token"), [(10_000, 10**9), (0, 10**9), (8, 10)], ids=str
 )
-@given(lists=SEQUENCES, data=st.data())
-def test_each_token_attends_to_its_own_sequence_only(longest, pairs_per_token, lists, data):
-    counts = [data.draw(st.integers(0, len(each))) for each in lists]
-    rows = pack(arrays(lists), counts, longest, pairs_per_token)
-    found = {number: (row, places) for row in rows for number, places in row.predicting}
+@given(lists=SEQUENCES)
+def test_each_token_attends_to_its_own_sequence_only(longest, pairs_per_token, lists):
+    sequences = [np.array(each, dtype=np.int32) for each in lists]
+    rows = pack(sequences, longest, pairs_per_token)
+    found = {index: (row, path) for row in rows for index, _, path in row.paths}
     assert sorted(found) == list(range(len(lists)))
-    for number, each in enumerate(lists):
-        row, places = found[number]
-        assert len(places) == counts[number]
-        for end, place in zip(range(len(each) - counts[number], len(each)), places, strict=True):
-            assert attended(row)[place] == (each[: end + 1], list(range(end + 1)))
+    for index, each in enumerate(lists):
+        row, path = found[index]
+        seen = attended(row, sequences)
+        for end, place in enumerate(path):
+            assert seen[place] == (each[: end + 1], list(range(end + 1)))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,7 @@ def reader(text_checkpoint, one_rank):
 @pytest.fixture(scope="module")
 def scorer(text_checkpoint, reader):
     """``scorer(sequences_at_once)``."""
-    record = CheckpointRecord.load(text_checkpoint.checkpoint)
-    tokenizer = find_tokenizer(TokenizerChoice(), record)
+    tokenizer = load_tokenizer(text_checkpoint.tokenizer, EOD_TOKEN)
     return lambda sequences_at_once: Scorer(reader, sequences_at_once, tokenizer)
 
 
@@ -82,9 +82,8 @@ def questions(reader):
     for length in (1, 5, 40, 41, 120, POSITIONS - 3, POSITIONS + 30):
         context = draw(length)
         questions += [question(context, draw(int(rng.integers(1, 12)))) for _ in range(4)]
-        questions += [
-            question(context, [token]) for token in draw(3)
-        ]  # like the letters of answers
+        # Like the letters of answers.
+        questions += [question(context, [token]) for token in draw(3)]
         questions += [question([*context[:-1], 7], draw(3))]  # shares a prefix
     questions += [questions[0], question(draw(9), []), question(draw(2), draw(POSITIONS))]
     return [questions[number] for number in rng.permutation(len(questions))]
@@ -127,11 +126,7 @@ def test_scores_equal_those_of_each_question_alone(
 
 def test_sharing_prefixes_saves_flops_and_keeps_scores(scorer, questions, monkeypatch):
     shared = scorer(8).score(questions)
-
-    def alone_in_rows(sequences, predicting, longest, pairs_per_token):
-        return pack(sequences, predicting, 0, pairs_per_token)
-
-    monkeypatch.setattr(scoring, "pack", alone_in_rows)
+    monkeypatch.setattr(scoring, "pack", lambda sequences, _, pairs: pack(sequences, 0, pairs))
     alone = scorer(8).score(questions)
     np.testing.assert_allclose(shared.log_likelihoods, alone.log_likelihoods, atol=TOLERANCE)
     assert shared.flops < alone.flops / 2
@@ -141,3 +136,61 @@ def test_diverged_model_is_rejected(scorer, questions, monkeypatch):
     monkeypatch.setattr(Scorer, "_score_batch", lambda _, batch, sums: sums.fill_(torch.nan))
     with pytest.raises(UserError, match="not finite"):
         scorer(1).score(questions)
+
+
+def instances(kind, *arguments):
+    return [Instance(kind, {}, each, idx) for idx, each in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def ours(scorer):
+    return ScorerLM(scorer(2))
+
+
+@pytest.fixture(scope="module")
+def theirs(text_checkpoint):
+    return HFLM(str(text_checkpoint.exported), device="cpu", dtype="float32", batch_size=4)
+
+
+def test_log_likelihoods_equal_the_exported_models(ours, theirs):
+    pairs = [(context, f" {WORDS.phrase()}") for context in CONTEXTS for _ in range(3)]
+    pairs += [(context, answer) for context in CONTEXTS for answer in (" yes", " no")]
+    pairs += [("", "Nothing stood before."), (CONTEXTS[1] + "  ", "two spaces"), pairs[4]]
+    requests = instances("loglikelihood", *pairs)
+    found, expected = (model.loglikelihood(requests) for model in (ours, theirs))
+    scores, hits = zip(*found, strict=True)
+    their_scores, their_hits = zip(*expected, strict=True)
+    np.testing.assert_allclose(scores, their_scores, rtol=0, atol=TOLERANCE)
+    assert hits == their_hits
+    assert np.std(scores) > 1
+
+
+def test_rolling_log_likelihoods_equal_the_exported_models(ours, theirs):
+    texts = [(CONTEXTS[0],), (CONTEXTS[-1] + CONTEXTS[-2],), (CONTEXTS[2],), (CONTEXTS[-1],)]
+    requests = instances("loglikelihood_rolling", *texts)
+    found, expected = (model.loglikelihood_rolling(requests) for model in (ours, theirs))
+    # A text has up to two windows, each within the tolerance.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=10 * TOLERANCE)
+
+
+def test_generated_texts_equal_the_exported_models(ours, theirs):
+    settings = [
+        {"until": [stop], "max_gen_toks": number} for stop, number in ((".", 12), ("a", 40))
+    ]
+    requested = [(context, each) for context in CONTEXTS for each in settings]
+    requests = instances("generate_until", *requested)
+    found, expected = (model.generate_until(requests) for model in (ours, theirs))
+    assert found == expected
+    assert len(set(found)) > 3
+    assert all("." not in text for text in found[::2])
+
+
+def test_generation_ends_at_an_end_of_document(ours, monkeypatch):
+    context = np.array(ours.tok_encode(CONTEXTS[0]), np.int32)
+    prompt = Prompt(context, max_new_tokens=6, stops=())
+    (six,), _ = ours.scorer.generate([prompt])
+    assert len(six) == 6
+    monkeypatch.setattr(ours.scorer, "eod_id", six[1])
+    (ended,), _ = ours.scorer.generate([prompt])
+    assert ended == six[: six.index(six[1]) + 1]
+    assert len(ended) < 6

@@ -17,41 +17,30 @@ from megatron_chameleon.evaluation.tasks import (
 )
 
 
-@pytest.fixture
-def point_to(monkeypatch):
-    """``point_to(port)``: use a hub at a port of this machine."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    close_session()
-
-    def point(port):
-        address = f"http://127.0.0.1:{port}"
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        template = address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-
-    yield point
-    close_session()
-
-
-def test_unreachable_hub_makes_tasks_unavailable(point_to, monkeypatch, tmp_path):
+def test_unreachable_hub_makes_tasks_unavailable(monkeypatch, tmp_path):
     calls = []
 
     def refuse(*address, **_more):
         calls.append(address)
         raise OSError("there is no network")
 
-    point_to(9)
+    hub = "http://127.0.0.1:9"
     monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    template = hub + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    library = TaskLibrary(["sciq", "piqa"], None)
-    for task in ("sciq", "piqa"):
-        with pytest.raises(
-            TaskUnavailableError,
-            match=r"does not answer.*--data-dir",
-        ):
-            library.load(task)
+    close_session()
+    try:
+        library = TaskLibrary(["sciq", "piqa"], None)
+        for task in ("sciq", "piqa"):
+            with pytest.raises(TaskUnavailableError, match=r"does not answer.*--data-dir"):
+                library.load(task)
+    finally:
+        close_session()
     assert len(calls) == HUB_ATTEMPTS
 
 

@@ -14,7 +14,7 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
-from megatron_chameleon.evaluation.perplexity import evaluate_perplexity
+from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.options import TrainingParallelOptions
@@ -117,11 +117,10 @@ def test_validation_changes_nothing_and_equals_evaluation(
     assert losses(run_dir) == losses(finished_run)
     records = metrics(run_dir)
     assert [s for s, record in records.items() if "validation_loss" in record] == [2, 4, 6]
-    result = evaluate_perplexity(
-        PerplexityOptions(
-            corpus=corpus.root, checkpoint=run_dir, output=tmp_path / "valid.json", split="valid"
-        )
+    options = PerplexityOptions(
+        corpus=corpus.root, checkpoint=run_dir, output=tmp_path / "valid.json", split="valid"
     )
+    (result,) = evaluate_perplexities([options])
     assert isinstance(result, EvaluationResult)
     found = records[6]["validation_loss"]
     assert found == pytest.approx({n: d.loss for n, d in result.domains.items()}, abs=1e-6)
