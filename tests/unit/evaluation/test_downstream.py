@@ -169,26 +169,23 @@ def environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def test_killed_evaluation_of_the_papers_tasks_resumes(
-    environment, text_checkpoint, task_data, tmp_path
-):
-    output, work_dir, log = tmp_path / "result.json", tmp_path / "result", tmp_path / "log"
+def test_killed_evaluation_of_the_papers_tasks_resumes(environment, options, tmp_path):
+    log, output = tmp_path / "log", options.output
     command = [sys.executable, str(REPOSITORY / "tools" / "evaluate.py"), "downstream"]
-    command += ["--checkpoint", str(text_checkpoint.checkpoint), "--output", str(output)]
-    command += ["--data-dir", str(task_data), "--shots", "0", "1", "--limit", "4"]
-
+    command += ["--checkpoint", str(options.checkpoint), "--output", str(output)]
+    command += ["--data-dir", str(options.data_dir), "--shots", "0", "1", "--limit", "4"]
     process = start(command, log)
-    while not part_path(work_dir, PAPER_TASKS[6], 0).exists():
+    while not part_path(options.parts_dir, PAPER_TASKS[6], 0).exists():
         assert process.poll() is None, log.read_text()
         time.sleep(0.005)
     kill_group(process)
-    finished = modified(work_dir)
+    finished = modified(options.parts_dir)
     assert 13 <= len(finished) < 26
     assert not output.exists()
-
-    assert finish(start(command, log), SECONDS) == 0, log.read_text()
-    assert finished.items() <= modified(work_dir).items()
-    result = DownstreamResult.load(output)
+    resumed = dataclasses.replace(options, tasks=PAPER_TASKS, shots=(0, 1), limit=4)
+    result = evaluate_downstream(resumed)
+    assert finished.items() <= modified(options.parts_dir).items()
+    assert DownstreamResult.load(output) == result
     assert result.complete_tasks == list(PAPER_TASKS)
     assert result.gaps == []
     for score in result.tasks.values():

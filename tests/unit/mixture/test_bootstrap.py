@@ -18,7 +18,6 @@ from megatron_chameleon.mixture.bootstrap import (
     group_size,
     grouped_windows,
     outweighing_probability,
-    resampled_means_direct,
 )
 from megatron_chameleon.mixture.weights import DegenerateScoreWarning
 from tests.addresses import at_offset
@@ -41,7 +40,12 @@ def test_resamples_equal_the_plain_reference(monkeypatch, block_values):
     windows = windows_of([40, 1, 7, 13])
     windows[2] = windows[2].astype(np.float32)
     result = bootstrap_weights(windows, mean_shares, 25, seed=3, confidence=0.8)
-    means = resampled_means_direct(windows, 25, seed=3)
+    means = np.empty((25, 4, 6))
+    for domain, vectors in enumerate(windows):
+        generator = np.random.default_rng([3, domain])
+        for resample in range(25):
+            sampled = generator.integers(len(vectors), size=len(vectors))
+            means[resample, domain] = vectors[sampled].mean(axis=0, dtype=np.float64)
     np.testing.assert_allclose(result.weights, [mean_shares(m) for m in means], rtol=1e-12)
     np.testing.assert_allclose(means[:, 1], np.tile(windows[1], (25, 1)))
     low, high = np.quantile(result.weights, [0.1, 0.9], axis=0)

@@ -55,7 +55,6 @@ by_recipe = partial(chameleon_weights, np.eye(3), "pretrain", "paper")
         ),
         ("mu", partial(DogeRecipe, mu=1e-310)),
         ("dw_min", partial(DogeRecipe, dw_min=5.0)),
-        ("eta", partial(DoremiRecipe, eta=NAN)),
         ("ceiling", partial(DoremiRecipe, ceiling=0.0)),
         ("min_strength", partial(SamplingRule, min_strength=9.0)),
     ],

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy.optimize import minimize
 
 from megatron_chameleon.mixture import DegenerateScoreWarning, domain_weights
 from megatron_chameleon.mixture.weights import capped_weights, natural_weights, placed_weights
@@ -62,30 +61,19 @@ def test_new_domains_keep_their_weights_and_old_ones_their_ratios():
     np.testing.assert_allclose(placed, [0.45, 0.3, 0.15, 0.1])
 
 
-def by_optimizer(target, caps):
-    """The same minimum by a general solver."""
-    k = len(target)
-    found = minimize(
-        lambda w: float((w * np.log(np.maximum(w, 1e-300) / target)).sum()),
-        np.minimum(caps, 1.0) / np.minimum(caps, 1.0).sum(),
-        jac=lambda w: np.log(np.maximum(w, 1e-300) / target) + 1,
-        bounds=[(1e-12, min(cap, 1.0)) for cap in caps],
-        constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": lambda w: np.ones(k)},
-        options={"maxiter": 500, "ftol": 1e-14},
-    )
-    assert found.success, found.message
-    return found.x
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_capped_weights_have_the_smallest_divergence(seed):
+    """The conditions of Karush, Kuhn and Tucker, sufficient for this convex problem."""
     generator = np.random.default_rng(seed)
     target = generator.dirichlet(np.ones(6))
     caps = generator.dirichlet(np.ones(6)) * generator.uniform(1.05, 3)
     found = capped_weights(target, caps)
     assert found.sum() == pytest.approx(1, abs=1e-12)
     assert (found <= caps).all()
-    np.testing.assert_allclose(found, by_optimizer(target, caps), atol=2e-6)
+    ratios, is_capped = found / target, found == caps
+    assert is_capped.any()
+    np.testing.assert_allclose(ratios[~is_capped], ratios.max())
+    assert (ratios[is_capped] <= ratios.max() * (1 + 1e-12)).all()
 
 
 @pytest.mark.parametrize("k", [2, 7, 59])
