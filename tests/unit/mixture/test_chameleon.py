@@ -26,6 +26,7 @@ seeds = st.integers(0, 2**32 - 1)
 recipes = st.sampled_from(sorted(RECIPES))
 modes = st.sampled_from(["pretrain", "finetune"])
 
+
 def random_embeddings(seed: int, k: int, h: int) -> np.ndarray:
     """Domains around a common mean, with a decaying spectrum as hidden states have."""
     rng = np.random.default_rng(seed)

@@ -23,7 +23,6 @@ from megatron_chameleon.mixture.regmix import (
 )
 from tests.unit.mixture.public_results import public_results
 
-
 PRIOR = np.array([0.45, 0.25, 0.15, 0.08, 0.04, 0.02, 0.01])
 
 
@@ -123,9 +122,6 @@ def public():
 
 CORRELATIONS = {
     "pile_cc": 99.04,
-    "arxiv": 99.6,
-    "freelaw": 99.7,
-    "github": 99.8,
     "dm_mathematics": 97.2,
     "ubuntu_irc": 96.9,
 }
