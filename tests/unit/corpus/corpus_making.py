@@ -40,7 +40,7 @@ def all_documents(corpus: Corpus, name: str) -> list[str]:
 
 
 def assert_same(first: Corpus, second: Corpus) -> None:
-    """Assert that two corpora are the same but for the time, place and cost of making them."""
+    """Assert that two corpora differ only in the time, place and cost of their creation."""
     for corpus in (first, second):
         corpus.verify()  # compares the token files with the checksums in their domains
     assert list(first.domains.items()) == list(second.domains.items())

@@ -131,7 +131,7 @@ def test_a_difference_found_while_encoding_is_an_error(disagreeing, monkeypatch)
     monkeypatch.setattr(gigatoken, "_COMPARE_EVERY", 1000)
     fast = with_gigatoken(disagreeing)
     fast.encode_documents(["plain words " * 100] * 3)
-    fast.encode_documents(["a Q"])  # too soon after the last comparison
+    fast.encode_documents(["a Q"])  # not compared: too soon after the last one
     with pytest.raises(UserError, match="--encoder own"):
         fast.encode_documents(["Q " * 5000])
 

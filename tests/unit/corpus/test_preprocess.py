@@ -193,8 +193,8 @@ class CannotBeUnpickledError(Exception):
         super().__init__("no connection")
 
 
-DISK_FULL = RuntimeError("failed")
-DISK_FULL.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+DISK_FULL, BUG = RuntimeError("failed"), KeyError("bug")
+DISK_FULL.__cause__ = BUG.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ DISK_FULL.__cause__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     [
         (UserError("x.jsonl is damaged"), UserError, "x.jsonl is damaged", ""),
         (DISK_FULL, UserError, "No space left on device; .* run the same command again", ""),
-        (KeyError("bug"), RuntimeError, "a worker process failed", "KeyError: 'bug'"),
+        (BUG, RuntimeError, "a worker process failed", "KeyError: 'bug'"),
         (CannotBeUnpickledError(response=1), RuntimeError, "failed", "Error: no connection"),
     ],
 )

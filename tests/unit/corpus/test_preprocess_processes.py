@@ -55,7 +55,7 @@ def test_the_command_makes_a_corpus_without_importing_torch(command, jsonl, text
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
     assert Corpus.load(tmp_path / "corpus").names == ["a", "b"]
     errors = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip()]
-    assert {line.split(":")[0] for line in errors} == {"tokenizing", "joining"}  # progress alone
+    assert {line.split(":")[0] for line in errors} == {"tokenizing", "joining"}  # progress bars
 
 
 @pytest.mark.parametrize(
