@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import glob
+import itertools
 import os
 import pickle
 import queue
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, _disable_gc
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -53,8 +53,6 @@ from megatron_chameleon.artifacts.files import flush_to_disk, replace_folder
 from megatron_chameleon.checkpoint.state import State
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.parallel.layout import from_main
-
-Files = dict[str, CheckpointFile]
 
 
 class SaveError(UserError):
@@ -91,14 +89,12 @@ def plan_save(state: State, record: CheckpointRecord) -> AsyncRequest:
         SaveError: on every rank, here or from the last of the request's functions.
     """
     token = from_main(lambda: uuid.uuid4().hex[:8])
-    save = _Save(record, temporary_name(record.root, token))
+    strategy = AtomicSaveStrategy(record, temporary_name(record.root, token))
     shards, common = save_preprocess(state)
-    from_main(lambda: save.begin(common))
-    strategy = FullyParallelSaveStrategyWrapper(
-        HashingSaveStrategy(save.complete),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
-    return strategy.async_save(shards, str(save.temporary))
+    from_main(lambda: strategy.begin(common))
+    data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    sharded = FullyParallelSaveStrategyWrapper(strategy, data_parallel)
+    return sharded.async_save(shards, str(strategy.temporary))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,68 +102,26 @@ class RankResult:
     """Files written by one rank, or its error."""
 
     results: list[WriteResult] = dataclasses.field(default_factory=list)
-    files: Files = dataclasses.field(default_factory=dict)
+    files: dict[str, CheckpointFile] = dataclasses.field(default_factory=dict)
     error: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Save:
-    """Rank 0's part of a save, before and after the ranks write."""
+class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
+    """megatron's torch_dist strategy with file hashes and errors shared across ranks.
 
-    record: CheckpointRecord
-    temporary: Path
+    It writes to the folder ``temporary``, which becomes ``record.root`` once complete.
+    """
+
+    def __init__(self, record: CheckpointRecord, temporary: Path) -> None:
+        super().__init__("torch_dist", 1)
+        self.record, self.temporary = record, temporary
 
     def begin(self, common: dict[str, Any]) -> None:
-        """Create the temporary folder and write the state that is not sharded."""
+        """Create the temporary folder and write the state that is not sharded, on rank 0."""
         with self._save_errors():
             remove_leftovers(self.record.root.parent, glob.escape(self.record.root.name))
             self.temporary.mkdir(parents=True)
             TorchCommonSaveStrategy("torch", 1).save_common(common, self.temporary)
-
-    def complete(
-        self, writer: FileSystemWriterAsync, index: Metadata, ranks: list[RankResult]
-    ) -> None:
-        """Write the index and the record, and rename the folder."""
-        with self._save_errors():
-            for number, rank in enumerate(ranks):
-                if rank.error:
-                    raise OSError(f"rank {number}: {rank.error}")
-            writer.finish(index, [rank.results for rank in ranks])
-            save_config(CheckpointingConfig("torch_dist", 1), str(self.temporary))
-            written = {name: file for rank in ranks for name, file in rank.files.items()}
-            own = hash_files(self.temporary, leave_out=written)
-            files = dict(sorted({**written, **own}.items()))
-            dataclasses.replace(self.record, root=self.temporary, files=files).save()
-            for name in own:
-                flush_to_disk(self.temporary / name)
-            flush_to_disk(self.temporary)
-            replace_folder(self.temporary, self.record.root)
-            flush_to_disk(self.record.root.parent)
-
-    @contextlib.contextmanager
-    def _save_errors(self) -> Iterator[None]:
-        """Remove the temporary folder on errors and raise SaveError."""
-        try:
-            yield
-        except (OSError, RuntimeError, UserError) as error:  # RuntimeError: torch's for files
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            raise SaveError(
-                f"cannot write the checkpoint {self.record.root} ({_reason(error)})"
-            ) from error
-
-
-class HashingSaveStrategy(TorchDistSaveShardedStrategy):
-    """megatron's torch_dist strategy with file hashes and errors shared across ranks.
-
-    ``complete`` is called on rank 0 once all ranks have written; a UserError that it raises is
-    raised on every rank.
-    """
-
-    def __init__(
-        self, complete: Callable[[FileSystemWriterAsync, Metadata, list[RankResult]], None]
-    ) -> None:
-        super().__init__("torch_dist", 1)
-        self._complete = complete
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path
@@ -213,6 +167,37 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
             finalize_fns=[finalize],
         )
 
+    def _complete(
+        self, writer: FileSystemWriterAsync, index: Metadata, ranks: list[RankResult]
+    ) -> None:
+        """Write the index and the record, and rename the folder, on rank 0."""
+        with self._save_errors():
+            for number, rank in enumerate(ranks):
+                if rank.error:
+                    raise OSError(f"rank {number}: {rank.error}")
+            writer.finish(index, [rank.results for rank in ranks])
+            save_config(CheckpointingConfig("torch_dist", 1), str(self.temporary))
+            written = {name: file for rank in ranks for name, file in rank.files.items()}
+            own = hash_files(self.temporary, leave_out=written)
+            files = dict(sorted({**written, **own}.items()))
+            dataclasses.replace(self.record, root=self.temporary, files=files).save()
+            for name in own:
+                flush_to_disk(self.temporary / name)
+            flush_to_disk(self.temporary)
+            replace_folder(self.temporary, self.record.root)
+            flush_to_disk(self.record.root.parent)
+
+    @contextlib.contextmanager
+    def _save_errors(self) -> Iterator[None]:
+        """Remove the temporary folder on errors and raise SaveError."""
+        try:
+            yield
+        except (OSError, RuntimeError, UserError) as error:  # RuntimeError: torch's for files
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            raise SaveError(
+                f"cannot write the checkpoint {self.record.root} ({_reason(error)})"
+            ) from error
+
 
 class Handover:
     """Pass one value of any size from a forked process to its parent.
@@ -242,6 +227,7 @@ class Handover:
             return None
 
 
+@_disable_gc()  # in a fork, collecting the parent's CUDA objects would be an error
 def _write_and_hash(
     transforms: list[Any], rank: int, buckets: list[Any], handover: Handover
 ) -> None:
@@ -251,7 +237,7 @@ def _write_and_hash(
     keeps training from changing what is being written.
     """
 
-    def write(number: int, bucket: Any) -> tuple[list[WriteResult], tuple[str, CheckpointFile]]:
+    def write(number: int, bucket: Any) -> tuple[list[WriteResult], CheckpointFile]:
         """Write one file with the function that megatron runs in a process, and hash it."""
         done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         counted: queue.Queue[int] = queue.Queue()  # megatron counts finished files with it
@@ -262,22 +248,15 @@ def _write_and_hash(
         _, result = done.get_nowait()
         if isinstance(result, Exception):
             raise result
-        path = Path(bucket[0])
-        return result, (path.name, CheckpointFile.of(path))
+        return result, CheckpointFile.of(Path(bucket[0]))
 
-    is_collecting = gc.isenabled()
-    gc.disable()  # in a fork, collecting the parent's CUDA objects would be an error
     try:
         with ThreadPoolExecutor(len(buckets)) as pool:  # a thread for each file
-            written = list(pool.map(write, range(len(buckets)), buckets))
-        result = RankResult(
-            [each for results, _ in written for each in results], dict(f for _, f in written)
-        )
+            results, files = zip(*pool.map(write, range(len(buckets)), buckets), strict=True)
+        names = [name for _, name, _ in buckets]
+        result = RankResult(list(itertools.chain(*results)), dict(zip(names, files, strict=True)))
     except Exception as error:
         result = RankResult(error=_reason(error))
-    finally:
-        if is_collecting:
-            gc.enable()
     handover.put(result)
 
 
