@@ -7,13 +7,16 @@ states, runs its layers, and sends its output if a later stage needs it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_chameleon.errors import UserError
@@ -57,16 +60,14 @@ class Reader:
             mine = [block for block in chunk.decoder.layers if block.layer_number <= layer]
             if not mine:
                 return None  # this stage starts after that layer and receives nothing
+            hidden = self._receive(tokens, chunk)
             if chunk.pre_process:
-                positions = _positions(tokens)
-                hidden = self.model.embedding(input_ids=tokens, position_ids=positions)
-            else:
-                hidden = self._receive(tokens.shape)
+                hidden = chunk.embedding(input_ids=tokens, position_ids=_positions(tokens))
             for block in mine:
                 hidden, _ = block(hidden_states=hidden, attention_mask=None)
             if mine[-1].layer_number == layer:
                 return self._whole(hidden)
-            self._send(hidden)
+            self._pipeline.send_forward(hidden, is_last_stage=False)
         return None
 
     @torch.no_grad()
@@ -77,13 +78,10 @@ class Reader:
             [b, s] in float32 on the last stage, None on the others.
         """
         assert not self.later_chunks, "only training interleaves its stages"
-        if not self.layout.is_first_stage:
-            self.model.set_input_tensor(self._receive(tokens.shape))
+        self.model.set_input_tensor(self._receive(tokens, self.model))
         output = self.model(tokens, _positions(tokens), None, labels=labels)
-        if self.layout.is_last_stage:
-            return output.detach().float()
-        self._send(output)
-        return None
+        self._pipeline.send_forward(output, self.layout.is_last_stage)
+        return output.detach().float() if self.layout.is_last_stage else None
 
     @torch.no_grad()
     def final_hidden_states(
@@ -107,15 +105,12 @@ class Reader:
         hidden = None
         if self.layout.is_first_stage:
             hidden = self.model.embedding(input_ids=tokens, position_ids=positions)
-        else:
-            self.model.set_input_tensor(self._receive(tokens.shape))
+        self.model.set_input_tensor(self._receive(tokens, self.model))
         dtype = self.model.config.params_dtype
         mask = None if attention_mask is None else additive_mask(attention_mask, dtype)
         hidden = self.model.decoder(hidden_states=hidden, attention_mask=mask)
-        if self.layout.is_last_stage:
-            return self._whole(hidden)
-        self._send(hidden)
-        return None
+        self._pipeline.send_forward(hidden, self.layout.is_last_stage)
+        return self._whole(hidden) if self.layout.is_last_stage else None
 
     def _whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """Gather [s, b, h] from sequence-parallel shards."""
@@ -123,20 +118,18 @@ class Reader:
             hidden = gather_from_sequence_parallel_region(hidden)
         return hidden.detach()  # megatron's layers mark their output as requiring gradients
 
-    def _receive(self, tokens_shape: torch.Size) -> torch.Tensor:
-        batch, length = tokens_shape
+    @functools.cached_property
+    def _pipeline(self) -> P2PCommunicator:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        return P2PCommunicator(group, self.model.config)
+
+    def _receive(self, tokens: torch.Tensor, chunk: GPTModel) -> Any:
+        """Receive the input of ``chunk`` from the previous stage; None for the first chunk."""
+        batch, length = tokens.shape
         if self.layout.sequence_parallel:
             length //= self.layout.tensor_size
-        hidden = torch.empty(
-            (length, batch, self.shape.size.hidden_size),
-            dtype=self.model.config.params_dtype,
-            device=self.layout.device,
-        )
-        dist.recv(hidden, src=parallel_state.get_pipeline_model_parallel_prev_rank())
-        return hidden
-
-    def _send(self, hidden: torch.Tensor) -> None:
-        dist.send(hidden.contiguous(), dst=parallel_state.get_pipeline_model_parallel_next_rank())
+        shape = (length, batch, self.shape.size.hidden_size)
+        return self._pipeline.recv_forward(shape, chunk.pre_process)
 
     def final_norm(self) -> tuple[torch.Tensor, float]:
         """Weight and bias of the final layer norm, [2, h] float32 on every rank, and its epsilon.
