@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from megatron_chameleon.errors import first_line
 from megatron_chameleon.parallel.cpu import unusable_gpu
 from megatron_chameleon.parallel.triton_probe import triton_problem
 
@@ -173,7 +174,7 @@ def _fused_adam() -> tuple[State, str]:
     try:
         adam = importlib.import_module("megatron.core.optimizer").Adam
     except (ImportError, OSError, RuntimeError) as error:
-        return "broken", f"megatron-core: {_first_line(error)}"
+        return "broken", f"megatron-core: {first_line(error)}"
     if adam.__module__.startswith("torch."):
         return ("active" if torch.cuda.is_available() else "available"), "torch's fused AdamW"
     return "active", f"{adam.__module__}.{adam.__name__}"
@@ -187,7 +188,7 @@ def _package(module: str, used_for: str) -> tuple[State, str]:
     try:
         importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        return "broken", f"does not import: {_first_line(error)}"
+        return "broken", f"does not import: {first_line(error)}"
     try:
         version = importlib.metadata.version(package)  # NVIDIA's Apex has no __version__
     except importlib.metadata.PackageNotFoundError:
@@ -195,7 +196,3 @@ def _package(module: str, used_for: str) -> tuple[State, str]:
     if not torch.cuda.is_available():
         return "unused", f"{version}, but there is no CUDA device"
     return "available", f"{version}: {used_for}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -7,14 +7,12 @@ Python's headers at the first launch, and slim images have neither.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
 import shutil
 import sysconfig
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +32,8 @@ def triton_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
     try:
-        triton: Any = importlib.import_module("triton")
+        import triton
+
         triton.jit(_empty_kernel)[(1,)](torch.empty(1, device="cuda"))
     except Exception as error:  # of the compiler, the linker, the driver or Triton: none is fatal
         return _missing_tools() or f"Triton launches no kernel: {error}".splitlines()[0]
