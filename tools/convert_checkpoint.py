@@ -9,14 +9,14 @@ from megatron_chameleon.cli import run_subcommand
 
 def to_huggingface(options: ToHuggingFaceOptions) -> None:
     """Write a Hugging Face GPT-2 folder."""
-    from megatron_chameleon.checkpoint.convert import convert_to_huggingface
+    from megatron_chameleon.checkpoint.huggingface import convert_to_huggingface
 
     convert_to_huggingface(options)
 
 
 def from_huggingface(options: FromHuggingFaceOptions) -> None:
     """Write a checkpoint."""
-    from megatron_chameleon.checkpoint.convert import convert_from_huggingface
+    from megatron_chameleon.checkpoint.huggingface import convert_from_huggingface
 
     convert_from_huggingface(options)
 

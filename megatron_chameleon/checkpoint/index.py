@@ -1,9 +1,9 @@
 """Read the index of a torch_dist checkpoint without running code from it.
 
 torch reads weights and common state with ``weights_only=True``, but it unpickles ``.metadata``, the
-index, without restriction. Here the index is unpickled once, restricted to the classes of an index;
-torch gets the result (:class:`~megatron_chameleon.checkpoint.load.CheckedReader`). An index that
-declares a value as pickled bytes, which torch would unpickle, is rejected too.
+index, without restriction. Here the index is unpickled once, restricted to the classes of an index,
+and passed on to torch. An index that declares a value as pickled bytes, which torch would unpickle,
+is rejected too.
 """
 
 from __future__ import annotations

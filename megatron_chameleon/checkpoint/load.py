@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
     TorchCommonLoadStrategy,
@@ -23,13 +27,13 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus
 from megatron_chameleon.artifacts.record import check_values
 from megatron_chameleon.checkpoint.index import read_index
 from megatron_chameleon.checkpoint.optimizer_fixes import convert_loaded_state, prepare_for_loading
+from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.checkpoint.state import (
     RANDOM,
     State,
@@ -38,11 +42,14 @@ from megatron_chameleon.checkpoint.state import (
     set_random_states,
     training_state,
 )
+from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
+
+DEFAULT_EOD_TOKEN = "<|endoftext|>"
 
 
 def shape_of(record: CheckpointRecord) -> ModelShape:
@@ -65,6 +72,61 @@ def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
             f"{record.root} was trained with another tokenizer than {corpus.root} was made with; "
             "preprocess the text again with that tokenizer (--tokenizer-model)"
         )
+
+
+def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokenizer:
+    """Open the tokenizer of the checkpoint's training data.
+
+    Its location is taken from ``options``, or from the options recorded in the checkpoint: those of
+    a run with --corpus or --data-path, or of a conversion.
+
+    Raises:
+        UserError: if it cannot be found, or is not the one the checkpoint was trained with.
+    """
+    path = options.tokenizer_model or recorded_tokenizer(record)
+    if path is None or not (options.tokenizer_model or path.exists()):
+        problem = f"is no longer at {path}" if path else "is not recorded"
+        raise UserError(
+            f"the tokenizer of {record.root} {problem}; pass it, or the corpus that was made with "
+            "it, with --tokenizer-model"
+        )
+    if Corpus.exists(path):
+        options.reject_changed(("tiktoken_pattern", "eod_token"), f"the corpus {path} records it")
+        tokenizer = corpus_tokenizer(Corpus.load(path))
+    else:
+        recorded = record.provenance.options
+        if not recorded.get("corpus"):  # a run on --data-path records its options under "data"
+            recorded = recorded.get("data") or recorded
+        eod_token = options.eod_token or recorded.get("eod_token")
+        if eod_token is None:
+            eod_token = DEFAULT_EOD_TOKEN
+            warnings.warn(
+                f"{record.root} does not record its end-of-document token: assuming {eod_token}; "
+                "pass --eod-token, or the corpus with --tokenizer-model",
+                stacklevel=2,
+            )
+        pattern = options.tiktoken_pattern or recorded.get("tiktoken_pattern")
+        tokenizer = load_tokenizer(path, eod_token, pattern)
+    if tokenizer.sha256 != record.tokenizer_hash:
+        raise UserError(
+            f"{tokenizer.path} is not the tokenizer that {record.root} was trained with (its hash "
+            "differs); pass that one, or the corpus that was made with it, with --tokenizer-model"
+        )
+    return tokenizer
+
+
+def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
+    """Return the recorded path of the tokenizer, or of a corpus or model folder that holds it.
+
+    A relative path is resolved from the run's working folder, else from the current one.
+    """
+    options = record.provenance.options
+    data = options.get("data") or options
+    place = options.get("corpus") or data.get("tokenizer_model") or options.get("model")
+    if not place:
+        return None
+    from_start = Path(record.provenance.working_folder or ".") / place
+    return Path(place) if Path(place).exists() and not from_start.exists() else from_start
 
 
 def open_reader(record: CheckpointRecord, layout: Layout, *, bf16: bool = False) -> Reader:
@@ -133,13 +195,12 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
         TorchDistLoadShardedStrategy(),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+    # Otherwise torch would unpickle the index again, without restriction.
+    reader = CachedMetadataFileSystemReader(record.root)
+    reader._cached_metadata = index
     # megatron makes its readers with a module-level function that cannot be passed in.
     before = torch_dist._get_filesystem_reader
-
-    def reader(folder: str | Path, cache_metadata: bool = False) -> CheckedReader:
-        return CheckedReader(folder, index)
-
-    torch_dist._get_filesystem_reader = reader
+    torch_dist._get_filesystem_reader = lambda *_arguments, **_more: reader
     try:
         return dist_checkpointing.load(wanted, str(record.root), strategy, _CommonLoadStrategy())
     finally:
@@ -152,18 +213,6 @@ def _load_model(model: Sequence[torch.nn.Module], state: State) -> None:
         missing, unexpected = unwrap(chunk).load_state_dict(state[f"model{number}"], strict=False)
         assert not [key for key in missing if not key.endswith("_extra_state")], missing
         assert not unexpected, unexpected
-
-
-class CheckedReader(FileSystemReader):
-    """torch's file reader with an index that :func:`read_index` has checked."""
-
-    def __init__(self, folder: str | Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self._index = index
-
-    def read_metadata(self) -> Metadata:
-        """Return the index. Without a rank argument, torch looks for no per-rank index."""
-        return self._index
 
 
 class _CommonLoadStrategy(TorchCommonLoadStrategy):

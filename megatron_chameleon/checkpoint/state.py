@@ -33,16 +33,6 @@ def model_state(model: Sequence[torch.nn.Module]) -> State:
     }
 
 
-def finish_param_gather(model: Sequence[torch.nn.Module]) -> None:
-    """Complete the parameter all-gather that ``overlap_param_gather`` defers to the next forward.
-
-    Collective. Call it before reading parameters in any way other than a forward pass.
-    """
-    for chunk in model:
-        if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook:
-            chunk.start_param_sync(force_sync=True)
-
-
 def training_state(
     model: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer,
@@ -50,12 +40,15 @@ def training_state(
     *,
     is_loading: bool,
 ) -> State:
-    """Sharded weights, optimizer, scheduler and random states.
+    """Sharded weights, optimizer, scheduler and random states. Collective.
 
     With ``is_loading``, random states are left out: which ones a checkpoint holds depends on the
     parallel layout that wrote it.
     """
-    finish_param_gather(model)
+    for chunk in model:
+        # Complete the all-gather that overlap_param_gather defers to the next forward pass.
+        if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook:
+            chunk.start_param_sync(force_sync=True)
     gather_with_padding(optimizer)
     state = model_state(model)
     sharded = optimizer.sharded_state_dict(

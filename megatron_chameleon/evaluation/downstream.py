@@ -39,8 +39,7 @@ from megatron_chameleon.artifacts.downstream_result import (
 )
 from megatron_chameleon.artifacts.files import require_writable
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.convert import find_tokenizer
-from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import find_tokenizer, open_reader, shape_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.evaluation.scoring import Scorer

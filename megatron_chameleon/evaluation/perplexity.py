@@ -28,8 +28,12 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_check
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.sampler import Batch, read_ahead
-from megatron_chameleon.checkpoint.convert import recorded_tokenizer
-from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import (
+    open_reader,
+    recorded_tokenizer,
+    require_tokenizer,
+    shape_of,
+)
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, open_tokens
 from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer

@@ -18,10 +18,12 @@ from typing import Annotated, Any, Literal
 import torch
 from megatron.core.models.gpt import GPTModel
 from pydantic import Field, NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
+from torch.nn.functional import pad
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.initialization import (
     INIT_STD,
+    POSITION_EMBEDDINGS,
     WORD_EMBEDDINGS,
     global_name,
     own_shard,
@@ -30,8 +32,8 @@ from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
 
 Tensors = dict[str, torch.Tensor]
 
-_TIED_HEAD = "lm_head.weight"
 _PREFIX = "transformer."
+_EMBEDDING, _TIED_HEAD = _PREFIX + "wte.weight", "lm_head.weight"
 # The causal mask, stored as tensors in older folders.
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
@@ -144,11 +146,8 @@ def huggingface_tensors(shape: ModelShape) -> dict[str, tuple[str, tuple[int, ..
     }
     modules["decoder.final_layernorm"] = "ln_f", (h,)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-        WORD_EMBEDDINGS: ("transformer.wte.weight", (shape.vocab_size, h)),
-        "embedding.position_embeddings.weight": (
-            "transformer.wpe.weight",
-            (shape.max_sequence_length, h),
-        ),
+        WORD_EMBEDDINGS: (_EMBEDDING, (shape.vocab_size, h)),
+        POSITION_EMBEDDINGS: (_PREFIX + "wpe.weight", (shape.max_sequence_length, h)),
     }
     for ours, (theirs, size) in modules.items():
         tensors[f"{ours}.weight"] = f"{_PREFIX}{theirs}.weight", size
@@ -177,50 +176,32 @@ def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) ->
     return tensors
 
 
-def from_huggingface(tensors: Mapping[str, torch.Tensor], shape: ModelShape, rows: int) -> Tensors:
-    """Convert to the parameters of the whole model, by global name.
-
-    Args:
-        tensors: from :func:`checked_tensors`.
-        shape: of the model.
-        rows: of the padded embedding; the padding is zero.
-    """
-    heads = shape.size.num_attention_heads
-    parameters = {}
-    for ours, (theirs, _) in huggingface_tensors(shape).items():
-        tensor = tensors[theirs]
-        if tensor.dim() == 2 and "decoder" in ours:
-            tensor = tensor.T
-        if "linear_qkv" in ours:
-            tensor = _swap_outer(tensor, 3, heads)
-        if ours == WORD_EMBEDDINGS:
-            padding = tensor.new_zeros(rows - shape.vocab_size, shape.size.hidden_size)
-            tensor = torch.cat([tensor, padding])
-        parameters[ours] = tensor
-    return parameters
-
-
 @torch.no_grad()
 def load_huggingface(
     model: GPTModel, tensors: Mapping[str, torch.Tensor], shape: ModelShape
 ) -> None:
     """Overwrite every parameter of this rank's part of a model, in any layout.
 
+    Rows that pad the embedding become zero.
+
     Args:
         model: one chunk of the model.
-        tensors: from :func:`checked_tensors`, with the vocabulary of ``shape``.
+        tensors: from :func:`checked_tensors`; embedding rows beyond the vocabulary of ``shape``
+            are not loaded.
         shape: of the whole model.
     """
-    whole = from_huggingface(tensors, shape, model.vocab_size)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(own_shard(model, parameter, whole[global_name(model, name)]))
-
-
-def with_vocabulary(tensors: Mapping[str, torch.Tensor], vocab_size: int) -> Tensors:
-    """Truncate the embedding to its first ``vocab_size`` rows."""
-    embedding = _PREFIX + "wte.weight"
-    assert tensors[embedding].size(0) >= vocab_size
-    return {**tensors, embedding: tensors[embedding][:vocab_size]}
+    theirs = huggingface_tensors(shape)
+    for local_name, parameter in model.named_parameters():
+        name = global_name(model, local_name)
+        tensor = tensors[theirs[name][0]]
+        if tensor.dim() == 2 and "decoder" in name:
+            tensor = tensor.T
+        if "linear_qkv" in name:
+            tensor = _swap_outer(tensor, 3, shape.size.num_attention_heads)
+        if name == WORD_EMBEDDINGS:
+            padding = (0, 0, 0, model.vocab_size - shape.vocab_size)
+            tensor = pad(tensor[: shape.vocab_size], padding)
+        parameter.copy_(own_shard(model, parameter, tensor))
 
 
 def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, where: str) -> Tensors:
@@ -262,7 +243,7 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
             f"{where} has {len(found)} unexpected tensor(s), such as {min(found)}: the weights do "
             "not match config.json"
         )
-    if head is not None and not torch.equal(head, checked[_PREFIX + "wte.weight"]):
+    if head is not None and not torch.equal(head, checked[_EMBEDDING]):
         raise UserError(
             f"{where}: {_TIED_HEAD} differs from the embedding; only tied embeddings are supported"
         )

@@ -20,6 +20,7 @@ from megatron_chameleon.model.sizes import ModelShape
 
 INIT_STD = 0.02
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 _WRITES_TO_RESIDUAL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 
 

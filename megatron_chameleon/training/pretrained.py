@@ -13,7 +13,7 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import find_checkpoint
 from megatron_chameleon.blend.token_data import TokenData
-from megatron_chameleon.checkpoint.huggingface_folder import (
+from megatron_chameleon.checkpoint.huggingface import (
     HuggingFaceWeights,
     is_huggingface_folder,
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.convert import find_tokenizer
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.load import find_tokenizer, open_reader
 from megatron_chameleon.evaluation.downstream import evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer

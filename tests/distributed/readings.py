@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus, find_checkpoint
-from megatron_chameleon.checkpoint.convert import convert_from_huggingface, convert_to_huggingface
+from megatron_chameleon.checkpoint.huggingface import (
+    convert_from_huggingface,
+    convert_to_huggingface,
+)
 from megatron_chameleon.checkpoint.load import load_weights, open_reader, shape_of
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.checkpoint.save import save_checkpoint

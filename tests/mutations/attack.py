@@ -333,7 +333,7 @@ def expected_results(workspace: Path) -> dict[str, Any]:
 def preload() -> None:
     """Import what the tools import, once for all forks; no thread may be started here."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # loading the compiler takes longer than a case
-    import megatron_chameleon.checkpoint.convert
+    import megatron_chameleon.checkpoint.huggingface
     import megatron_chameleon.evaluation.perplexity
     import megatron_chameleon.methods.discovery.discover
     import megatron_chameleon.methods.sweep.sweep

@@ -22,13 +22,12 @@ from tokenizers import Tokenizer
 
 from megatron_chameleon.artifacts import CheckpointRecord, provenance
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.convert import (
+from megatron_chameleon.checkpoint.huggingface import (
     convert_from_huggingface,
     convert_to_huggingface,
-    find_tokenizer,
+    read_tensors,
 )
-from megatron_chameleon.checkpoint.huggingface_folder import read_tensors
-from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import find_tokenizer, open_reader, shape_of
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,
     ToHuggingFaceOptions,

@@ -14,13 +14,14 @@ import psutil
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.checkpoint import save
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
-from megatron_chameleon.checkpoint.load import CheckedReader, load_training, open_reader
+from megatron_chameleon.checkpoint.load import load_training, open_reader
 from megatron_chameleon.checkpoint.save import Handover, save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError
@@ -192,7 +193,7 @@ def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupt_while_reading_is_not_reported_as_damage(one_rank, record, monkeypatch, error):
     """torch collects every exception of a read in a CheckpointException."""
-    monkeypatch.setattr(CheckedReader, "read_data", raising(error))
+    monkeypatch.setattr(FileSystemReader, "read_data", raising(error))
     with pytest.raises(error):
         open_reader(record, one_rank)
 

@@ -1,0 +1,386 @@
+"""Hugging Face GPT-2 folders: read and write them, convert checkpoints to them and back.
+
+Weights go through safetensors and huggingface_hub; transformers is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from megatron_chameleon.artifacts import Provenance, find_checkpoint, provenance
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.artifacts.files import (
+    cannot_write,
+    finish_replacements,
+    flush_to_disk,
+    read_json,
+    replace_folder,
+    sha256_of_files,
+    write_json,
+    writing,
+)
+from megatron_chameleon.checkpoint.load import find_tokenizer, open_reader, shape_of
+from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
+from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.checkpoint.state import model_state
+from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
+from megatron_chameleon.errors import UserError, first_line
+from megatron_chameleon.model.gpt import build_model, unwrap
+from megatron_chameleon.model.huggingface import (
+    GPT2Config,
+    Tensors,
+    checked_tensors,
+    config_of_shape,
+    load_huggingface,
+    read_config,
+    shape_of_config,
+    to_huggingface,
+)
+from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.parallel.layout import Layout, distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+
+CONFIG_NAME = "config.json"
+PROVENANCE_NAME = "provenance.json"
+_SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
+_INDEX_SUFFIX = ".index.json"
+
+STARTED_FROM = "Hugging Face folder"
+"""Name of the input in a converted checkpoint's provenance that holds the hash of its weights."""
+
+
+def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
+    """Write the weights, shape and tokenizer of a checkpoint as a GPT-2 folder.
+
+    Raises:
+        UserError: for invalid options or inputs, or weights that ``--dtype`` cannot represent.
+            Nothing is then written.
+    """
+    output = Path(os.path.abspath(options.output))
+    check_output(output, CONFIG_NAME, overwrite=options.overwrite)
+    record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    shape = shape_of(record)
+    tokenizer = find_tokenizer(options, record)
+    _check_vocabulary(tokenizer, shape, f"{record.root}/{CheckpointRecord.FILE_NAME}")
+    dtype = getattr(torch, options.dtype)
+    with _one_rank() as layout:
+        reader = open_reader(record, layout)
+        tensors = to_huggingface(dict(reader.model.named_parameters()), shape)
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to("cpu", dtype)
+            if not torch.isfinite(tensors[name]).all():
+                raise UserError(
+                    f"{record.root}: tensor {name} has values that are not finite in {dtype}; pass "
+                    "--dtype float32 or bfloat16, or an earlier checkpoint if the model has "
+                    "diverged"
+                )
+        write_folder(
+            output,
+            config_of_shape(shape, dtype, tokenizer.eod_id),
+            tensors,
+            tokenizer,
+            provenance(options, {"checkpoint": record.hash}),
+            options.max_shard_size,
+        )
+    kind = tokenizer.file.kind
+    print(
+        f"{_describe(shape)}, step {record.step} of {record.root}\n"
+        f"written to {options.output} in {options.dtype}, with its {tokenizer.file.name}"
+        f"{'' if kind == 'tokenizers' else f' (not for AutoTokenizer, but the {kind} package)'}\n"
+        f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
+    )
+
+
+def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
+    """Write a GPT-2 folder as a checkpoint of step 0 that every tool reads.
+
+    Raises:
+        UserError: for invalid options or inputs. Nothing is then written.
+    """
+    output = Path(os.path.abspath(options.output))
+    check_output(output, CheckpointRecord.FILE_NAME, overwrite=options.overwrite)
+    found = HuggingFaceWeights.find(options.model, allow_pickle=options.allow_pickle)
+    tokenizer_path = options.tokenizer_model or options.model
+    tokenizer = load_tokenizer(tokenizer_path, options.eod_token, options.tiktoken_pattern)
+    _check_vocabulary(tokenizer, found.shape, str(found.config_file))
+    weights = dataclasses.replace(found, vocab_size=tokenizer.vocab_size)
+    with _one_rank() as layout:
+        model = build_model(weights.shape, layout, seed=0)
+        weights.load([model])
+        record = CheckpointRecord(
+            root=output,
+            model=dataclasses.asdict(weights.shape),
+            step=0,
+            samples=0,
+            domain_samples={},
+            mixture_phases=[],
+            domain_tokens={},
+            tokenizer_hash=tokenizer.sha256,
+            corpus_hash="",
+            mixture_hash="",
+            layout=layout.describe(),
+            files={},
+            provenance=provenance(options, {STARTED_FROM: sha256_of_files(*weights.files)}),
+        )
+        save_checkpoint(model_state([model]), record)
+    print(
+        *weights.left_out,
+        f"{_describe(weights.shape)}, from {options.model}\n"
+        f"written to {options.output}, a checkpoint of step 0\n"
+        f"next: preprocess a corpus for it with tools/preprocess_data.py --tokenizer-model "
+        f"{tokenizer_path}",
+        sep="\n",
+    )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, where: str) -> None:
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise UserError(
+            f"{where}: the model has {shape.vocab_size} embeddings, but {tokenizer.path} has ids "
+            f"up to {tokenizer.vocab_size - 1}; pass the model's own tokenizer with "
+            "--tokenizer-model"
+        )
+
+
+@contextlib.contextmanager
+def _one_rank() -> Iterator[Layout]:
+    with distributed(ParallelOptions(), seed=0) as layout:
+        if layout.world_size > 1:
+            raise UserError(
+                "tools/convert_checkpoint.py runs on one rank, whatever layout wrote the "
+                "checkpoint; start it with python, not with torchrun"
+            )
+        yield layout
+
+
+def _describe(shape: ModelShape) -> str:
+    return (
+        f"GPT-2 of {shape.size.num_layers} layers, {shape.num_parameters:,} parameters, "
+        f"vocabulary {shape.vocab_size}, {shape.max_sequence_length} positions, {shape.activation}"
+    )
+
+
+def is_huggingface_folder(folder: Path) -> bool:
+    """Whether ``folder`` holds a transformers model, complete or not."""
+    names = (CONFIG_NAME, _SAFETENSORS, _SAFETENSORS + _INDEX_SUFFIX, _PICKLED)
+    return any((folder / name).is_file() for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFaceWeights:
+    """A GPT-2 folder; its tensors stay on disk until :meth:`read` or :meth:`load`.
+
+    Attributes:
+        folder: of the model.
+        files: files that hold its weights.
+        config: content of its config.json.
+        vocab_size: embedding rows to read, at most those that exist: public models are padded
+            beyond their tokenizer's vocabulary.
+    """
+
+    folder: Path
+    files: tuple[Path, ...]
+    config: GPT2Config
+    vocab_size: int
+
+    @classmethod
+    def find(cls, folder: Path, *, allow_pickle: bool = False) -> HuggingFaceWeights:
+        """Open ``folder`` without reading its tensors.
+
+        Args:
+            folder: of the model.
+            allow_pickle: accept torch's own format where there is no safetensors file.
+
+        Raises:
+            UserError: for an unsupported model, or weights in an unsupported format.
+        """
+        where = folder / CONFIG_NAME
+        config = read_config(read_json(where, "pass a Hugging Face model's folder"), str(where))
+        files = _find_weights(folder, allow_pickle=allow_pickle)
+        held = sum(path.stat().st_size for path in files)
+        shape_of_config(config).require_bytes(held, str(where))
+        return cls(folder, tuple(files), config, config.vocab_size)
+
+    @property
+    def config_file(self) -> Path:
+        """The file that holds the shape."""
+        return self.folder / CONFIG_NAME
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the model that is read."""
+        return dataclasses.replace(shape_of_config(self.config), vocab_size=self.vocab_size)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Descriptions of what is not loaded, one line each."""
+        lines = []
+        if rows := self.config.vocab_size - self.vocab_size:
+            lines.append(
+                f"the last {rows} of its {self.config.vocab_size} embedding rows are not loaded: "
+                f"the tokenizer has {self.vocab_size} tokens"
+            )
+        if dropout := self.config.largest_dropout:
+            lines.append(f"its dropout of {dropout:g} is not used: models here train without")
+        return lines
+
+    def hash(self) -> str:
+        """Hex SHA-256 of the files of config and weights."""
+        return sha256_of_files(self.config_file, *self.files)
+
+    def read(self) -> Tensors:
+        """Read the tensors onto the CPU, under their Hugging Face names.
+
+        Raises:
+            UserError: if they are damaged, or do not match the config.
+        """
+        stored = shape_of_config(self.config)
+        return checked_tensors(read_tensors(self.files), stored, str(self.folder))
+
+    def load(self, model: Sequence[torch.nn.Module]) -> None:
+        """Load the weights into ``model``, this rank's chunks. Raises as :meth:`read`."""
+        tensors = self.read()
+        for chunk in model:
+            load_huggingface(unwrap(chunk), tensors, self.shape)
+
+
+def read_tensors(files: Sequence[Path]) -> Tensors:
+    """Read every tensor in ``files`` onto the CPU.
+
+    Raises:
+        UserError: if a file is damaged or holds more than tensors.
+    """
+    tensors: Tensors = {}
+    for path in files:
+        try:
+            if path.suffix == ".bin":
+                found = torch.load(path, map_location="cpu", weights_only=True)
+            else:
+                found = load_file(path)
+        except MemoryError:
+            raise
+        # A damaged file makes torch's unpickler raise almost anything, from KeyError to
+        # struct.error.
+        except Exception as error:
+            raise UserError(
+                f"cannot read {path} ({first_line(error)}): it is damaged; download it again"
+            ) from error
+        if not isinstance(found, dict) or not all(
+            isinstance(tensor, torch.Tensor) for tensor in found.values()
+        ):
+            raise UserError(f"{path} holds more than named tensors; pass a model's weights")
+        tensors |= found
+    return tensors
+
+
+def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
+    """The weights in ``folder``: one file, or the shards listed in its index."""
+    for name in (_SAFETENSORS, _PICKLED):
+        index = folder / (name + _INDEX_SUFFIX)
+        if (folder / name).is_file():
+            names = [name]
+        elif index.is_file():
+            weight_map = read_json(index, "download the folder again").get("weight_map")
+            names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+            if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
+                raise UserError(f"{index}: field weight_map: expected tensor names and file names")
+        else:
+            continue
+        if name == _PICKLED and not allow_pickle:
+            raise UserError(
+                f"{folder} has its weights only in {_PICKLED}, a pickle, which can contain code; "
+                f"get it with {_SAFETENSORS}, or convert its tensors to a checkpoint with "
+                "tools/convert_checkpoint.py from-huggingface --allow-pickle"
+            )
+        files = [folder / name for name in names]
+        missing = next((path for path in files if not path.is_file()), None)
+        if missing:
+            raise UserError(f"{missing} is missing, but listed in {index}; download it again")
+        return files
+    raise UserError(f"{folder} holds no weights: it has no {_SAFETENSORS}")
+
+
+def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
+    """Check that ``folder`` may be written.
+
+    Args:
+        folder: the folder to write.
+        marker: file that identifies a folder of this kind.
+        overwrite: whether a folder of this kind may be replaced.
+
+    Raises:
+        UserError: naming the existing content.
+    """
+    with writing(folder):
+        finish_replacements(folder.parent, glob.escape(folder.name))
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir() or folder.is_symlink():
+        raise UserError(f"--output {folder} is not a folder; choose a new one")
+    if (folder / marker).is_file():
+        if not overwrite:
+            raise UserError(
+                f"--output {folder} already holds a {marker}; choose another folder, or pass "
+                "--overwrite to replace the whole folder"
+            )
+    elif any(folder.iterdir()):
+        raise UserError(
+            f"--output {folder} holds other files and no {marker}; choose a new folder, since the "
+            "whole folder would be replaced"
+        )
+
+
+def write_folder(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: Tensors,
+    tokenizer: Tokenizer,
+    provenance: Provenance,
+    max_shard_size: str,
+) -> None:
+    """Write a folder that transformers reads, atomically; call :func:`check_output` first.
+
+    Raises:
+        UserError: if it cannot be written; an existing folder is then unchanged.
+    """
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        write_json(temporary / CONFIG_NAME, config)
+        tokenizer.save(temporary)
+        if tokenizer.file.kind == "tokenizers":
+            library = tokenizers.Tokenizer.from_str(tokenizer.file.content.decode("utf-8"))
+            eod = library.id_to_token(tokenizer.eod_id)
+            body = {  # transformers uses tokenizer.json unchanged, with the end-of-document token
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": eod,
+                "eos_token": eod,
+                "unk_token": None,
+                "model_max_length": config["n_positions"],
+                "clean_up_tokenization_spaces": False,
+            }
+            write_json(temporary / "tokenizer_config.json", body)
+        write_json(temporary / PROVENANCE_NAME, dataclasses.asdict(provenance))
+        save_torch_state_dict(tensors, temporary, max_shard_size=max_shard_size)
+        for path in temporary.iterdir():
+            shutil.copymode(temporary / CONFIG_NAME, path)  # safetensors creates 0600
+            flush_to_disk(path)
+        replace_folder(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(folder, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
