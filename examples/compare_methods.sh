@@ -50,7 +50,7 @@ case $VARIANT in
   *) refuse "VARIANT=$VARIANT: must be 2k or unset" ;;
 esac
 
-# Reject at the start what the table would reject after the training.
+# Reject invalid choices at the start, not when the table is made after the training.
 check_choice() {
   local name
   for name in $SEEDS $PROXY_SEED; do
@@ -107,9 +107,9 @@ tiny() {
 # Build the flags of proxies, swarms and base models.
 fill_in() {
   local batches=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH")
-  # Chosen for a small spread between seeds: at a learning rate of 1e-2 one model in twenty lagged
-  # far behind, and with half the warm-up and beta2 0.95 the mean losses of seeds differed by up to
-  # 0.3; with these settings by 0.07.
+  # Chosen for small differences between seeds. At a learning rate of 1e-2, one model in twenty
+  # lagged far behind. With half the warm-up and beta2 0.95, the mean losses of seeds differed by up
+  # to 0.3; with these settings, they differ by 0.07.
   local run=("${batches[@]}" --micro-batch-size "$BATCH" --lr-warmup-iters "$WARMUP" --lr 4e-3
     --min-lr 1e-3 --adam-beta2 0.99 --log-interval 50 --save-interval 200)
   PROXY_FLAGS=(--model-size nano "${run[@]}" --seed "$PROXY_SEED")
@@ -214,13 +214,13 @@ was_ended() {
   esac
 }
 
-# Tests whether a job is done.
+# Whether a job is done.
 
 is_finished() { grep -qs '"status": "finished"' "$1/run.json"; }
 
 is_trained() { is_finished "$RUN/5-base/$1$SUFFIX-seed$2" || is_uniform "$1"; }
 
-# An existing evaluation may be of other weights.
+# Whether the evaluations exist and are those of the current weights.
 is_evaluated() {
   local seed
   ! is_uniform "$1" || return 0

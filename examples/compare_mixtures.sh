@@ -29,7 +29,7 @@ weigh_domains() {
   EMBED+=(--checkpoint "$PRETRAINED" --store "$RUN/3-embeddings")
   within_limit torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --mode finetune \
     --output "$RUN/4-mixture/chameleon-finetune.json"
-  # The embeddings are there now: the second mode is a matter of algebra, and needs no ranks.
+  # The embeddings are stored now: the second mode needs no forward pass, so one process suffices.
   on_first_node python "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${ALONE[@]}" --mode pretrain \
     --output "$RUN/4-mixture/chameleon-pretrain.json"
 }

@@ -14,7 +14,7 @@
 #   RUN          folder of the experiment (runs/stack)
 #   CORPUS       corpus, with the tokenizer of PRETRAINED (RUN/1-corpus)
 #   PRETRAINED   the run or checkpoint to start from (runs/pile/5-base/chameleon-pretrain-seed1)
-#   MIXTURE      runs ("uniform chameleon-finetune chameleon-pretrain")
+#   MIXTURE      mixtures to fine-tune with ("uniform chameleon-finetune chameleon-pretrain")
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/launch.sh"

@@ -7,8 +7,8 @@
 # The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/sizes.py.
 #
 # hyperparameters EXPERIMENT SIZE fills four arrays of flags: TRAIN for tools/pretrain_gpt.py, EMBED
-# for tools/compute_mixture.py, EVALUATE for tools/evaluate.py perplexity and, in addition to the first two,
-# SWEEP for tools/sweep_mixture.py.
+# for tools/compute_mixture.py, EVALUATE for tools/evaluate.py perplexity, and SWEEP, in addition to
+# TRAIN and EMBED, for tools/sweep_mixture.py.
 hyperparameters() {
   TRAIN=(
     --model-size "$2"
@@ -55,7 +55,7 @@ hyperparameters() {
         --global-batch-size 512    # paper: experimental setup
       )
       ;;
-    finetune)                    # with the rates of pretraining; the paper names no others
+    finetune)                    # at the learning rates of pretraining; the paper names no others
       TRAIN+=(
         --train-iters 10000        # paper: section on fine-tuning
         --global-batch-size 128    # paper: experimental setup
@@ -81,7 +81,7 @@ hyperparameters() {
       TRAIN+=(
         --lr 1e-2                  # tiny: learns in a few steps
         --min-lr 1e-3              # tiny: a tenth
-        --lr-warmup-iters 2        # tiny: below every --train-iters that one may try
+        --lr-warmup-iters 2        # tiny: must be less than --train-iters
         --train-iters 12           # tiny: seconds
         --seq-length 64            # tiny: seconds
         --global-batch-size 8      # tiny: seconds

@@ -85,7 +85,7 @@ mixture() {
     uniform | */* | *.json) WEIGHTS=$1 ;;
     *) WEIGHTS=$RUN/4-mixture/$1.json ;;
   esac
-  # Other nodes may get here before the first has written it; torchrun makes them wait.
+  # Other nodes may get here before the first has written the file; torchrun makes them wait.
   [ "$WEIGHTS" = uniform ] || [ -e "$WEIGHTS" ] || [ "$NODE_RANK" != 0 ] ||
     refuse "no mixture at $WEIGHTS; see 'bash $HERE/pretrain_82m_proxy.sh --help', or set MIXTURE=uniform"
 }
@@ -122,6 +122,6 @@ within_limit() {
   return "$status"
 }
 
-# Whether STOP_AT has passed. A command run with ENDED that fails later was stopped, or lost ranks of
-# another node that were.
+# Whether STOP_AT has passed. If so, a command that failed under ENDED was stopped, or lost ranks on
+# another node that were stopped.
 is_out_of_time() { [ -n "${STOP_AT:-}" ] && (($(date +%s) >= STOP_AT)); }

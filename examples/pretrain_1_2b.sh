@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A 1.2B base model on SlimPajama: with each MIXTURE, a column of the paper's tables for 1.2B, which
+# A 1.2B base model on SlimPajama. Each MIXTURE is a column of the paper's tables for 1.2B, which
 # show that the weights of an 82M proxy serve a larger model too ("Scale to 1.2B model").
 #
 #   bash examples/pretrain_1_2b.sh                      # with Chameleon's weights

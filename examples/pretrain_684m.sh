@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A 684M base model on SlimPajama: with each MIXTURE, a column of the paper's tables of perplexity
+# A 684M base model on SlimPajama. Each MIXTURE is a column of the paper's tables of perplexity
 # and of downstream accuracy (section "Universal Generalization").
 #
 #   bash examples/pretrain_684m.sh                      # with Chameleon's weights

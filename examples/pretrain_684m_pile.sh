@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A 684M base model on the 17 domains of the Pile, in batches of 512: with each MIXTURE, a column of
-# the paper's tables for the Pile (section "Scalable to Pile"). The weights come from
-# SlimPajama's proxy: examples/transfer_pile.sh computes them.
+# A 684M base model on the 17 domains of the Pile, in batches of 512. Each MIXTURE is a column of the
+# paper's tables for the Pile (section "Scalable to Pile"). examples/transfer_pile.sh computes the
+# weights with the proxy of SlimPajama.
 #
 #   bash examples/pretrain_684m_pile.sh                      # with Chameleon's weights
 #   MIXTURE=uniform bash examples/pretrain_684m_pile.sh      # not in the paper's tables
@@ -14,8 +14,7 @@
 #   SIZE         model size (684m)
 #   RUN          folder of the experiment (runs/pile)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
-#   MIXTURE      uniform, or a name in RUN/4-mixture, or a file
-#                (chameleon-pretrain)
+#   MIXTURE      uniform, or a name in RUN/4-mixture, or a file (chameleon-pretrain)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/launch.sh"

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The paper's stable domain weights (section "Stability and Practicality", and its appendix): those of
-# SlimPajama over proxy steps, proxy sizes, ridges and numbers of windows, each varied around the
-# 82M proxy of 2,000 steps. Seven proxies are trained, the longest for 10,000 steps.
+# The stability of the paper's domain weights (section "Stability and Practicality", and its
+# appendix): the weights of SlimPajama for several numbers of proxy steps, proxy sizes, ridges and
+# numbers of windows. Each is varied alone, around the 82M proxy of 2,000 steps. Seven proxies are
+# trained, the longest for 10,000 steps.
 #
 #   bash examples/sweep_stability.sh                 # on every GPU of this machine
 #   SIZE=tiny bash examples/sweep_stability.sh       # smoke test on 2 CPU ranks
 #   bash examples/sweep_stability.sh -- --sweep-ridge 0.1 1 10 100 1000
 #
-# The same command resumes after an interruption. Tables and RUN/7-report/stability.png
-# show the changes of the weights.
+# The same command resumes after an interruption. Tables and RUN/7-report/stability.png show how the
+# weights change.
 #
 #   SIZE         model size of the central proxy (82m)
 #   RUN          folder of the experiment (runs/slimpajama)
