@@ -47,7 +47,7 @@ from benchmarks.plain_gpt import PlainGPT, plain_optimizer, plain_step
 from megatron_chameleon.blend.sampler import read_ahead
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.flops import (
-    dense_bf16_peak,
+    DENSE_BF16_PEAK,
     model_flops_utilization,
     training_flops,
 )
@@ -163,7 +163,7 @@ def main() -> int:
         on = machine() | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
         tflops = arguments.peak_tflops
-        arguments.peak = tflops * 1e12 if tflops else dense_bf16_peak(name)
+        arguments.peak = tflops * 1e12 if tflops else DENSE_BF16_PEAK.get(name)
         rows = (gpu_rows if on_gpu else cpu_rows)(layout, arguments)
         save = partial(put_row, device_file("train", name), on)
         return measure_rows(rows, save, arguments.seconds, arguments.resume)

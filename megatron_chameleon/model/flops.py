@@ -1,17 +1,17 @@
 """FLOPs counted from shapes, the paper's FLOP counts, and model FLOPs utilization.
 
 Counted from shapes: a product of [m, k] by [k, n] counts 2*m*k*n. Causal attention counts the half
-of the scores that is used. The output layer counts, at the unpadded vocabulary; embedding look-ups,
-norms, activations and the optimizer do not (under 1% together). A backward pass counts twice its
-forward pass.
+of the scores that is used. The output layer counts with the unpadded vocabulary; embedding lookups,
+norms, activations and the optimizer do not count (under 1% together). A backward pass counts twice
+its forward pass.
 
-The paper (Chameleon, ICML 2025) counts 6 N D for training and 2 N D for a forward pass. N leaves
-out the embeddings and the output layer; for the proxy called 82M, which has six layers, it is that
-of twelve, 12 x 12 x 768^2. Its figures follow from this rule and the settings in ``PAPER``, except
-RegMix's 3.5e18 for the Pile, which fits no such rule. The paper leaves out attention scores, the
-output layer (86% of a 1M proxy), and the forward passes of DoReMi's reference. Neither count has
-inner products of gradients, regressions, or the hyperparameter search. A mixture stores both: the
-paper's for comparison with its tables, the ledger's as the real cost.
+The paper (Chameleon, ICML 2025) counts 6 N D for training and 2 N D for a forward pass. N excludes
+the embeddings and the output layer; for the proxy called 82M, which has six layers, the paper uses
+the N of twelve layers, 12 x 12 x 768^2. Its figures follow from this rule (see
+tests/unit/model/test_flops.py), except RegMix's 3.5e18 for the Pile. The paper excludes attention
+scores, the output layer (86% of a 1M proxy), and the forward passes of DoReMi's reference. Neither
+count includes inner products of gradients, regressions, or the hyperparameter search. A mixture
+stores both: the paper's count for comparison with its tables, the count from shapes as the cost.
 """
 
 from __future__ import annotations
@@ -65,11 +65,6 @@ def embedding_flops(shape: ModelShape, layer: int, tokens: int, seq_length: int)
     return tokens * layer * layer_forward_flops(shape, seq_length)
 
 
-def dense_bf16_peak(device_name: str) -> float | None:
-    """Peak FLOP/s of a device, or None if it is not in the table."""
-    return DENSE_BF16_PEAK.get(device_name)
-
-
 def model_flops_utilization(
     flops_per_token: float, tokens_per_second: float, peak: float | None
 ) -> float | None:
@@ -91,30 +86,16 @@ class PaperSettings:
     """Numbers of tokens that a method trains on and embeds.
 
     Attributes:
-        model_size: of the proxies, or its name.
-        trained_tokens: per proxy: steps x batch x sequence.
-        num_proxies: of a swarm; DoReMi's pair counts as one.
-        embedded_tokens: of all windows that a proxy embeds.
+        model_size: size of the proxies, or its name.
+        trained_tokens: training tokens per proxy: steps x batch x sequence.
+        num_proxies: proxies of a swarm; DoReMi's pair counts as one.
+        embedded_tokens: tokens of all windows that a proxy embeds.
     """
 
     model_size: str | ModelSize = "82m"
     trained_tokens: int = 0
     num_proxies: int = 1
     embedded_tokens: int = 0
-
-
-STEP_TOKENS = 128 * 1024
-LONG_PROXY = PaperSettings(trained_tokens=10_000 * STEP_TOKENS)
-PAPER = {
-    "doremi": LONG_PROXY,
-    "doge": LONG_PROXY,
-    # Windows of 400 tokens follow from its figure for the Pile's 17 domains, 4.62e15.
-    "chameleon": PaperSettings(trained_tokens=2_000 * STEP_TOKENS, embedded_tokens=7 * 4096 * 400),
-    "regmix": PaperSettings(model_size="1m", trained_tokens=10**9, num_proxies=200),
-    # 20 mixtures at 4 sizes, each at the cost of a proxy of 10,000 steps.
-    "mixing-laws": dataclasses.replace(LONG_PROXY, num_proxies=80),
-}
-"""Method -> the settings behind the paper's figures for SlimPajama."""
 
 
 def paper_parameters(size: str | ModelSize) -> int:
@@ -130,24 +111,14 @@ def paper_parameters(size: str | ModelSize) -> int:
     return 12 * shape.num_layers * shape.hidden_size**2
 
 
-def paper_flops(method: str, settings: PaperSettings | None = None) -> float:
+def paper_flops(method: str, settings: PaperSettings) -> float:
     """FLOPs of a mixture by the paper's rule, for ``parameters["paper_flops"]``.
 
     Args:
         method: name of a method that trains models, as for ``--method``.
-        settings: settings of this run; default: the paper's for SlimPajama. For a swarm of
-            several sizes, call this once per size and add up the results.
-
-    Raises:
-        ValueError: without settings, for a method that is not in the paper.
+        settings: settings of this run. For a swarm of several sizes, call this once per size and
+            add up the results.
     """
-    if settings is None:
-        if method not in PAPER:
-            raise ValueError(
-                f"the paper has no '{method}', only {', '.join(PAPER)}: pass the settings of the "
-                "run, or leave paper_flops out of the mixture"
-            )
-        settings = PAPER[method]
     trained = TRAININGS.get(method, 1) * settings.num_proxies * settings.trained_tokens
     per_parameter = TRAINING * trained + FORWARD * settings.embedded_tokens
     return float(paper_parameters(settings.model_size)) * per_parameter

@@ -20,7 +20,7 @@ from megatron_chameleon.artifacts.checkpoint import (
 from megatron_chameleon.artifacts.training_run import Status
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.flops import dense_bf16_peak, model_flops_utilization, training_flops
+from megatron_chameleon.model.flops import DENSE_BF16_PEAK, model_flops_utilization, training_flops
 from megatron_chameleon.parallel.layout import Layout, device_name
 from megatron_chameleon.training.guard import StepGuard
 from megatron_chameleon.training.hook import TrainingHook
@@ -162,7 +162,7 @@ class RunRecords:
         tokens_per_second = interval.tokens_per_second / layout.world_size
         tflops = flops_per_token * tokens_per_second / 1e12
         # Peaks are known for bfloat16 only.
-        peak = dense_bf16_peak(device_name(layout.device)) if plan.options.bf16 else None
+        peak = DENSE_BF16_PEAK.get(device_name(layout.device)) if plan.options.bf16 else None
         mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
         seconds = self._stopwatch.seconds()
         hook = self._hook.metrics() if self._hook else {}
