@@ -22,10 +22,10 @@ def record_at(folder, shape=SHAPE):
     return dataclasses.replace(checkpoint_record(folder), model=dataclasses.asdict(shape))
 
 
-def trainer_of(layout, seed=1):
+def trainer_of(layout, seed=1, *, bf16=False):
     """A model, its optimizer and its scheduler."""
-    model = data_parallel([build_model(SHAPE, layout, seed=seed)], layout, bf16=False)
-    optimizer = build_optimizer(model, OPTIONS, layout, bf16=False)
+    model = data_parallel([build_model(SHAPE, layout, seed=seed, bf16=bf16)], layout, bf16=bf16)
+    optimizer = build_optimizer(model, OPTIONS, layout, bf16=bf16)
     return model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=10)
 
 

@@ -43,16 +43,11 @@ def weights_of(model):
 
 
 @pytest.fixture
-def saved(one_rank, tmp_path):
-    """A model and the record of its checkpoint on disk."""
+def record(one_rank, tmp_path):
+    """The record of a checkpoint on disk."""
     model = build_model(SHAPE, one_rank, seed=5)
     save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
-    return model, CheckpointRecord.load(tmp_path / "step")
-
-
-@pytest.fixture
-def record(saved):
-    return saved[1]
+    return CheckpointRecord.load(tmp_path / "step")
 
 
 @pytest.mark.parametrize("bf16", [False, True])

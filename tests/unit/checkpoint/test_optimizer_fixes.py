@@ -24,7 +24,7 @@ from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training import optimizer as optimizers
 from megatron_chameleon.training.options import OptimizerOptions
-from tests.unit.checkpoint.samples import OPTIONS, SHAPE, record_at, train
+from tests.unit.checkpoint.samples import record_at, train, trainer_of
 
 STATE = ("exp_avg", "exp_avg_sq")
 # Widths at which parameters do not end at a bucket's end.
@@ -126,13 +126,10 @@ def trainer(layout, patched, *, bf16, fused_adam):
             chosen.setattr(megatron_optimizer, "Adam", GroupStepAdam)
             chosen.setattr(distrib_optimizer, "Adam", GroupStepAdam)
             chosen.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
-        model = optimizers.data_parallel(
-            [build_model(SHAPE, layout, seed=5, bf16=bf16)], layout, bf16=bf16
-        )
-        optimizer = optimizers.build_optimizer(model, OPTIONS, layout, bf16=bf16)
+        made = trainer_of(layout, bf16=bf16)
     kind = GroupStepAdam if fused_adam else torch.optim.AdamW
-    assert all(isinstance(part.optimizer, kind) for part in optimizer.chained_optimizers)
-    return model, optimizer, optimizers.build_scheduler(optimizer, OPTIONS, train_iters=8)
+    assert all(isinstance(part.optimizer, kind) for part in made[1].chained_optimizers)
+    return made
 
 
 @pytest.mark.parametrize("to_fused", [True, False])
