@@ -1,20 +1,74 @@
-"""The CPU stand-in. tests/unit/training trains with it."""
+"""The CPU stand-in of torch.cuda. tests/unit/training trains with it."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import logging
 
-REPOSITORY = Path(__file__).parents[3]
+import pytest
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+from megatron_chameleon.parallel import cpu, layout
+
+CPU = torch.device("cpu")
 
 
-def test_the_stand_in_replaces_cuda_calls():
-    command = [sys.executable, "-m", "tests.unit.parallel.cpu_checks"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    environment["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"  # as in NVIDIA's containers
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(autouse=True)
+def _stand_in():
+    """Install it, as any other test of this process may have done before."""
+    assert cpu.install_cpu_stand_in() is True
+
+
+def test_cuda_tensors_are_made_on_the_cpu(monkeypatch):
+    installed = torch.zeros
+    assert cpu.install_cpu_stand_in() is True
+    assert torch.zeros is installed  # once
+    for device in ("cuda", "cuda:1", torch.device("cuda", 0)):
+        assert torch.tensor([1.5], device=device).device == CPU
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cpu.install_cpu_stand_in() is False
+
+
+def test_fp32_is_not_tf32_whatever_the_container_sets():
+    torch.set_float32_matmul_precision("high")  # as NVIDIA's containers do by a variable
+    assert layout._prepare_device() == CPU
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_streams_of_megatrons_tracker_are_independent_of_the_default_stream(caplog):
+    torch.cuda.manual_seed(7)
+    expected_outside = torch.rand(4)
+    state = torch.cuda.get_rng_state(device="cuda")
+    assert torch.equal(state, torch.cuda.random.get_rng_state())
+    torch.manual_seed(2)
+    expected_inside = torch.rand(4)
+    torch.manual_seed(7)
+    outside, inside = [], []
+    tracker = megatron_random.CudaRNGStatesTracker()
+    tracker.add("stream", 2)
+    with caplog.at_level(logging.DEBUG):
+        for _ in range(2):
+            outside.append(torch.rand(2))
+            with tracker.fork("stream"):
+                inside.append(torch.rand(2))
+    assert not caplog.records  # megatron warns that the CPU generator advances
+    assert torch.equal(torch.cat(outside), expected_outside)
+    assert torch.equal(torch.cat(inside), expected_inside)
+    torch.cuda.set_rng_state(state, "cuda")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_functions_are_not_compiled():
+    """Compiled ones would run their code only once."""
+    calls = []
+
+    @torch.compile
+    def doubled(x):
+        calls.append(torch.compiler.is_compiling())
+        return x * 2
+
+    for _ in range(3):
+        assert torch.equal(doubled(torch.ones(2)), torch.full((2,), 2.0))
+    assert calls == [False] * 3
