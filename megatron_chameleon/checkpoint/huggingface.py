@@ -184,7 +184,7 @@ class HuggingFaceWeights:
     """A GPT-2 folder; its tensors stay on disk until :meth:`read` or :meth:`load`.
 
     Attributes:
-        folder: of the model.
+        folder: folder of the model.
         files: files that hold its weights.
         config: content of its config.json.
         vocab_size: embedding rows to read, at most those that exist: public models are padded
@@ -201,7 +201,7 @@ class HuggingFaceWeights:
         """Open ``folder`` without reading its tensors.
 
         Args:
-            folder: of the model.
+            folder: folder of the model.
             allow_pickle: accept torch's own format where there is no safetensors file.
 
         Raises:
@@ -216,7 +216,7 @@ class HuggingFaceWeights:
 
     @property
     def config_file(self) -> Path:
-        """The file that holds the shape."""
+        """The config.json."""
         return self.folder / CONFIG_NAME
 
     @property
@@ -238,7 +238,7 @@ class HuggingFaceWeights:
         return lines
 
     def hash(self) -> str:
-        """Hex SHA-256 of the files of config and weights."""
+        """Hex SHA-256 of the config and the weight files."""
         return sha256_of_files(self.config_file, *self.files)
 
     def read(self) -> Tensors:

@@ -34,7 +34,6 @@ _RECORDS = (
     filesystem._StorageInfo,
 )
 _VALUES = (torch.Size, metadata._MEM_FORMAT_ENCODING, planner.WriteItemType)
-_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
 def read_index(folder: Path) -> Metadata:
@@ -63,13 +62,8 @@ def read_index(folder: Path) -> Metadata:
         ) from error
 
 
-def _layout(name: str) -> torch.layout:
-    """Like ``torch.serialization._get_layout``, but without its cache, which could be edited."""
-    return _LAYOUTS[name]
-
-
 _ALLOWED: dict[tuple[str, str], Any] = {
-    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     **{(kind.__module__, kind.__qualname__): kind for kind in (*_RECORDS, *_VALUES)},
     **{("torch", name): v for name, v in vars(torch).items() if isinstance(v, torch.dtype)},
 }

@@ -239,7 +239,8 @@ def _content_errors(folder: Path) -> Iterator[None]:
     """Convert torch's and megatron's errors for a bad checkpoint into a UserError."""
     try:
         yield
-    except (UserError, RuntimeError, OSError, MemoryError):  # also of devices, other ranks
+    # RuntimeError includes errors of devices and of other ranks.
+    except (UserError, RuntimeError, OSError, MemoryError):
         raise
     except CheckpointException as error:  # reading a tensor
         cause = next((cause for cause, _ in error.failures.values()), error)

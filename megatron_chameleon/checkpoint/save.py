@@ -1,13 +1,13 @@
 """Write a checkpoint: all ranks write to a temporary folder, which is then renamed.
 
-megatron plans and writes. Added here:
+megatron plans the save and writes the tensors. Added here:
 
 - The process that writes a file also hashes it, in the background if the save is asynchronous.
 - A failure on one rank is reported to rank 0 and raised on all ranks. megatron would wait for the
   rank that has left.
-- Results are passed in memory and files are written by threads. megatron would start a process for
-  the results, which outlives a killed rank, and one per file. If one of those is killed, it waits
-  forever.
+- Results are passed in memory, and threads write the files. megatron would start one process for
+  the results, which outlives a killed rank, and one per file, and would wait forever for a process
+  that was killed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def plan_save(state: State, record: CheckpointRecord) -> AsyncRequest:
 
     Args:
         state: its tensors may change once the request has started to write.
-        record: of the checkpoint; its ``files`` are filled in.
+        record: record of the checkpoint; its ``files`` are filled in.
 
     Raises:
         SaveError: on every rank, here or from the last of the request's functions.

@@ -21,10 +21,10 @@ from megatron_chameleon.parallel.triton_probe import triton_problem
 
 
 class GroupedRowParallelLinear(RowParallelLinear):
-    """megatron's RowParallelLinear, passing its tensor-parallel group to the product.
+    """megatron's RowParallelLinear, which passes its tensor-parallel group on to the product.
 
-    megatron's passes None and then warns that None is deprecated; the compiler cannot trace a
-    warning, and would split every layer into three graphs.
+    megatron passes None, and then warns that None is deprecated. The compiler cannot trace a
+    warning and would split every layer into three graphs.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -34,25 +34,19 @@ class GroupedRowParallelLinear(RowParallelLinear):
 
 
 class TraceableColumnParallelLinear(ColumnParallelLinear):
-    """megatron's ColumnParallelLinear, with its communication as one operation when compiled.
+    """megatron's ColumnParallelLinear, whose communication is one operation when compiled.
 
-    megatron's overlaps collectives with matrix products, which the compiler cannot trace.
+    megatron overlaps collectives with matrix products, which the compiler cannot trace.
     """
 
-    def _forward_impl(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        **more: Any,
-    ) -> torch.Tensor:
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
         overlaps = self.allreduce_dgrad or self.sequence_parallel
         if not (torch.compiler.is_compiling() and overlaps):
-            plain: torch.Tensor = super()._forward_impl(input, weight, bias=bias, **more)
+            plain: torch.Tensor = super()._forward_impl(input, weight, **more)
             return plain
         group: str = self.tp_group.group_name
         output = column_parallel_linear(input, weight, self.sequence_parallel, group)
-        return output if bias is None else output + bias
+        return output if more["bias"] is None else output + more["bias"]
 
 
 @torch.library.custom_op("megatron_chameleon::column_parallel_linear", mutates_args=())
@@ -62,13 +56,14 @@ def column_parallel_linear(
     """Multiply ``input`` by this rank's rows of a weight, as megatron does.
 
     Args:
-        input: [s, b, h] of this rank under sequence parallelism, else of all ranks.
+        input: [s, b, h], this rank's shard of the sequence under sequence parallelism, otherwise
+            the whole sequence.
         weight: [n, h].
         sequence_parallel: gather the sequence first.
         group: name of the tensor-parallel group.
 
     Returns:
-        [s, b, n], of the whole sequence.
+        [s, b, n] of the whole sequence.
     """
     whole = input
     if sequence_parallel:
@@ -93,13 +88,13 @@ def column_parallel_linear_backward(
     sequence_parallel: bool,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of :func:`column_parallel_linear` by ``input`` and ``weight``.
+    """Gradients of :func:`column_parallel_linear` with respect to ``input`` and ``weight``.
 
-    The sequence is gathered again during the first's computation, and the first is reduced over the
-    ranks during the second's.
+    The sequence is gathered again while the input's gradient is computed, and the input's gradient
+    is reduced over the ranks while the weight's is computed.
 
     Args:
-        gradient: [s, b, n], of the output.
+        gradient: gradient of the output, [s, b, n].
         input: as in the forward pass.
         weight: as in the forward pass.
         sequence_parallel: as in the forward pass.
@@ -123,11 +118,7 @@ def column_parallel_linear_backward(
 
 @column_parallel_linear_backward.register_fake
 def _(
-    gradient: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    sequence_parallel: bool,
-    group: str,
+    gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *_more: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(input), torch.empty_like(weight)
 
@@ -180,8 +171,8 @@ def check_compile(parallel: TrainingParallelOptions) -> None:
 def compile_layers(model: GPTModel, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each layer's forward pass when it is first called, and its backward pass with it.
 
-    Hooks on a layer are not compiled. Another micro-batch size or sequence length than that of the
-    first call recompiles.
+    Hooks on a layer are not compiled. A call with another micro-batch size or sequence length
+    compiles again.
     """
     for layer in model.decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)

@@ -79,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, of_losses: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, own_labels, denominator = ctx.saved_tensors
         rows = logits.view(-1, logits.size(-1))
-        # The check with which autograd lets compiled code reuse saved tensors.
+        # Compiled code checks the same before it overwrites saved tensors: is retain_graph set?
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         out = torch.empty_like(rows) if is_kept else rows
         scale = of_losses.flatten().float()

@@ -77,15 +77,7 @@ def launch_write_gradient(
     """Write the gradient to ``out``, possibly ``rows``; see ``cross_entropy.write_gradient``."""
     assert rows.is_contiguous()
     assert out.is_contiguous()
+    by_row = (labels.contiguous(), denominator.contiguous(), scale.contiguous())
     gradient_kernel[(rows.size(0),)](
-        rows,
-        labels.contiguous(),
-        denominator.contiguous(),
-        scale.contiguous(),
-        out,
-        rows.stride(0),
-        rows.size(1),
-        columns,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
+        rows, *by_row, out, rows.stride(0), rows.size(1), columns, BLOCK=BLOCK, num_warps=WARPS
     )

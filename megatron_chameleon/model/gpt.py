@@ -50,7 +50,7 @@ class GPT(GPTModel):
     Args:
         real_vocab_size: number of tokens. Further rows of the embedding are padding, left out of
             every softmax, so that losses do not depend on the padding.
-        settings: as megatron's.
+        settings: arguments of megatron's GPTModel.
     """
 
     def __init__(self, *, real_vocab_size: int, **settings: Any) -> None:
@@ -101,8 +101,8 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
     """Check that the model can be partitioned as in ``options``.
 
     Raises:
-        UserError: if not; for a parallel size that does not divide the model, the message lists
-            those that do.
+        UserError: if not. For a parallelism degree that does not divide the model, the message
+            lists the degrees that do.
     """
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     training = options.for_training()
@@ -146,8 +146,8 @@ def transformer_config(
     """Return megatron's config of the model. It needs neither Transformer Engine nor Apex.
 
     Args:
-        shape: of the whole model.
-        layout: this rank's.
+        shape: shape of the whole model.
+        layout: layout of this rank.
         bf16: compute in bfloat16.
         per_token_loss: weight all unmasked tokens of a step equally. Otherwise micro-batches are
             weighted equally, which differs only with masked tokens.
@@ -211,9 +211,9 @@ def build_model_chunks(
     There is one chunk per virtual pipeline stage; they share one config.
 
     Args:
-        shape: of the whole model.
-        layout: this rank's.
-        seed: of the initial weights.
+        shape: shape of the whole model.
+        layout: layout of this rank.
+        seed: seed of the initial weights.
         settings: options of :func:`transformer_config`.
     """
     config = transformer_config(shape, layout, **settings)

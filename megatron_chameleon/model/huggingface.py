@@ -1,6 +1,6 @@
 """Conversion of settings and tensors to and from Hugging Face's GPT-2.
 
-It is the same model (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+The model is the same (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 Tensors differ in three ways. Hugging Face stores matrices of a layer as [in, out] (Conv1D), and
 Megatron as [out, in]. Hugging Face stores queries, keys and values in three blocks, [q | k | v]
 over all heads, and Megatron head by head, [q1 k1 v1 q2 k2 v2 ...], so that tensor-parallel ranks
@@ -58,7 +58,7 @@ class GPT2Config:
     resid_pdrop: NonNegativeFloat = 0.1
     embd_pdrop: NonNegativeFloat = 0.1
     attn_pdrop: NonNegativeFloat = 0.1
-    layer_norm_epsilon: Annotated[float, Field(ge=1e-5, le=1e-5)] = 1e-5  # the model's
+    layer_norm_epsilon: Annotated[float, Field(ge=1e-5, le=1e-5)] = 1e-5  # megatron's
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     add_cross_attention: Literal[False] = False
@@ -66,7 +66,7 @@ class GPT2Config:
 
     @property
     def largest_dropout(self) -> float:
-        """The largest dropout probability it was trained with; models here have none."""
+        """The largest dropout probability; models here train without dropout."""
         return max(self.resid_pdrop, self.embd_pdrop, self.attn_pdrop)
 
 
@@ -102,7 +102,7 @@ def shape_of_config(config: GPT2Config) -> ModelShape:
 
 
 def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[str, Any]:
-    """Return the contents of a model's config.json; ``eod_id`` ends and begins documents."""
+    """Return the contents of a model's config.json; ``eod_id`` is its bos and eos token."""
     size = shape.size
     config = GPT2Config(
         model_type="gpt2",
@@ -123,7 +123,7 @@ def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[
         "initializer_range": INIT_STD,
         "bos_token_id": eod_id,
         "eos_token_id": eod_id,
-        # Later releases write "dtype", and still read this.
+        # Later releases of transformers write "dtype", but still read this name.
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -159,8 +159,8 @@ def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) ->
     """Convert to the contiguous tensors of a GPT2LMHeadModel, without the tied output layer.
 
     Args:
-        parameters: of the whole model, by global name.
-        shape: of the model.
+        parameters: parameters of the whole model, by global name.
+        shape: shape of the model.
     """
     heads = shape.size.num_attention_heads
     tensors = {}
@@ -188,7 +188,7 @@ def load_huggingface(
         model: one chunk of the model.
         tensors: from :func:`checked_tensors`; embedding rows beyond the vocabulary of ``shape``
             are not loaded.
-        shape: of the whole model.
+        shape: shape of the whole model.
     """
     theirs = huggingface_tensors(shape)
     for local_name, parameter in model.named_parameters():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -27,19 +28,18 @@ _WRITES_TO_RESIDUAL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weig
 @torch.no_grad()
 def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
     """Overwrite every parameter of this rank's part of the model with its initial value."""
-    size = model.pg_collection.tp.size()
+    tensor_size = model.pg_collection.tp.size()
     for local_name, parameter in model.named_parameters():
         name = global_name(model, local_name)
         if parameter.dim() == 1:
             is_norm_weight = "layernorm" in name and name.endswith(".weight")
             parameter.fill_(1.0 if is_norm_weight else 0.0)
             continue
-        rows, columns = parameter.shape
-        if partition_dimension(parameter) == 0:
-            rows *= size
-        elif partition_dimension(parameter) == 1:
-            columns *= size
-        whole = sample_matrix(name, rows, columns, shape, seed)
+        whole_shape = list(parameter.shape)
+        dimension = partition_dimension(parameter)
+        if dimension is not None:
+            whole_shape[dimension] *= tensor_size
+        whole = sample_matrix(name, whole_shape, shape, seed)
         parameter.copy_(own_shard(model, parameter, whole))
 
 
@@ -70,8 +70,11 @@ def own_shard(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tenso
     return whole.chunk(tensor_group.size(), dim=dimension)[tensor_group.rank()]
 
 
-def sample_matrix(name: str, rows: int, columns: int, shape: ModelShape, seed: int) -> torch.Tensor:
-    """Sample a whole matrix [rows, columns] in float32; rows that pad the vocabulary are zero."""
+def sample_matrix(
+    name: str, whole_shape: Sequence[int], shape: ModelShape, seed: int
+) -> torch.Tensor:
+    """Sample a whole matrix in float32; rows that pad the vocabulary are zero."""
+    rows, columns = whole_shape
     std = INIT_STD
     if name.endswith(_WRITES_TO_RESIDUAL):
         std /= math.sqrt(2 * shape.size.num_layers)

@@ -34,14 +34,11 @@ class SDPACoreAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        **_unused: Any,
     ) -> None:
         super().__init__(config=config)
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        assert dropout == 0.0, "attention dropout is not supported here"
+        assert config.attention_dropout == 0.0, "attention dropout is not supported here"
         assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine"
         assert config.window_size is None, "sliding windows are not supported here"
         assert config.softmax_type == "vanilla", "only the plain softmax is supported here"
@@ -108,11 +105,12 @@ class SDPACoreAttention(MegatronModule):
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert a boolean mask to one that is added to scores: 0 where allowed, else -inf.
 
-    torch's kernels do the same in every layer, and keep each copy for the backward pass.
+    Given a boolean mask, torch's kernels convert it in every layer and keep each copy for the
+    backward pass.
 
     Args:
         mask: boolean, True where attention is NOT allowed (megatron's convention).
-        dtype: of the queries.
+        dtype: dtype of the queries.
     """
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
@@ -136,9 +134,9 @@ class SequenceParallelLayerNorm(torch.nn.LayerNorm):
 class RecomputedMLP(MLP):
     """megatron's MLP, recomputed from its input in the backward pass.
 
-    Uses torch's checkpoint. megatron's saves and restores random states, which the compiler cannot
-    trace, and it calls ``backward`` recursively, which never returns for an MLP that returns its
-    bias.
+    Uses torch's checkpoint function. megatron's saves and restores random states, which the
+    compiler cannot trace, and calls ``backward`` recursively, which hangs for an MLP that returns
+    its bias.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:

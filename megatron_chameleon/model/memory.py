@@ -30,8 +30,8 @@ class TrainingSetup:
     """Inputs of the memory estimate.
 
     Attributes:
-        shape: of the model; sequences have its maximum length.
-        parallel: the layout, and what is recomputed.
+        shape: shape of the model; sequences have its maximum length.
+        parallel: the layout, and the activations that are recomputed.
         data_parallel_size: replicas of the model.
         micro_batch_size: sequences of one pass (b).
         num_microbatches: passes of a step on each rank.
@@ -67,7 +67,7 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         - parameters: weights in the computing precision.
         - gradients: float32 buffers of all of them, also with a sharded optimizer.
         - main_weights: the optimizer's float32 copy; 0 without bf16.
-        - moments: both of Adam's, in float32.
+        - moments: both moments of Adam, in float32.
         - activations: kept by forward passes for the backward passes of the micro-batches in
           flight.
         - logits: of the one micro-batch whose loss is computed.
@@ -103,6 +103,7 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     # The output layer's gradient of the tied embedding is kept until the input's is added.
     tied = embedding if pipeline == 1 else 0
     buffers = hidden if parallel.sequence_parallel else 0
+    optimizer_shards = setup.data_parallel_size if parallel.use_distributed_optimizer else 1
     stages = []
     for stage in range(pipeline):
         # Chunks between their forward and backward passes in megatron's schedules: one forward, one
@@ -127,7 +128,8 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
             for working in (loss, hidden + embedding):
                 peaks.append((kept + head, elements * element, buffers + working))
         activations, logits, working = max(peaks, key=sum)
-        count, own = stage_parameters(setup, stage), optimized_parameters(setup, stage)
+        count = stage_parameters(setup, stage)
+        own = -(-count // optimizer_shards)  # parameters with optimizer state on this rank
         stages.append(
             {
                 "parameters": count * element,
@@ -161,9 +163,3 @@ def stage_parameters(setup: TrainingSetup, stage: int) -> int:
         count += 2 * h  # the final layer norm
         count += setup.embedding_elements if pipeline > 1 else 0  # copy of the tied embedding
     return count
-
-
-def optimized_parameters(setup: TrainingSetup, stage: int) -> int:
-    """Count the parameters whose optimizer state lies on one rank of a pipeline stage."""
-    shards = setup.data_parallel_size if setup.parallel.use_distributed_optimizer else 1
-    return -(-stage_parameters(setup, stage) // shards)

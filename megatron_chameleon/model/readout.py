@@ -24,7 +24,7 @@ from megatron_chameleon.model.layers import additive_mask
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 
-# Attention kernels are planned per shape: fewer shapes beat minimal padding.
+# Attention kernels are planned per shape: few shapes are faster than minimal padding.
 LENGTH_MULTIPLE_ON_GPU = 64
 
 
@@ -33,9 +33,9 @@ class Reader:
     """A model in evaluation mode and this rank's layout.
 
     Attributes:
-        model: this rank's part of it.
-        shape: of the whole model.
-        layout: this rank's.
+        model: this rank's part of the model.
+        shape: shape of the whole model.
+        layout: layout of this rank.
         later_chunks: this rank's further chunks, if pipeline stages are interleaved.
     """
 
@@ -94,7 +94,7 @@ class Reader:
 
         Args:
             tokens: [b, s] int64, as in :meth:`hidden_states`.
-            positions: [b, s] int64, of each token.
+            positions: [b, s] int64, the position of each token.
             attention_mask: [b, 1, s, s] bool, True where attention is masked (Megatron's
                 convention); default: causal. Every token must attend to at least one.
 

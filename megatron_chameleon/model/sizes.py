@@ -42,7 +42,7 @@ SIZES: dict[str, ModelSize] = {
     "1.2b": ModelSize(36, 25, 1600, 6400),
     # RegMix (ICLR 2025): the smallest proxy, of 1M parameters without embeddings.
     "1m": ModelSize(2, 8, 256, 512),
-    # Ours: for tests, and for the quickstart on two CPU cores.
+    # Not from a paper: for tests, and for the quickstart on two CPU cores.
     "nano": ModelSize(4, 4, 64, 256),
     "tiny": ModelSize(4, 4, 128, 512),
     "mini": ModelSize(6, 8, 256, 1024),

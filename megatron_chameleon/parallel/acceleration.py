@@ -51,7 +51,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
     """Inspect this process's torch and packages, without changing anything. Raises nothing.
 
     Args:
-        root: checkout with the recorded results of the GPU tests.
+        root: checkout of the repository, with the recorded results of the GPU tests.
     """
     count, torch_cuda = torch.cuda.device_count(), torch.version.cuda
     cuda: tuple[State, str] = "active", f"CUDA {torch_cuda}, {count} device(s)"
@@ -137,8 +137,8 @@ def nvidia_apex() -> Feature:
 def cuda_coverage(root: Path) -> dict[str, list[str]]:
     """List the CUDA features tested on a real device, on a pretended one, and on none.
 
-    A feature is tested on a real device if all of its GPU tests passed on one, by the recorded
-    outcomes in ``root``, a checkout of the repository. Empty for any other folder.
+    A feature is tested on a real device if all of its GPU tests passed on one, according to the
+    outcomes recorded in ``root``, a checkout of the repository. Empty for any other folder.
     """
     if not (root / COVERAGE_TABLE).is_file():
         return {}

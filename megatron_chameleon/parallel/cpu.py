@@ -35,8 +35,8 @@ def install_cpu_stand_in() -> bool:
         return True
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # The CPU is the current device. One function each: the compiler rejects one function under two
-    # of torch's names.
+    # The CPU is the current device. Each name has a function of its own, since the compiler rejects
+    # one function under two of torch's names.
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_arguments, **_more: None
     torch.cuda.empty_cache = lambda: None

@@ -81,7 +81,7 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     Raises:
         UserError: if ``options`` do not fit the number of ranks.
     """
-    # torchrun sets both; a scheduler may set only WORLD_SIZE, also for a single process.
+    # torchrun sets RANK and WORLD_SIZE; a scheduler may set only WORLD_SIZE, even for one process.
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     check_layout(options, world_size)
     training, timeout_minutes = options.for_training(), options.distributed_timeout_minutes

@@ -38,7 +38,7 @@ class RecomputeOptions(CheckedOptions):
         return 1 if self.recompute_num_layers is None else self.recompute_num_layers
 
     def check_layers(self, layers_per_chunk: int) -> None:
-        """Raise UserError if the unit does not fit a (virtual) pipeline stage of so many layers."""
+        """Raise UserError if the unit does not fit the layers of a (virtual) pipeline stage."""
         if self.recompute_granularity != "full":
             return
         if self.unit > layers_per_chunk:
@@ -89,7 +89,7 @@ class ParallelOptions(CheckedOptions):
             )
 
     def for_training(self) -> TrainingParallelOptions:
-        """Return these options with the defaults of those that only training has."""
+        """Return these options, with defaults for the options that only training has."""
         if isinstance(self, TrainingParallelOptions):
             return self
         return TrainingParallelOptions(**dataclasses.asdict(self))

@@ -35,7 +35,8 @@ def triton_problem() -> str | None:
         import triton
 
         triton.jit(_empty_kernel)[(1,)](torch.empty(1, device="cuda"))
-    except Exception as error:  # of the compiler, the linker, the driver or Triton: none is fatal
+    # The compiler, linker, driver or Triton can raise any error; torch then computes instead.
+    except Exception as error:
         return _missing_tools() or f"Triton launches no kernel: {error}".splitlines()[0]
     return None
 
@@ -45,7 +46,7 @@ def _empty_kernel(_tensor):  # type: ignore[no-untyped-def]
 
 
 def _missing_tools() -> str | None:
-    """Find what Triton's build of its launcher lacks, where Triton looks for it."""
+    """Look for the tools that build Triton's launcher, as Triton does, and name missing ones."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     missing = []
