@@ -73,7 +73,7 @@ def own_shard(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tenso
 def sample_matrix(
     name: str, whole_shape: Sequence[int], shape: ModelShape, seed: int
 ) -> torch.Tensor:
-    """Sample a whole matrix in float32; rows that pad the vocabulary are zero."""
+    """Sample a whole matrix [rows, columns] in float32; rows that pad the vocabulary are zero."""
     rows, columns = whole_shape
     std = INIT_STD
     if name.endswith(_WRITES_TO_RESIDUAL):
