@@ -56,12 +56,13 @@ setup: $(STAMP)
 quickstart: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
-# tests/conftest.py keeps the tests of a folder that launches ranks on one worker.
+# tests/conftest.py groups the tests. The folders with long groups come first, so that the workers
+# finish together.
 test: $(STAMP)
-	$(BIN)/python -m pytest tests --ignore tests/gpu -n 2 --dist loadgroup
+	$(BIN)/python -m pytest tests --ignore tests/gpu -n 2 --dist loadgroup --no-loadscope-reorder
 
 test-numeric: $(STAMP)
-	$(BIN)/python -m pytest $(NUMERIC_TESTS) -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(NUMERIC_TESTS) -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""Settings of every test: quiet, single-threaded processes, marks by folder, a time limit."""
+"""Settings of all tests: single-threaded processes, marks and groups by folder, a time limit."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/gpu as ``gpu``, and keep folders that launch ranks on one worker.
+    """Mark everything in tests/gpu as ``gpu``, and group tests that share fixtures.
 
-    With ``--dist loadgroup`` the tests of such a folder share their launches and run one at a time.
+    With ``--dist loadgroup`` the tests of a group run on one worker, which sets up their fixtures
+    once. A group is a file of tests/unit, or another folder, whose tests share launches of ranks.
     """
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
+        path = item.path.relative_to(TESTS)
+        folder = path.parts[0]
         if folder == "gpu":
             item.add_marker(pytest.mark.gpu)
-        if folder != "unit":
-            item.add_marker(pytest.mark.xdist_group(folder))
+        item.add_marker(pytest.mark.xdist_group(str(path) if folder == "unit" else folder))
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Mixtu
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
-from tests.distributed.cases import MAX_RANKS, TRAIN_ITERS, Places
+from tests.distributed.cases import MAX_RANKS, SLOW, TRAIN_ITERS, Places
 from tests.distributed.launch import finish, start, torchrun
 from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
@@ -89,6 +90,14 @@ def metrics_in(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
 
 
+def params(names: Iterable[str], prefix: str = "") -> list[Any]:
+    """Parameters of a test, marked ``slow`` where ``prefix`` + name is a slow section."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if prefix + name in SLOW else [])
+        for name in names
+    ]
+
+
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """A folder with a corpus, and a mixture of its domains."""
@@ -101,10 +110,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 @pytest.fixture(scope="session")
-def results(places: Places) -> Results:
-    """The results of ranks.py."""
+def results(places: Places, request: pytest.FixtureRequest) -> Results:
+    """The results of ranks.py, with its slow sections if any slow test runs."""
     script = Path(__file__).with_name("ranks.py")
-    process = start(torchrun(MAX_RANKS, script, str(places.root)), places.log)
+    is_slow = any(item.get_closest_marker("slow") for item in request.session.items)
+    command = torchrun(MAX_RANKS, script, str(places.root), *(["--slow"] if is_slow else []))
+    process = start(command, places.log)
     finish(process, SECONDS_FOR_ALL_SECTIONS)
     return Results(places)
 

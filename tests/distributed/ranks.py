@@ -1,6 +1,6 @@
 """The program that torchrun starts on four ranks: all sections in turn, in the same processes.
 
-    torchrun --nproc-per-node 4 ranks.py ROOT
+    torchrun --nproc-per-node 4 ranks.py ROOT [--slow]
 
 Starting ranks takes much longer than a section. A section for fewer ranks is done by the first of
 them while the others proceed to the next section that needs them. The product sets up and destroys
@@ -56,6 +56,7 @@ from tests.distributed.cases import (
     RUNS_CHANGING,
     SAVE_INTERVAL,
     SAVING,
+    SLOW,
     TUNED,
     TUNED_FROM_CHECKPOINT,
     Again,
@@ -318,9 +319,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def main(places: Places) -> None:
+def main(places: Places, *, with_slow: bool) -> None:
     ranks = Ranks()
     for section in all_sections():
+        if section.name in SLOW and not with_slow:
+            continue
         if not ranks.join(section):
             continue
         start = time.perf_counter()
@@ -334,4 +337,4 @@ def main(places: Places) -> None:
 
 if __name__ == "__main__":
     open_output()  # like the tools: a rank whose disk is full cannot write its log either
-    main(Places(Path(sys.argv[1])))
+    main(Places(Path(sys.argv[1])), with_slow="--slow" in sys.argv)

@@ -22,6 +22,7 @@ from tests.distributed.cases import (
     Again,
     one_rank,
 )
+from tests.distributed.conftest import params
 from tests.small_corpus import DOMAINS
 
 TOLERANCE, DOGE_TOLERANCE = 5e-6, 1e-5
@@ -29,7 +30,7 @@ TOLERANCE, DOGE_TOLERANCE = 5e-6, 1e-5
 
 def others(names: Any, again: Again | None = None) -> list[Any]:
     """Return all but the sections of one rank that the others repeat."""
-    return [name for name in (*names, *(again or {})) if name != one_rank(name)]
+    return params(name for name in (*names, *(again or {})) if name != one_rank(name))
 
 
 def series(lines: list[dict[str, Any]], *of_hook: str) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from tests.distributed.cases import (
     TUNED,
     TUNED_FROM_CHECKPOINT,
 )
+from tests.distributed.conftest import params
 from tests.small_corpus import VOCAB_SIZE
 
 TOLERANCE = 1e-5
@@ -38,7 +39,7 @@ def test_hidden_states_are_those_of_a_hook_on_the_whole_model(results):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", params(READINGS, "read-"))
 def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, reading, layer):
     reference = results.reference()
     for name, vectors in results.vectors(reading, layer).items():
@@ -51,7 +52,7 @@ def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, r
     assert other.weights == pytest.approx(one.weights, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", params(READINGS, "read-"))
 def test_perplexities_are_those_of_plain_windows(results, reading):
     reference = results.reference()
     for name, domain in results.evaluation(reading).domains.items():
@@ -88,7 +89,7 @@ def test_the_folder_has_no_padding_and_trained_weights(results):
         assert np.ptp(tensor) > 0, name  # no bias or norm has its initial value
 
 
-@pytest.mark.parametrize("name", REWRITTEN)
+@pytest.mark.parametrize("name", params(REWRITTEN, "rewrite-"))
 def test_every_layout_writes_the_same_folder_to_the_bit(results, name):
     expected, found = tensors(results, "one"), tensors(results, name)
     layout = CheckpointRecord.load(results.places.from_huggingface(name)).layout
@@ -120,7 +121,7 @@ def test_a_run_from_a_folder_is_that_from_its_checkpoint(results, name):
 # Downstream.
 
 
-@pytest.mark.parametrize("name", DOWNSTREAM)
+@pytest.mark.parametrize("name", params(DOWNSTREAM, "downstream-"))
 def test_downstream_answers_are_those_of_one_rank(results, name):
     results.require(f"downstream-{name}")
     folder = results.places.downstream

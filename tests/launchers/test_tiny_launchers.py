@@ -1,24 +1,24 @@
-"""Launchers of examples/, one of each kind, with SIZE=tiny on two CPU ranks.
+"""Launchers of examples/ with SIZE=tiny on two CPU ranks.
 
 tests/unit/test_examples.py parses the commands of all launchers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatron_chameleon.artifacts import Mixture, Sweep, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.report.cost import ledger_of
+from megatron_chameleon.report.run_folder import RunFolder
 from tests.distributed.launch import finish, start
 from tests.small_corpus import DOMAINS, write_small_corpus
 
@@ -45,14 +45,6 @@ esac
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Launched:
-    """Exit status and output of a launcher."""
-
-    status: int
-    printed: str
-
-
 class Launchers:
     """Run launchers on one small corpus, each with its own run folder."""
 
@@ -68,11 +60,11 @@ class Launchers:
     def folder(self, name: str) -> Path:
         return self.root / name
 
-    def run(self, name: str, *flags: str, **choices: str) -> Launched:
-        """Run the launcher ``name`` with ``choices`` in the environment and wait for its end."""
+    def run(self, name: str, *flags: str, **choices: str) -> str:
+        """Run examples/NAME.sh with ``choices`` in the environment; return its output."""
         return self._bash(name, [f"examples/{name}.sh", *flags], choices)
 
-    def submit(self, name: str, ends_in: float, *flags: str, restarts: int) -> Launched:
+    def submit(self, name: str, ends_in: float, *flags: str, restarts: int) -> str:
         """Run the launcher as a SLURM job on two nodes with ``ends_in`` seconds left."""
         job = {
             "SLURM_JOB_ID": str(free_port() - 20000),
@@ -86,7 +78,7 @@ class Launchers:
         command = ["examples/slurm/pretrain.sbatch", f"examples/{name}.sh", *flags]
         return self._bash(name, command, job)
 
-    def _bash(self, name: str, command: Sequence[str], choices: Mapping[str, str]) -> Launched:
+    def _bash(self, name: str, command: Sequence[str], choices: Mapping[str, str]) -> str:
         environment = {
             "PATH": f"{self.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "SIZE": "tiny",
@@ -95,10 +87,12 @@ class Launchers:
             **choices,
         }
         variables = [f"{key}={value}" for key, value in environment.items()]
-        log = self.root / f"{name}.log"
+        log = self.root / f"{Path(name).name}.log"
         log.unlink(missing_ok=True)
         status = finish(start(["env", *variables, "bash", *command], log), SECONDS)
-        return Launched(status, log.read_text(errors="replace"))
+        printed = log.read_text(errors="replace")
+        assert status == 0, printed
+        return printed
 
 
 def free_port() -> int:
@@ -116,46 +110,17 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> Launchers:
 
 
 @pytest.fixture(scope="module")
-def launched(launchers: Launchers) -> dict[str, Launched]:
-    """One launcher of each kind, two at a time: one computes while the other's ranks start."""
-
-    def with_the_pile_model(name: str) -> Launched:
-        pile.result()
-        trained = str(launchers.folder("pretrain_684m_pile") / RUNS["pretrain_684m_pile"])
-        return launchers.run(name, PRETRAINED=trained, PROXY=trained)
-
-    run = launchers.run
-    with ThreadPoolExecutor(2) as pool:
-        pile = pool.submit(run, "pretrain_684m_pile", "--", "--train-iters", "7")
-        found: dict[str, Future[Launched]] = {
-            "pretrain_684m_pile": pile,
-            "pretrain_60m_proxy": pool.submit(run, "pretrain_60m_proxy", TP="2"),
-            "finetune_stack": pool.submit(with_the_pile_model, "finetune_stack"),
-            "transfer_pile": pool.submit(with_the_pile_model, "transfer_pile"),
-            "pretrain_82m_proxy": pool.submit(run, "pretrain_82m_proxy", PP="2"),
-            "sweep_stability": pool.submit(run, "sweep_stability"),
-        }
-        return {name: future.result() for name, future in found.items()}
+def pile(launchers: Launchers) -> Path:
+    """The run of the Pile's launcher, on two data-parallel ranks."""
+    name = "pretrain_684m_pile"
+    launchers.run(name, "--", "--train-iters", "7")
+    folder = launchers.folder(name) / "5-base/uniform-seed1"
+    assert_trained(folder, 7, (1, 1, 2))
+    return folder
 
 
-RUNS = {
-    "pretrain_60m_proxy": "2-proxy/tiny-seed1",
-    "pretrain_82m_proxy": "2-proxy/tiny-seed1",
-    "pretrain_684m_pile": "5-base/uniform-seed1",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "steps", "layout"),
-    [
-        ("pretrain_60m_proxy", 12, (2, 1, 1)),
-        ("pretrain_82m_proxy", 12, (1, 2, 1)),
-        ("pretrain_684m_pile", 7, (1, 1, 2)),
-    ],
-)
-def test_pretraining_launcher_trains_in_the_chosen_layout(launchers, launched, name, steps, layout):
-    assert launched[name].status == 0, launched[name].printed
-    folder = launchers.folder(name) / RUNS[name]
+def assert_trained(folder: Path, steps: int, layout: tuple[int, int, int]) -> None:
+    """Check that the run is finished, and its tensor, pipeline and data-parallel sizes."""
     run = TrainingRun.load(folder)
     assert (run.status, run.step) == ("finished", steps)
     found = CheckpointRecord.load(find_checkpoint(folder)).layout
@@ -163,31 +128,73 @@ def test_pretraining_launcher_trains_in_the_chosen_layout(launchers, launched, n
     assert tuple(found[degree] for degree in degrees) == layout
 
 
-def test_fine_tuning_starts_from_the_pretrained_weights(launchers, launched):
-    assert launched["finetune_stack"].status == 0, launched["finetune_stack"].printed
-    start = launchers.folder("pretrain_684m_pile") / RUNS["pretrain_684m_pile"]
-    expected = CheckpointRecord.load(find_checkpoint(start)).hash
-    scratch = next(TrainingRun.load(start).metrics())["loss"]
+@pytest.mark.parametrize(
+    ("name", "choices", "layout"),
+    [
+        ("pretrain_60m_proxy", {"TP": "2"}, (2, 1, 1)),
+        pytest.param("pretrain_82m_proxy", {"PP": "2"}, (1, 2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_pretraining_launcher_trains_in_the_chosen_layout(launchers, name, choices, layout):
+    launchers.run(name, **choices)
+    assert_trained(launchers.folder(name) / "2-proxy/tiny-seed1", 12, layout)
+
+
+@pytest.mark.slow
+def test_fine_tuning_starts_from_the_pretrained_weights(launchers, pile):
+    launchers.run("finetune_stack", PRETRAINED=str(pile), PROXY=str(pile))
+    expected = CheckpointRecord.load(find_checkpoint(pile)).hash
+    scratch = next(TrainingRun.load(pile).metrics())["loss"]
+    folder = launchers.folder("finetune_stack")
     for mixture in ("uniform", "chameleon-finetune", "chameleon-pretrain"):
-        run = TrainingRun.load(launchers.folder("finetune_stack") / f"5-base/{mixture}-seed1")
+        run = TrainingRun.load(folder / f"5-base/{mixture}-seed1")
         assert run.status == "finished"
         assert run.provenance.inputs["pretrained checkpoint"] == expected
         assert next(run.metrics())["loss"] < scratch
         weights = dict.fromkeys(DOMAINS, 1 / len(DOMAINS))
         if mixture != "uniform":
-            path = launchers.folder("finetune_stack") / f"4-mixture/{mixture}.json"
-            weights = dict(Mixture.load(path).weights)
+            weights = dict(Mixture.load(folder / f"4-mixture/{mixture}.json").weights)
         assert run.mixture == pytest.approx(weights)
 
 
-def test_launcher_computes_a_mixture(launchers, launched):
-    assert launched["transfer_pile"].status == 0, launched["transfer_pile"].printed
+@pytest.mark.slow
+def test_transfer_computes_a_mixture_with_a_given_proxy(launchers, pile):
+    launchers.run("transfer_pile", PROXY=str(pile))
     found = Mixture.load(launchers.folder("transfer_pile") / "4-mixture/chameleon-pretrain.json")
     assert (found.method, list(found.weights)) == ("chameleon-pretrain", list(DOMAINS))
 
 
-def test_sweep_trains_each_proxy_once(launchers, launched):
-    assert launched["sweep_stability"].status == 0, launched["sweep_stability"].printed
+@pytest.mark.parametrize(
+    ("name", "output", "is_trained"),
+    [
+        ("unimax", "unimax", False),
+        pytest.param("uniform", "uniform", False, marks=pytest.mark.slow),
+        pytest.param("natural", "natural", False, marks=pytest.mark.slow),
+        pytest.param("manual", "printed-uniform", False, marks=pytest.mark.slow),
+        ("doremi", "doremi", True),
+        pytest.param("doge", "doge", True, marks=pytest.mark.slow),
+        pytest.param("regmix", "regmix", True, marks=pytest.mark.slow),
+        pytest.param("mixing_laws", "mixing-laws", True, marks=pytest.mark.slow),
+    ],
+)
+def test_baseline_writes_its_mixture(launchers, name, output, is_trained):
+    printed = launchers.run(f"baselines/{name}")
+    folder, method = launchers.folder(f"baselines/{name}"), name.replace("_", "-")
+    mixture = Mixture.load(folder / f"4-mixture/{output}.json")
+    assert (mixture.method, list(mixture.weights)) == (method, list(DOMAINS))
+    if is_trained:
+        ledger = ledger_of(RunFolder.load(folder)).mixtures[method]
+        assert ledger.missing == ()
+        assert ledger.cost.flops == pytest.approx(mixture.parameters["total_cost"]["flops"])
+        assert ledger.cost.flops > 0
+    else:
+        assert "warning: " not in printed
+        assert mixture.epochs is not None
+
+
+@pytest.mark.slow
+def test_sweep_trains_each_proxy_once(launchers):
+    printed = launchers.run("sweep_stability")
     folder = launchers.folder("sweep_stability")
     sweep = Sweep.load(folder)
     assert sweep.axes == {
@@ -206,24 +213,23 @@ def test_sweep_trains_each_proxy_once(launchers, launched):
         run = TrainingRun.load(folder / "2-proxy" / name)
         assert run.status == "finished"
         assert CheckpointRecord.load(find_checkpoint(run.root)).layout["data_parallel_size"] == 2
-    assert "point 6 of 6: " in launched["sweep_stability"].printed
+    assert "point 6 of 6: " in printed
     assert (folder / "7-report/stability.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_slurm_job_on_two_nodes_is_requeued_until_done(launchers):
     """The first job stops at its first step; --overwrite applies to the first start only."""
     name, margin = "pretrain_124m_proxy", 600
     folder = launchers.folder(name) / "2-proxy/tiny-seed1"
     flags = ("--", "--overwrite", "--exit-duration-in-mins")
-    first = launchers.submit(name, margin + 6, *flags, "0.001", restarts=0)
-    assert first.status == 0, first.printed
+    launchers.submit(name, margin + 6, *flags, "0.001", restarts=0)
     step = TrainingRun.load(folder).step
     assert 0 < step < 12
     (call,) = launchers.calls.read_text().splitlines()
     assert re.fullmatch(r"requeue \d+", call)
     second = launchers.submit(name, margin + 3600, *flags, "60", restarts=1)
-    assert second.status == 0, second.printed
-    assert f"resuming at step {step}:" in second.printed
+    assert f"resuming at step {step}:" in second
     assert TrainingRun.load(folder).status == "finished"
     assert CheckpointRecord.load(find_checkpoint(folder)).layout["data_parallel_size"] == 2
     assert launchers.calls.read_text().splitlines() == [call]
