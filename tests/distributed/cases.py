@@ -1,6 +1,6 @@
-"""Layouts, options and result paths of the sections that ranks.py runs and the tests check.
+"""Layouts, options and result paths of the sections: ranks.py runs them, the tests check them.
 
-No torch here: the process that runs pytest reads the results with numpy alone.
+No torch here: the process that runs pytest reads the results with numpy only.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ assert SMALLEST_ERROR > 50 * LOSS_ROUNDING
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout, its number of ranks, and what differs from the other runs."""
+    """A parallel layout, its number of ranks, and options that differ from the other runs."""
 
     ranks: int
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     micro_batch_size: int = 2
-    """4 where communication dominates; that still makes two of a batch."""
+    """4 in layouts dominated by communication; a batch still has two micro-batches."""
     bf16: bool = False
     permutation: Permutation = "megatron"
-    """In the orders that allow it, the weights change twice."""
+    """With an order other than megatron's, the mixture weights change twice."""
     dry_first_step: DryFirstStep = "auto"
 
 
 Again = dict[str, tuple[str, Case]]
-"""Runs that resume from the middle of another: name -> (origin, layout)."""
+"""Runs that resume another run from its middle: name -> (origin, layout)."""
 
 VIRTUAL: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
@@ -68,7 +68,7 @@ SELECTIVE = RecomputeOptions("selective")
 
 
 def case(ranks: int, micro_batch_size: int = 2, **parallel: Any) -> Case:
-    """Return a layout by its short names: tp, pp, and the options of training."""
+    """Return a case with ``tp`` and ``pp`` degrees and further TrainingParallelOptions."""
     degrees = {
         "tensor_model_parallel_size": parallel.pop("tp", 1),
         "pipeline_model_parallel_size": parallel.pop("pp", 1),
@@ -117,16 +117,16 @@ RUNS_APART = {
     f"{name}-apart": dataclasses.replace(RUNS[name], boundaries=APART, micro_batch_size=size)
     for name, size in {"one": 2, "pp2": 2, "dp2-sharded": 1}.items()
 }
-"""Runs that separate documents; micro-batches and ranks differ in their numbers of losses."""
+"""Runs that separate documents. The number of losses differs among micro-batches and ranks."""
 
 RUNS_CHANGING = {
     "one-changing": Case(1, permutation="epoch"),
     "dp2-changing": Case(2, permutation="epoch"),
 }
-"""Runs whose weights change before and after the checkpoint in their middle."""
+"""Runs whose mixture weights change before and after the checkpoint in their middle."""
 
 DRY_RUN = "dp2-sharded-dry"
-"""A run of DP2_SHARDED that starts with a dry step."""
+"""A run of DP2_SHARDED whose first step is preceded by a dry run."""
 
 RESUMED: Again = {
     f"{origin}-to-{name}": (origin, RUNS[name])
@@ -148,14 +148,14 @@ RESUMED: Again = {
 
 # Validation, and a NaN gradient on one rank in two steps.
 BAD = {f"{name}-bad": RUNS[name] for name in ("one", "vpp2", "dp2")}
-"""Each repeats the run of its name up to its first bad step."""
+"""Each is equal to the run without "-bad" up to its first bad step."""
 EVAL_INTERVAL = 4
 BAD_STEPS = (6, 7)
-"""A checkpoint is due at the first."""
+"""A checkpoint is due at the first of them."""
 
 
 def one_rank(name: str) -> str:
-    """Return the run on one rank whose numbers a run repeats."""
+    """Return the one-rank run with the same losses as run ``name``."""
     if name in RUNS:
         return "one"
     family, suffix = name.split("-")[0], name.rpartition("-")[2]
@@ -164,15 +164,15 @@ def one_rank(name: str) -> str:
     return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
 
-# Saves that are disturbed: one rank's disk is full, or one rank is killed.
+# Disturbed saves: the disk of one rank is full, or one rank is killed.
 SAVING_INTERVAL = 3
 FULL_FROM, FULL_UNTIL = 6, 9
-"""The disk is full from before the first step until before the second: one save fails."""
+"""The disk is full from step FULL_FROM until before step FULL_UNTIL: one save fails."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SavingCase:
-    """How a run saves, the rank whose disk is full, and the uninterrupted run of its layout."""
+    """An undisturbed run, how it saves, and the rank whose disk is full."""
 
     origin: str
     async_save: bool
@@ -187,7 +187,7 @@ SAVING = {
 ONLINE = {
     "online-one": ONE,
     "online-sp2": SP2,
-    # One batch of windows per domain: the second rank has none, and must not be waited for.
+    # One batch of windows per domain: rank 1 has none, and rank 0 must not wait for it.
     "online-dp2-overlapped": dataclasses.replace(RUNS["dp2-overlapped"], micro_batch_size=4),
 }
 ONLINE_AGAIN: Again = {"online-one-to-vpp2": ("online-one", VPP2)}
@@ -197,11 +197,11 @@ ONLINE_INTERVAL = 4
 
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
 DOREMI = {f"doremi-{name}": RUNS[name] for name in ("one", "vpp2", "dp2-overlapped")} | {
-    # Micro-batches and ranks differ in their numbers of losses.
+    # The number of losses differs among micro-batches and ranks.
     "doremi-one-masked": dataclasses.replace(ONE, boundaries=MASKED),
     "doremi-dp2-masked": dataclasses.replace(DP2, boundaries=MASKED, micro_batch_size=1),
 }
-"""Name -> layout of reference and proxy."""
+"""Layouts of the proxy runs."""
 DOREMI_AGAIN: Again = {"doremi-vpp2-to-sp2": ("doremi-vpp2", SP2)}
 
 DOGE = {f"doge-{name}": RUNS[name] for name in ("one", "pp2", "tp2-dp2-sharded")}
@@ -215,17 +215,17 @@ NARROW = "tp2-narrow"
 """TP2 with an embedding padded to an even number of rows; the others have 256."""
 NARROW_MULTIPLE = 2
 REWRITTEN = {"vpp2": VPP2, NARROW: TP2}
-"""Layouts that read the checkpoint made of the folder of the run 'one', and write it again."""
+"""Layouts that load the checkpoint converted from the Hugging Face folder, and save it again."""
 TUNED = {"tuned-vpp2": VPP2}
-"""Runs that start from the folder of the run 'one', with rows added to its vocabulary."""
+"""Runs that start from the Hugging Face folder, with rows added to its vocabulary."""
 TUNED_FROM_CHECKPOINT = "tuned-from-checkpoint"
-"""One that starts from the checkpoint made of that folder, without the rows."""
+"""A run that starts from the checkpoint converted from that folder, without added rows."""
 ADDED_ROWS = 61
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Layout and batch size of a read of the run 'one'."""
+    """Layout and batch size in which the run 'one' is embedded and evaluated."""
 
     case: Case
     batch_size: int
@@ -239,7 +239,7 @@ READINGS = {
 }
 NUM_WINDOWS = 48
 LAYERS = (1, 3)
-"""Layers that every reading embeds: of the first and of the last pipeline stage."""
+"""Layers that every reading embeds: one of the first and one of the last pipeline stage."""
 NORMED_LAYER = 1
 """The layer whose embeddings also pass the final norm, which is on the last pipeline stage."""
 OVERLAP = 11
@@ -258,7 +258,7 @@ SLOW = {
     *("doge-pp2", "doge-one-to-tp2", "tp2", "tp2-full", "peak-pp2", "peak-dp2-sharded"),
     *("read-sp2", f"rewrite-{NARROW}", f"convert-{NARROW}", "downstream-pp2-dp2"),
 }
-"""Sections that only ``make test-slow`` runs: further combinations of what the others show."""
+"""Sections that only ``make test-slow`` runs: further combinations of layouts and features."""
 
 # faults.py: a run whose second rank is killed, one that is stopped, and user errors.
 KILLED_RUN, STOPPED_RUN = "killed", "stopped"
@@ -269,7 +269,7 @@ MISTAKES = {
     "heads": ("--model-size", "1.2b", "--run-dir", "{root}/runs/mistake"),
     "unwritable": ("--model-size", "nano", "--run-dir", "{root}/corpus/corpus.json/run"),
 }
-"""The first is found by all ranks, the second by rank 0 only."""
+"""All ranks detect the first, and only rank 0 the second."""
 MORE_BYTES = 256 << 20
 
 COMPILED = {
@@ -298,39 +298,32 @@ class Places:
     def run(self, name: str) -> Path:
         return self.root / "runs" / name
 
-    def proxy(self, name: str) -> Path:
-        """The proxy's run of a mixture by DoReMi or DoGE."""
-        return self.run(name) / "proxy"
-
     def huggingface(self, name: str) -> Path:
-        """The Hugging Face folder made of a run, or of a checkpoint that a layout rewrote."""
+        """The Hugging Face folder converted from a run or from a checkpoint of REWRITTEN."""
         return self.root / "huggingface" / name
 
     def from_huggingface(self, name: str) -> Path:
-        """The checkpoint made of the folder of the run 'one', as one rank or a layout wrote it."""
+        """The checkpoint converted from the Hugging Face folder, and saved by ``name``."""
         return self.root / "from-huggingface" / name
 
     def mixture(self, reading: str, layer: int) -> Path:
         return self.root / "readings" / reading / f"layer-{layer}" / "mixture.json"
 
-    def evaluation(self, reading: str) -> Path:
-        return self.root / "readings" / reading / "perplexity.json"
-
-    def evaluation_by_document(self, reading: str) -> Path:
-        return self.root / "readings" / reading / "by-document.json"
+    def evaluation(self, reading: str, packing: str = "packed") -> Path:
+        return self.root / "readings" / reading / f"{packing}.json"
 
     @property
     def reference(self) -> Path:
         """Hidden states and losses of the plain model."""
         return self.root / "reference.npz"
 
-    def found(self, section: str, suffix: str = "json") -> Path:
-        """What a section measured."""
-        return self.root / "found" / f"{section}.{suffix}"
+    def peaks(self, section: str) -> Path:
+        """Peak memory in bytes by rank."""
+        return self.root / "peaks" / f"{section}.json"
 
     @property
     def downstream(self) -> Path:
-        """A checkpoint of a text model, and data of tasks."""
+        """The checkpoint of a text model, the task data and the results."""
         return self.root / "downstream"
 
     def done(self, section: str) -> Path:
@@ -343,7 +336,7 @@ class Places:
 
 
 def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
-    """The run that every layout repeats: clipped gradients, weight decay, warm-up and decay."""
+    """Options of the run of every layout: clipped gradients, weight decay, warm-up and decay."""
     data = DataOptions()
     if case.permutation != "megatron":
         changes = (f"4={places.uneven_mixture}", f"{SAVE_INTERVAL + 3}=uniform")
@@ -376,7 +369,7 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
 
 
 def tuning_options(places: Places, name: str) -> PretrainOptions:
-    """A run from trained weights, which are not those of its seed."""
+    """Options of a run from trained weights, which differ from the initial weights of its seed."""
     is_folder = name in TUNED
     start = places.huggingface("one-padded") if is_folder else places.from_huggingface("one")
     return dataclasses.replace(
@@ -419,6 +412,6 @@ def online_options(places: Places, name: str, case: Case) -> PretrainOptions:
 
 
 def reading_layout(case: Case) -> ParallelOptions:
-    """The options of a layout that readers have."""
+    """The subset of a layout's options that evaluation and embedding have."""
     fields = dataclasses.fields(ParallelOptions)
     return ParallelOptions(**{field.name: getattr(case.parallel, field.name) for field in fields})

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The launcher disables torch's compiler, for ranks that do without.
+# The launcher sets this variable for ranks that compile nothing.
 os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
 import torch
@@ -46,7 +46,7 @@ def batches(layout: Layout) -> Iterator[Batch]:
 def train(
     parallel: TrainingParallelOptions, layout: Layout, backend: CompileCounterWithBackend | None
 ) -> list[Any]:
-    """Return per step this rank's losses by domain, and the gradient's norm."""
+    """Return for each step this rank's losses by domain, followed by the gradient norm."""
     training = RandomTraining(
         SHAPE,
         layout,
@@ -64,7 +64,7 @@ def train(
 
 
 def compare(parallel: TrainingParallelOptions, backend: str) -> dict[str, Any]:
-    """Train without and with compiled layers."""
+    """Train eagerly and with compiled layers."""
     with distributed(parallel, seed=0) as layout:
         plain = train(parallel, layout, None)
         torch._dynamo.reset()

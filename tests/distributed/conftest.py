@@ -31,7 +31,7 @@ CLOCK_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Results of the ranks; a section that they did not finish fails the test with their log."""
+    """Results of the ranks. Reading those of an unfinished section fails the test with the log."""
 
     places: Places
 
@@ -43,15 +43,12 @@ class Results:
             )
 
     def run(self, name: str) -> TrainingRun:
-        self.require(name)
+        """The run ``name``; SECTION/proxy is the proxy run of a method."""
+        self.require(name.partition("/")[0])
         return TrainingRun.load(self.places.run(name))
 
-    def proxy(self, name: str) -> TrainingRun:
-        self.require(name)
-        return TrainingRun.load(self.places.proxy(name))
-
     def metrics(self, run: str) -> list[dict[str, Any]]:
-        """The lines of a run's metrics.jsonl, without fields that depend on the clock."""
+        """The lines of a run's metrics.jsonl, without CLOCK_FIELDS."""
         self.require(run)
         return metrics_in(self.places.run(run))
 
@@ -69,23 +66,19 @@ class Results:
         self.require(f"read-{reading}")
         return Mixture.load(self.places.mixture(reading, layer))
 
-    def evaluation(self, reading: str) -> EvaluationResult:
+    def evaluation(self, reading: str, packing: str = "packed") -> EvaluationResult:
         self.require(f"read-{reading}")
-        return EvaluationResult.load(self.places.evaluation(reading))
-
-    def evaluation_by_document(self, reading: str) -> EvaluationResult:
-        self.require(f"read-{reading}")
-        return EvaluationResult.load(self.places.evaluation_by_document(reading))
+        return EvaluationResult.load(self.places.evaluation(reading, packing))
 
     def reference(self) -> dict[str, NDArray[np.floating]]:
-        """The plain reads, by the names in readings.py."""
+        """The arrays of readings.write_reference by name."""
         self.require("reference")
         with np.load(self.places.reference) as arrays:
             return dict(arrays)
 
 
 def metrics_in(run_dir: Path) -> list[dict[str, Any]]:
-    """Read a run's metrics without fields that depend on the clock."""
+    """Read the lines of a run's metrics.jsonl, without CLOCK_FIELDS."""
     lines = read_metrics(run_dir / METRICS_NAME)
     return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
 
@@ -121,7 +114,7 @@ def results(places: Places, request: pytest.FixtureRequest) -> Results:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test that uses the results waits for all of them."""
+    """Extend the time limit: the first test that uses the results waits for all sections."""
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here):

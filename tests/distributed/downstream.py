@@ -1,4 +1,4 @@
-"""Downstream scoring, generation and the tool, in a layout; a text model to score with."""
+"""Score, generate and run the downstream evaluation of a text model in a parallel layout."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def make_questions() -> list[Question]:
 
 
 def make_prompts() -> list[Prompt]:
-    """More than data-parallel ranks, and of several lengths."""
+    """More prompts than data-parallel ranks, of several lengths."""
     rng = np.random.default_rng(1)
     lengths = (1, 3, 40, 41, 200, 300)
     return [Prompt(rng.integers(0, 400, n).astype(np.int32), 4 + n % 3, ()) for n in lengths]
 
 
 def answer(places: Places, name: str) -> None:
-    """Score, generate and run the tool; the other ranks serve rank 0, which writes the results."""
+    """Score, generate and evaluate; rank 0 writes the results."""
     folder = places.downstream
     options = DownstreamOptions(
         checkpoint=folder / "checkpoint",

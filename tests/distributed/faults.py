@@ -1,9 +1,9 @@
-"""The program behind test_faults.py: launches of ranks that are killed, stopped or misused.
+"""Launch ranks that are killed, stopped or started with wrong options, for test_faults.py.
 
     python faults.py ROOT
 
-runs every launch once, forked from this process, in a folder with a corpus. ROOT/NAME.log is the
-output of a launch, and ROOT/NAME.json describes the state it left behind.
+forks every launch from this process. ROOT has a corpus; ROOT/NAME.log gets the output of a launch,
+and ROOT/NAME.json its exit status and the state of its run folder.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from tests.distributed.cases import (
     training_options,
 )
 from tests.distributed.launch import REPOSITORY, fork_ranks, wait_for_step
+from tests.distributed.ranks import around_steps
 from tests.small_corpus import write_small_corpus
 
 NUM_RANKS = 2
@@ -64,11 +65,11 @@ KILLED_RANK = 1
 SECONDS_OF_A_SLOW_WRITE = 3.0
 
 
-def launch(places: Places, name: str, function: Callable[[], Any], **found: Any) -> None:
-    """Call ``function`` on two ranks, and record the exit status."""
+def launch(places: Places, name: str, function: Callable[[], Any]) -> int:
+    """Call ``function`` on two ranks; return the launcher's exit status."""
     launcher = fork_ranks(NUM_RANKS, places.root / f"{name}.log", function)
     launcher.join()
-    record(places, name, status=launcher.exitcode, **found)
+    return int(launcher.exitcode)
 
 
 def record(places: Places, name: str, **found: Any) -> None:
@@ -76,7 +77,7 @@ def record(places: Places, name: str, **found: Any) -> None:
 
 
 def run_tool(tool: str, arguments: Sequence[str]) -> None:
-    """Run a tool in this process, as its command line would."""
+    """Run a tool in this process with these command-line arguments."""
     sys.argv = [tool, *arguments]
     runpy.run_path(str(REPOSITORY / "tools" / tool), run_name="__main__")
 
@@ -85,24 +86,28 @@ def run_tool(tool: str, arguments: Sequence[str]) -> None:
 
 
 def kill_at(places: Places, moment: str) -> None:
-    """Launch the run once more, and kill rank 1 with SIGKILL at the moment.
+    """Start or resume the run, and kill rank 1 with SIGKILL at ``moment``.
 
-    "in-save": it has written its files of the checkpoint of step 6, but not reported them.
+    "in-save": it has written its files of the checkpoint of step 6, but not their hashes.
     "in-async-save": before step 10, while the checkpoint of step 9 is being written.
     """
-    launch(places, f"killed-{moment}", partial(train_and_be_killed, places, moment))
-    run_dir = places.run(KILLED_RUN)
-    run = TrainingRun.load(run_dir)
-    log = places.root / f"killed-{moment}.json"
-    left = sorted(path.name for path in (run_dir / FOLDER_NAME).iterdir())
-    found = {"left": left, "run_status": run.status, "step": run.step}
-    log.write_text(json.dumps({**json.loads(log.read_text()), **found}))
+    status = launch(places, f"killed-{moment}", partial(train_and_be_killed, places, moment))
+    run = TrainingRun.load(places.run(KILLED_RUN))
+    left = sorted(path.name for path in (run.root / FOLDER_NAME).iterdir())
+    found = {"status": status, "left": left, "run_status": run.status, "step": run.step}
+    record(places, f"killed-{moment}", **found)
 
 
 def train_and_be_killed(places: Places, moment: str) -> None:
     is_mine = os.environ["RANK"] == str(KILLED_RANK)
-    done = len(checkpoint_folders(places.run(KILLED_RUN))) * SAVING_INTERVAL
     is_async = moment == "in-async-save"
+    done = len(checkpoint_folders(places.run(KILLED_RUN))) * SAVING_INTERVAL
+    steps = itertools.count(done + 1)
+
+    def kill_before_step_10(_model: object) -> None:
+        if next(steps) == 10:
+            kill_myself()
+
     with contextlib.ExitStack() as stack:
         if is_mine and moment == "in-save":
             stack.enter_context(instead_of_hashing(6, kill_myself))
@@ -110,7 +115,7 @@ def train_and_be_killed(places: Places, moment: str) -> None:
             slow = partial(time.sleep, SECONDS_OF_A_SLOW_WRITE)
             stack.enter_context(instead_of_hashing(9, slow))
         if is_mine and is_async:
-            stack.enter_context(killed_before(10, done))
+            stack.enter_context(around_steps(kill_before_step_10))
         training.pretrain(saving_options(places, KILLED_RUN, DP2_SHARDED, async_save=is_async))
 
 
@@ -119,24 +124,8 @@ def kill_myself() -> None:
 
 
 @contextlib.contextmanager
-def killed_before(step: int, done: int) -> Iterator[None]:
-    """Kill this process before a training step; ``done`` steps are done."""
-    from megatron_chameleon.training import step as step_module
-
-    steps = itertools.count(done + 1)
-
-    def train_step(*arguments: Any) -> Any:
-        if next(steps) == step:
-            kill_myself()
-        return step_module.train_step(*arguments)
-
-    with mock.patch("megatron_chameleon.training.trainer.train_step", train_step):
-        yield
-
-
-@contextlib.contextmanager
 def instead_of_hashing(step: int, act: Callable[[], None]) -> Iterator[None]:
-    """Call ``act`` where this process would hash its files of the checkpoint of ``step``."""
+    """Call ``act`` before this process hashes its files of the checkpoint of ``step``."""
 
     def hash_late(path: Path) -> CheckpointFile:
         if f"step-{step:08d}" in path.parent.name:
@@ -158,7 +147,7 @@ def stopped_flags(places: Places) -> list[str]:
 
 
 def stop_by(places: Places, reason: str) -> None:
-    """Resume the run, and stop it two steps later."""
+    """Start or resume the run, and stop it two steps later."""
     run_dir, log = places.run(STOPPED_RUN), places.root / f"stopped-{reason}.log"
     before = TrainingRun.load(run_dir).step if TrainingRun.exists(run_dir) else 0
     arguments = stopped_flags(places)
@@ -202,7 +191,7 @@ def agree(places: Places) -> None:
     corpus = write_small_corpus(root / "corpus")
     tokens = corpus.prefix("poems", "valid").with_suffix(".bin")
     tokens.write_bytes(b"\0" + tokens.read_bytes()[1:])
-    launch(places, "agreement", partial(record_agreement, root))
+    record(places, "agreement", status=launch(places, "agreement", partial(record_agreement, root)))
 
 
 def record_agreement(root: Path) -> None:
@@ -227,7 +216,7 @@ def main(places: Places) -> None:
         flags = [argument.format(root=places.root) for argument in arguments]
         corpus = ["--corpus", str(places.corpus), "--tensor-model-parallel-size", "2"]
         work = partial(run_tool, "pretrain_gpt.py", [*corpus, *flags])
-        launch(places, f"mistake-{name}", work)
+        record(places, f"mistake-{name}", status=launch(places, f"mistake-{name}", work))
     for moment in KILLS:
         kill_at(places, moment)
     for reason in STOPS:

@@ -1,4 +1,4 @@
-"""Launch ranks, by torchrun or by fork, and end them in any case."""
+"""Launch ranks by torchrun or by fork, and kill those that remain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def torchrun(num_ranks: int, script: Path | str, *arguments: str) -> list[str]:
-    """Return the command that starts ``script`` on local ranks, at a free port."""
+    """Return the torchrun command that starts ``script`` on local ranks at a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc-per-node", str(num_ranks), str(REPOSITORY / script), *arguments]
 
@@ -36,7 +36,7 @@ def flags(options: Any) -> list[str]:
             found += [] if value else ["--no-" + name.removeprefix("--")]
         elif isinstance(value, bool):
             found += [name] if value else []
-        elif isinstance(value, tuple):  # of an option that can be repeated
+        elif isinstance(value, tuple):  # an option that can be repeated
             found += [word for group in value for word in (name, *group)]
         elif value is not None:
             found += [name, str(value)]
@@ -58,7 +58,7 @@ def start(command: list[str], log: Path, folder: Path = REPOSITORY) -> subproces
 
 
 def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait for the exit status, then kill the remaining processes of the group."""
+    """Return the exit status, after killing the remaining processes of the group."""
     try:
         return process.wait(seconds)
     finally:
@@ -73,7 +73,7 @@ def wait_for_step(log: Path, step: int, is_alive: Callable[[], bool]) -> None:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all that it started."""
+    """Kill the process and its process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -101,10 +101,10 @@ def environment() -> Mapping[str, str]:
 
 
 def fork_ranks(num_ranks: int, log: Path, function: Callable[[], Any]) -> Any:
-    """Start torchrun's launcher, forked, with ranks forked from it; return its process.
+    """Fork torchrun's launcher, which forks the ranks; return its process.
 
-    This process has imported everything, so that a launch takes a second instead of ten. It must
-    not have started a thread. The launcher leads a process group; output goes to ``log``.
+    This process has imported everything, so a launch takes one second instead of ten. It must not
+    have started a thread. The launcher leads a process group; output goes to ``log``.
     """
     launcher = multiprocessing.get_context("fork").Process(
         target=_launch, args=(num_ranks, log, function)
@@ -132,7 +132,7 @@ def _launch(num_ranks: int, log: Path, function: Callable[[], Any]) -> None:
 
 
 def _rank(function: Callable[[], Any]) -> None:
-    """Call ``function``; status 0 has to be a return, not an exit."""
+    """Call ``function``; torchrun expects a return, not SystemExit, on success."""
     try:
         function()
     except SystemExit as leaving:

@@ -1,4 +1,4 @@
-"""Methods' options and entry points, as the sections of ranks.py call them."""
+"""Run DoReMi, DoGE, Chameleon and discovery for the sections of ranks.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.distributed.cases import (
 
 
 def proxy_options(places: Places, name: str, case: Case) -> ProxyOptions:
-    """The proxy is the run that every layout repeats."""
+    """Proxy options equal to those of the run of every layout."""
     run = training_options(places, name, case)
     fields = [field.name for field in dataclasses.fields(ProxyOptions)]
     return ProxyOptions(**{field: getattr(run, field) for field in fields})
@@ -78,7 +78,7 @@ def discover(places: Places, name: str) -> None:
 
 
 def chameleon(places: Places, name: str, layer: int) -> ChameleonOptions:
-    """The mixture of the run 'one', by one reading of one layer."""
+    """Options to embed one layer of the run 'one' in the layout of a reading."""
     reading = READINGS[name]
     return ChameleonOptions(
         corpus=places.corpus,

@@ -1,12 +1,12 @@
-"""The program that torchrun starts on four ranks: all sections in turn, in the same processes.
+"""Run all sections in the same four processes, one after another.
 
     torchrun --nproc-per-node 4 ranks.py ROOT [--slow]
 
-Starting ranks takes much longer than a section. A section for fewer ranks is done by the first of
-them while the others proceed to the next section that needs them. The product sets up and destroys
-process groups, section by section.
+Starting processes takes much longer than a section. A section with fewer ranks runs on the first
+processes, while the others proceed to the next section that needs them. Each section sets up and
+destroys its own process groups.
 
-Imports of the product are in the functions: a rank imports what its sections need.
+The package is imported inside functions, so that a rank imports only what its sections need.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ if TYPE_CHECKING:
 
 SECONDS_TO_WAIT_FOR_OTHERS = 1200.0
 SMALLER_THAN_WEIGHTS = 50_000
-"""Bytes that a file may have on a full disk."""
+"""Maximum file size in bytes on the full disk."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One test run: its name, its number of ranks, and what each of them does."""
+    """One test run: its name, its number of ranks, and the function that each rank calls."""
 
     name: str
     ranks: int
@@ -90,7 +90,7 @@ class Section:
 
 
 def all_sections() -> Iterator[Section]:
-    """Every section, after those whose results it reads."""
+    """Yield all sections; each comes after those whose results it reads."""
     for name, case in {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING}.items():
         yield Section(name, case.ranks, run(train, name, case))
     dry = dataclasses.replace(DP2_SHARDED, dry_first_step="on")
@@ -137,7 +137,7 @@ def run(
     Args:
         work: a function of this file, or "module.function" of this folder, imported when called.
         arguments: after the paths.
-        cut: the run that it resumes from the middle; the first argument is the new run's name.
+        cut: the run to resume from its middle; the first argument is the new run's name.
     """
 
     def bound(places: Places) -> None:
@@ -146,8 +146,8 @@ def run(
             module, _, name = function.partition(".")
             function = getattr(importlib.import_module(f"tests.distributed.{module}"), name)
         if cut:
-            folder = places.proxy if cut.startswith(("doremi", "doge")) else places.run
-            cut_run(folder(cut), folder(arguments[0]))
+            proxy = "proxy" if cut.startswith(("doremi", "doge")) else ""
+            cut_run(places.run(cut) / proxy, places.run(arguments[0]) / proxy)
         function(places, *arguments)
 
     return bound
@@ -179,7 +179,7 @@ def cut_run(origin: Path, target: Path, step: int = SAVE_INTERVAL) -> None:
 
 
 def train_bad(places: Places, name: str) -> None:
-    """Train with a NaN gradient on the last rank only, in two steps."""
+    """Train with a NaN gradient in BAD_STEPS, on the last rank only."""
     from megatron_chameleon.training.trainer import pretrain
 
     steps = itertools.count(1)
@@ -212,7 +212,7 @@ def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator
 
 
 def train_saving(places: Places, name: str) -> None:
-    """Train while one rank's disk is full during some of the steps."""
+    """Train while the disk of one rank is full from FULL_FROM until before FULL_UNTIL."""
     from megatron_chameleon.training.trainer import pretrain
 
     saving = SAVING[name]
@@ -251,7 +251,7 @@ def peak_setup(name: str) -> TrainingSetup:
 
 
 def measure_peak(places: Places, name: str) -> None:
-    """Take two steps on every rank; rank 0 writes the peak of each."""
+    """Take two steps on every rank; rank 0 writes the peak memory of each rank."""
     import torch.distributed as dist
 
     from megatron_chameleon.parallel.layout import distributed
@@ -262,8 +262,8 @@ def measure_peak(places: Places, name: str) -> None:
         measured = [0] * layout.world_size
         dist.all_gather_object(measured, peak_of_training(setup, layout))
         if layout.is_main:
-            places.found(name).parent.mkdir(exist_ok=True)
-            places.found(name).write_text(json.dumps(measured))
+            places.peaks(name).parent.mkdir(exist_ok=True)
+            places.peaks(name).write_text(json.dumps(measured))
 
 
 def train_online(places: Places, name: str, case: Case) -> None:
@@ -284,10 +284,10 @@ def is_first_rank() -> bool:
 
 
 class Ranks:
-    """Lets some of the processes of this launch meet for a section.
+    """Connects the processes of this launch that take part in a section.
 
-    torchrun's store serves one process group only: the second would find the addresses of the
-    first. So each section gets its own store, at a port that the first rank chooses.
+    torchrun's store serves only one process group: a second group would find the addresses of the
+    first. So each section gets its own store at a port that rank 0 chooses.
     """
 
     def __init__(self) -> None:
@@ -303,7 +303,7 @@ class Ranks:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
     def join(self, section: Section) -> bool:
-        """Make this process one of the section's ranks; False if it has none for it."""
+        """Set this process's environment for the section; False if it takes no part."""
         if self.rank >= section.ranks:
             return False
         if self.rank == 0:
@@ -328,7 +328,7 @@ def main(places: Places, *, with_slow: bool) -> None:
             continue
         start = time.perf_counter()
         section.work(places)
-        gc.freeze()  # the next section collects only its own garbage
+        gc.freeze()  # exclude this section's objects from later garbage collections
         if is_first_rank():
             print(f"section {section.name}: {time.perf_counter() - start:.1f} s", flush=True)
             places.done(section.name).parent.mkdir(exist_ok=True)
@@ -336,5 +336,5 @@ def main(places: Places, *, with_slow: bool) -> None:
 
 
 if __name__ == "__main__":
-    open_output()  # like the tools: a rank whose disk is full cannot write its log either
+    open_output()  # as the tools do: a rank with a full disk cannot write its log either
     main(Places(Path(sys.argv[1])), with_slow="--slow" in sys.argv)

@@ -1,4 +1,4 @@
-"""Reads of the run 'one' in a layout and in a slow plain way, and conversions of its checkpoint."""
+"""Embed and evaluate the run 'one' in a layout and by plain loops; convert its checkpoint."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from tests.distributed.cases import (
 def read(
     places: Places, name: str, output: str | None = None, checkpoint: Path | None = None
 ) -> None:
-    """Embed each layer and evaluate perplexities, in the layout and batch size of a reading.
+    """Embed each layer and evaluate perplexities in the layout and batch size of a reading.
 
     Args:
         places: paths.
-        name: of the reading, a layout and a batch size.
-        output: name of the results; default: ``name``.
-        checkpoint: default: that of the run 'one'.
+        name: the reading.
+        output: name of the results; ``name`` if None.
+        checkpoint: that of the run 'one' if None.
     """
     output, checkpoint = output or name, checkpoint or places.run("one")
     for layer in LAYERS:
@@ -78,7 +78,7 @@ def read(
         packed,
         packing="documents",
         overlap=OVERLAP,
-        output=places.evaluation_by_document(output),
+        output=places.evaluation(output, "documents"),
     )
     evaluate_perplexities([packed, by_document])
 
@@ -89,7 +89,7 @@ def read_converted(places: Places) -> None:
 
 
 def convert_one(places: Places) -> None:
-    """Convert the run 'one' to a folder, that to a checkpoint; copy it with more rows."""
+    """Convert the run 'one' to a Hugging Face folder and back; copy the folder with more rows."""
     folder = places.huggingface("one")
     convert_to_huggingface(ToHuggingFaceOptions(places.run("one"), folder))
     convert_from_huggingface(FromHuggingFaceOptions(folder, places.from_huggingface("one")))
@@ -105,7 +105,7 @@ def convert_one(places: Places) -> None:
 
 
 def rewrite(places: Places, name: str) -> None:
-    """Read that checkpoint in a layout into other weights, and write it again."""
+    """Load the converted checkpoint over other initial weights in a layout, and save it again."""
     record = CheckpointRecord.load(places.from_huggingface("one"))
     is_narrow = name == NARROW
     narrow = mock.patch("megatron_chameleon.model.gpt.VOCABULARY_MULTIPLE", NARROW_MULTIPLE)
@@ -121,13 +121,13 @@ def rewrite(places: Places, name: str) -> None:
 
 
 def convert_rewritten(places: Places, name: str) -> None:
-    """Convert what a layout wrote to a folder."""
+    """Convert the checkpoint that a layout saved to a Hugging Face folder."""
     options = ToHuggingFaceOptions(places.from_huggingface(name), places.huggingface(name))
     convert_to_huggingface(options)
 
 
 def write_reference(places: Places) -> None:
-    """Write what one rank reads of the whole model, one window at a time.
+    """Write embeddings and losses of the whole model on one rank, one window at a time.
 
     Embeddings 'NAME/LAYER' [n, h], hidden states 'hidden/LAYER' [s, b, h], losses 'NAME', and sums
     of losses and tokens of each document, 'NAME/documents' [2, d].
@@ -167,7 +167,7 @@ def hooked_states(model: GPTModel, tokens: torch.Tensor, layer: int) -> torch.Te
 
 @torch.no_grad()
 def logits(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [b, s, v] of tokens [b, s], rows that pad the vocabulary included."""
+    """Logits [b, s, v] of tokens [b, s]; v includes the padding of the vocabulary."""
     return model(tokens, torch.arange(tokens.size(1)).expand_as(tokens), None)
 
 

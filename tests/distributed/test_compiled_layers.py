@@ -1,6 +1,7 @@
 """Compiled layers in every kind of layout: equal losses, and one graph per layer.
 
-The graphs run eagerly, or on the CPU by inductor; their speed on a GPU is not measured.
+The graphs run eagerly, or on the CPU by inductor; their speed on a GPU is not measured. The case of
+one rank is in tests/unit/model/test_gpt.py.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def check(found, name, tolerance):
     assert any(loss > 0 for of_rank in found for loss in of_rank[name]["plain"][0][:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "names", "tolerance"),
     [
@@ -51,10 +53,7 @@ def check(found, name, tolerance):
             "inductor",
             ("sp2-selective", "pp2-full"),
             INDUCTOR_TOLERANCE,
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++"),
-            ],
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++"),
         ),
     ],
 )

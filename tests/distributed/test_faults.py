@@ -28,7 +28,7 @@ FRAME_OF_OURS = re.compile(r'File ".*/(megatron_chameleon|tools)/.*", line')
 
 @pytest.fixture(scope="module")
 def found(places):
-    """``found(name)``: what a launch of faults.py recorded, and its log."""
+    """``found(name)``: the record of a launch of faults.py, and its log."""
     log = places.root / "faults.log"
     command = [sys.executable, "-m", "tests.distributed.faults", str(places.root)]
     status = finish(start(command, log), SECONDS)
@@ -82,7 +82,7 @@ def test_all_ranks_stop_at_one_step_and_save_it(found, reason):
     assert (launch["run_status"], launch["stopped_by"]) == ("interrupted", reason), launch["log"]
     assert launch["checkpoints"][-1] == f"step-{launch['step']:08d}"
     assert 2 <= launch["step"] < STOPPED_ITERS
-    # A signal to the launcher is its failure.
+    # The launcher fails if it receives the signal itself.
     assert (launch["status"] == 0) == (reason in ("SIGUSR1", "--exit-duration-in-mins"))
 
 
@@ -97,7 +97,7 @@ def test_each_launch_resumes_where_the_one_before_stopped(found):
 def test_a_users_mistake_is_one_line_without_a_traceback(places, found, name):
     launch = found(f"mistake-{name}")
     log = launch["log"]
-    # The launcher's status is 1 whatever its ranks'; its summary has theirs.
+    # The launcher's status is always 1; its summary shows that of the ranks.
     assert launch["status"] != 0
     assert re.search(r"exitcode +: 2 ", log), log
     assert not FRAME_OF_OURS.search(log), log

@@ -29,12 +29,12 @@ TOLERANCE, DOGE_TOLERANCE = 5e-6, 1e-5
 
 
 def others(names: Any, again: Again | None = None) -> list[Any]:
-    """Return all but the sections of one rank that the others repeat."""
+    """Parameters for all sections except the one-rank references."""
     return params(name for name in (*names, *(again or {})) if name != one_rank(name))
 
 
 def series(lines: list[dict[str, Any]], *of_hook: str) -> dict[str, np.ndarray]:
-    """Values by step of loss, gradient norm and fields of the hook."""
+    """Loss, gradient norm and fields of the hook by step."""
     found: dict[str, Any] = {name: [line[name] for line in lines] for name in ("loss", "grad_norm")}
     for field in of_hook:
         values = [line["hook"][field] for line in lines]
@@ -83,7 +83,7 @@ def mixture(results: Any, name: str) -> Mixture:
 
 
 def doremi_series(results: Any, name: str) -> dict[str, np.ndarray]:
-    return series(list(results.proxy(name).metrics()), "weights", "mean_weights", "excess")
+    return series(list(results.run(f"{name}/proxy").metrics()), "weights", "mean_weights", "excess")
 
 
 @pytest.mark.parametrize("name", others(DOREMI, DOREMI_AGAIN))
@@ -96,7 +96,7 @@ def test_doremi_finds_the_weights_of_one_rank(results, name):
     assert np.ptp(weights[-1]) > 0.01
     assert len(np.unique(weights[:, 0])) == TRAIN_ITERS
     if name in DOREMI:
-        assert results.proxy(name).cost.flops == results.proxy(one).cost.flops
+        assert results.run(f"{name}/proxy").cost.flops == results.run(f"{one}/proxy").cost.flops
     runs = [TrainingRun.load(results.places.run(name) / p) for p in found.parameters["made_from"]]
     assert found.parameters["total_cost"]["flops"] == sum(run.cost.flops for run in runs)
 
@@ -109,14 +109,14 @@ def test_doge_finds_the_weights_of_one_rank(results, name):
     assert found.scores == pytest.approx(expected.scores, abs=10 * DOGE_TOLERANCE)
     assert len(expected.weights) == len(DOMAINS)
     assert max(expected.weights.values()) - min(expected.weights.values()) > 0.01
-    proxies = results.proxy(name), results.proxy(one)
+    proxies = results.run(f"{name}/proxy"), results.run(f"{one}/proxy")
     lines, wanted = (series(list(proxy.metrics()), "weights") for proxy in proxies)
     assert_near(lines, wanted, DOGE_TOLERANCE)
     if name in DOGE:
         flops, plain = (proxy.cost.flops for proxy in proxies)
         if DOGE[name].parallel.pipeline_model_parallel_size == 1:
             assert flops == plain
-        else:  # it fills micro-batches up
+        else:  # micro-batches are padded
             assert plain <= flops < 1.4 * plain
         if name == "doge-pp2":  # three samples in two micro-batches
             assert flops > plain

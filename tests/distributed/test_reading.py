@@ -59,7 +59,7 @@ def test_perplexities_are_those_of_plain_windows(results, reading):
         assert domain.loss == pytest.approx(float(reference[name]), abs=TOLERANCE)
         assert domain.perplexity == pytest.approx(np.exp(reference[name]), rel=TOLERANCE)
         assert domain.loss < np.log(VOCAB_SIZE) - 1.0  # the model has learned something
-    by_document = results.evaluation_by_document(reading)
+    by_document = results.evaluation(reading, "documents")
     assert by_document.protocol.overlap == OVERLAP
     for name, domain in by_document.domains.items():
         sums, tokens = reference[f"{name}/documents"]
@@ -68,7 +68,7 @@ def test_perplexities_are_those_of_plain_windows(results, reading):
         assert domain.clusters is not None
         assert domain.clusters.tokens == tokens.tolist()
         assert domain.clusters.losses == pytest.approx(sums.tolist(), rel=TOLERANCE)
-        one = results.evaluation_by_document("one").domains[name]
+        one = results.evaluation("one", "documents").domains[name]
         assert domain.text_bytes == one.text_bytes
         assert domain.bits_per_byte is not None
 
@@ -77,7 +77,7 @@ def test_perplexities_are_those_of_plain_windows(results, reading):
 
 
 def tensors(results, name):
-    """Tensors of the folder made of the run, or of what a layout wrote."""
+    """Tensors of the Hugging Face folder of the run 'one' or of a layout's checkpoint."""
     results.require(f"convert-{name}")
     return load_file(results.places.huggingface(name) / "model.safetensors")
 
@@ -140,5 +140,5 @@ def test_downstream_answers_are_those_of_one_rank(results, name):
     assert result.gaps == []
     assert result.cost.num_devices == MAX_RANKS
     assert result.cost.device_seconds == pytest.approx(MAX_RANKS * result.cost.wall_seconds)
-    # Rows are packed alike; their padding depends on the batches.
+    # The padding of rows depends on the batches.
     assert result.cost.flops == pytest.approx(one.cost.flops, rel=0.2)

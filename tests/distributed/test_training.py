@@ -42,7 +42,7 @@ def test_the_run_would_show_an_error(results):
     losses = [step["loss"] for step in steps]
     moves = [abs(after - before) for before, after in itertools.pairwise(losses)]
     assert len(steps) == TRAIN_ITERS >= 12
-    assert losses[0] - losses[-1] > 1.0  # it learns, so the updates matter
+    assert losses[0] - losses[-1] > 1.0  # the model learns, so updates matter
     assert min(moves) > SMALLEST_ERROR
     assert min(step["grad_norm"] for step in steps) > 1.0  # so every gradient is clipped
 
@@ -51,9 +51,9 @@ def test_runs_that_separate_documents_differ(results):
     plain, apart = results.metrics("one"), results.metrics("one-apart")
     tokens = [[sum(s["domain_tokens"].values()) for s in steps] for steps in (plain, apart)]
     assert all(fewer < total for total, fewer in zip(*tokens, strict=True))
-    assert len(set(tokens[1])) > 1  # so batches and their parts are unequal
+    assert len(set(tokens[1])) > 1  # so the number of losses differs among batches
     for one, other in zip(plain, apart, strict=True):
-        losses = one["domain_loss"], other["domain_loss"]  # in their mean they could cancel
+        losses = one["domain_loss"], other["domain_loss"]  # differences could cancel in the mean
         assert max(abs(losses[0][name] - losses[1][name]) for name in losses[1]) > SMALLEST_ERROR
 
 
@@ -75,7 +75,7 @@ def test_bf16_losses_are_those_of_one_rank_in_bf16(results):
 
 
 def assert_identical(results, name, origin, steps=(TRAIN_ITERS,)):
-    """To the last bit, with every byte of weights and moments, which a checkpoint's hash covers."""
+    """Metrics, weights and moments are equal to the last bit; the hash covers the last two."""
     assert results.metrics(name) == results.metrics(origin)
     for step in steps:
         assert results.checkpoint(name, step).hash == results.checkpoint(origin, step).hash
@@ -163,7 +163,7 @@ def test_one_ranks_nan_gradient_skips_the_step_on_all(results, name):
     assert [line["skipped_steps"] for line in lines] == [0] * 5 + [1] + [2] * 6
     run = results.run(name)
     assert (run.status, run.skipped_steps) == ("finished", 2)
-    steps = (BAD_STEPS[-1] + 1, TRAIN_ITERS)  # the checkpoint waits for a good step
+    steps = (BAD_STEPS[-1] + 1, TRAIN_ITERS)  # the checkpoint is saved after a good step
     assert checkpoint_folders(run.root) == [step_folder(run.root, step) for step in steps]
     for one, other in zip(results.metrics("one-bad"), lines, strict=True):
         assert (other["drawn"], other["lr"]) == (one["drawn"], one["lr"])
@@ -210,7 +210,7 @@ def test_the_memory_estimate_is_near_the_peak_of_every_rank(results, name):
     from tests.distributed.ranks import peak_setup
 
     results.require(name)
-    measured = json.loads(results.places.found(name).read_text())
+    measured = json.loads(results.places.peaks(name).read_text())
     stages = estimate_memory(peak_setup(name))
     assert len(measured) == PEAKS[name].ranks
     for rank, peak in enumerate(measured):
