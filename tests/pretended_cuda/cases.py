@@ -67,7 +67,7 @@ TRAINING = {
     "overlapped-async": Case((*OVERLAPPED, "--async-save"), ranks=2, is_core=True),
     "tensor-sequence": Case(TENSOR_SEQUENCE, ranks=2, is_core=True),
     "interleaved": Case(INTERLEAVED, ranks=2, is_core=True),
-    "data-parallel": Case(ranks=2, is_core=True),
+    "data-parallel": Case(ranks=2),
     "tensor-pipeline": Case((*TENSOR, *PIPELINE), ranks=4),
     "bf16-tensor-interleaved": Case(
         (*BF16, *TENSOR_SEQUENCE, *INTERLEAVED, *SHARDED), ranks=4, reference=BF16

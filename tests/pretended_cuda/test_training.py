@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,13 @@ from tests.pretended_cuda.cases import (
 )
 from tests.pretended_cuda.conftest import Finished, Tools
 
-CASES = [
-    pytest.param(name, marks=() if case.is_core else pytest.mark.slow)
-    for name, case in TRAINING.items()
-]
+
+def params(*names: str) -> list[Any]:
+    """Cases as parameters, those outside the core marked ``slow``."""
+    return [
+        pytest.param(name, marks=() if TRAINING[name].is_core else pytest.mark.slow)
+        for name in names
+    ]
 
 
 def on_device(tools: Tools, name: str) -> Finished:
@@ -40,7 +44,7 @@ def assert_near(found: Finished, expected: Finished, tolerance: float) -> None:
             assert line[name] == near, name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", params(*TRAINING))
 def test_losses_are_those_of_the_cpu(tools: Tools, name: str) -> None:
     case = TRAINING[name]
     found, expected = tools.concurrently(
@@ -51,7 +55,7 @@ def test_losses_are_those_of_the_cpu(tools: Tools, name: str) -> None:
     assert found.values("loss")[0] - found.values("loss")[-1] > 100 * case.tolerance
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", params(*TRAINING))
 def test_the_host_waits_once_a_step(tools: Tools, name: str) -> None:
     done, is_async = on_device(tools, name), "--async-save" in TRAINING[name].flags
     for step in STEPS_WITHOUT_LOGGING:
@@ -62,7 +66,7 @@ def test_the_host_waits_once_a_step(tools: Tools, name: str) -> None:
             assert sum(found.values()) == 1, (rank, step, dict(found))
 
 
-@pytest.mark.parametrize("name", ["overlapped-async", "data-parallel"])
+@pytest.mark.parametrize("name", params("overlapped-async", "data-parallel"))
 def test_ranks_save_the_same_common_state(tools: Tools, name: str) -> None:
     """Device tensors must not be pickled in it: other ranks would load them on rank 0's device."""
     found = on_device(tools, name)
