@@ -1,9 +1,7 @@
-"""Launch ranks that are killed, stopped or started with wrong options, for test_faults.py.
+"""Launches of ranks that are killed, stopped or started with wrong options.
 
-    python faults.py ROOT
-
-forks every launch from this process. ROOT has a corpus; ROOT/NAME.log gets the output of a launch,
-and ROOT/NAME.json its exit status and the state of its run folder.
+``places.root/NAME.log`` gets the output of a launch, and NAME.json its exit status and the state of
+its run folder.
 """
 
 from __future__ import annotations
@@ -210,7 +208,8 @@ def record_agreement(root: Path) -> None:
     (root / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def main(places: Places) -> None:
+def launch_faults(places: Places) -> None:
+    """Run every launch, forked from this process."""
     agree(places)
     for name, arguments in MISTAKES.items():
         flags = [argument.format(root=places.root) for argument in arguments]
@@ -221,7 +220,3 @@ def main(places: Places) -> None:
         kill_at(places, moment)
     for reason in STOPS:
         stop_by(places, reason)
-
-
-if __name__ == "__main__":
-    main(Places(Path(sys.argv[1])))

@@ -116,7 +116,6 @@ def fork_ranks(num_ranks: int, log: Path, function: Callable[[], Any]) -> Any:
 def _launch(num_ranks: int, log: Path, function: Callable[[], Any]) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.setsid()
     redirect_output(log)
     config = LaunchConfig(
         min_nodes=1,

@@ -1,12 +1,7 @@
-"""Run all sections in the same four processes, one after another.
+"""Sections: small runs that ranks do one after another in the same processes.
 
-    torchrun --nproc-per-node 4 ranks.py ROOT [--slow]
-
-Starting processes takes much longer than a section. A section with fewer ranks runs on the first
-processes, while the others proceed to the next section that needs them. Each section sets up and
-destroys its own process groups.
-
-The package is imported inside functions, so that a rank imports only what its sections need.
+A section with fewer ranks runs on the first processes, while the others proceed to the next section
+that needs them. Each section sets up and destroys its own process groups.
 """
 
 from __future__ import annotations
@@ -14,21 +9,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib
 import itertools
 import json
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.console import open_output
+from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
+from megatron_chameleon.model.memory import TrainingSetup
+from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.training import step as step_module
+from megatron_chameleon.training.trainer import pretrain
+from tests.distributed import methods, readings
 from tests.distributed.cases import (
     BAD,
     BAD_STEPS,
@@ -69,11 +76,7 @@ from tests.distributed.cases import (
     tuning_options,
 )
 from tests.full_disk import largest_file_size
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_chameleon.model.memory import TrainingSetup
+from tests.peak_memory import peak_of_training
 
 SECONDS_TO_WAIT_FOR_OTHERS = 1200.0
 SMALLER_THAN_WEIGHTS = 50_000
@@ -97,13 +100,13 @@ def all_sections() -> Iterator[Section]:
     yield Section(DRY_RUN, dry.ranks, run(train, DRY_RUN, dry))
     for name, case in BAD.items():
         yield Section(name, case.ranks, run(train_bad, name))
-    methods: list[tuple[Callable[..., None] | str, dict[str, Case], Again]] = [
+    trainings: list[tuple[Callable[..., None], dict[str, Case], Again]] = [
         (train_online, ONLINE, ONLINE_AGAIN),
-        ("methods.doremi", DOREMI, DOREMI_AGAIN),
-        ("methods.doge", DOGE, DOGE_AGAIN),
+        (methods.doremi, DOREMI, DOREMI_AGAIN),
+        (methods.doge, DOGE, DOGE_AGAIN),
         (train, {}, RESUMED),
     ]
-    for work, cases, resumed in methods:
+    for work, cases, resumed in trainings:
         for name, case in cases.items():
             yield Section(name, case.ranks, run(work, name, case))
         for name, (origin, case) in resumed.items():
@@ -112,51 +115,45 @@ def all_sections() -> Iterator[Section]:
         yield Section(name, RUNS[saving.origin].ranks, run(train_saving, name))
     for name, case in PEAKS.items():
         yield Section(name, case.ranks, run(measure_peak, name))
-    yield Section("reference", 1, run("readings.write_reference"))
+    yield Section("reference", 1, run(readings.write_reference))
     for name, reading in READINGS.items():
-        yield Section(f"read-{name}", reading.case.ranks, run("readings.read", name))
+        yield Section(f"read-{name}", reading.case.ranks, run(readings.read, name))
     for name, case in DISCOVERING.items():
-        yield Section(name, case.ranks, run("methods.discover", name))
-    yield Section("convert-one", 1, run("readings.convert_one"))
+        yield Section(name, case.ranks, run(methods.discover, name))
+    yield Section("convert-one", 1, run(readings.convert_one))
     for name, case in {TUNED_FROM_CHECKPOINT: ONE, **TUNED}.items():
         yield Section(name, case.ranks, run(train_tuned, name))
     for name, case in REWRITTEN.items():
-        yield Section(f"rewrite-{name}", case.ranks, run("readings.rewrite", name))
-        yield Section(f"convert-{name}", 1, run("readings.convert_rewritten", name))
-    yield Section("read-converted", 1, run("readings.read_converted"))
-    yield Section("downstream-one", 1, run("downstream.write_and_answer"))
+        yield Section(f"rewrite-{name}", case.ranks, run(readings.rewrite, name))
+        yield Section(f"convert-{name}", 1, run(readings.convert_rewritten, name))
+    yield Section("read-converted", 1, run(readings.read_converted))
+    yield Section("downstream-one", 1, run(answer_downstream))
     for name in DOWNSTREAM:
-        yield Section(f"downstream-{name}", MAX_RANKS, run("downstream.answer", name))
+        yield Section(f"downstream-{name}", MAX_RANKS, run(answer_downstream, name))
 
 
 def run(
-    work: Callable[..., None] | str, *arguments: Any, cut: str | None = None
+    work: Callable[..., None], *arguments: Any, cut: str | None = None
 ) -> Callable[[Places], None]:
     """Bind all arguments of a section's work except the paths.
 
     Args:
-        work: a function of this file, or "module.function" of this folder, imported when called.
+        work: called with the paths and ``arguments``.
         arguments: after the paths.
         cut: the run to resume from its middle; the first argument is the new run's name.
     """
 
     def bound(places: Places) -> None:
-        function = work
-        if isinstance(function, str):
-            module, _, name = function.partition(".")
-            function = getattr(importlib.import_module(f"tests.distributed.{module}"), name)
         if cut:
             proxy = "proxy" if cut.startswith(("doremi", "doge")) else ""
             cut_run(places.run(cut) / proxy, places.run(arguments[0]) / proxy)
-        function(places, *arguments)
+        work(places, *arguments)
 
     return bound
 
 
 def train(places: Places, name: str, case: Case) -> None:
     """Train, or resume the run in the folder."""
-    from megatron_chameleon.training.trainer import pretrain
-
     pretrain(training_options(places, name, case))
 
 
@@ -165,10 +162,6 @@ def cut_run(origin: Path, target: Path, step: int = SAVE_INTERVAL) -> None:
 
     The metrics are copied whole: a killed run leaves lines beyond its last checkpoint.
     """
-    from megatron_chameleon.artifacts import TrainingRun
-    from megatron_chameleon.artifacts.checkpoint import step_folder
-    from megatron_chameleon.artifacts.training_run import METRICS_NAME
-
     if not is_first_rank():
         return
     saved = step_folder(origin, step)
@@ -180,8 +173,6 @@ def cut_run(origin: Path, target: Path, step: int = SAVE_INTERVAL) -> None:
 
 def train_bad(places: Places, name: str) -> None:
     """Train with a NaN gradient in BAD_STEPS, on the last rank only."""
-    from megatron_chameleon.training.trainer import pretrain
-
     steps = itertools.count(1)
     on_last_rank = int(os.environ["RANK"]) == BAD[name].ranks - 1
 
@@ -198,11 +189,10 @@ def train_bad(places: Places, name: str) -> None:
 @contextlib.contextmanager
 def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator[None]:
     """Call ``before(model)`` before each training step of the block; remove the hook it returns."""
-    from megatron_chameleon.training import step
 
     def train_step(model: Sequence[torch.nn.Module], *others: Any) -> Any:
         handle = before(model)
-        result = step.train_step(model, *others)
+        result = step_module.train_step(model, *others)
         if handle:
             handle.remove()
         return result
@@ -213,8 +203,6 @@ def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator
 
 def train_saving(places: Places, name: str) -> None:
     """Train while the disk of one rank is full from FULL_FROM until before FULL_UNTIL."""
-    from megatron_chameleon.training.trainer import pretrain
-
     saving = SAVING[name]
     is_mine = saving.full_rank == int(os.environ["RANK"])
     steps = itertools.count(1)
@@ -234,9 +222,6 @@ def train_saving(places: Places, name: str) -> None:
 
 def peak_setup(name: str) -> TrainingSetup:
     """A model whose layers and logits take more memory than its parameters."""
-    from megatron_chameleon.model.memory import TrainingSetup
-    from megatron_chameleon.model.sizes import ModelShape, ModelSize
-
     parallel = PEAKS[name].parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     size = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=128, ffn_hidden_size=512)
@@ -252,11 +237,6 @@ def peak_setup(name: str) -> TrainingSetup:
 
 def measure_peak(places: Places, name: str) -> None:
     """Take two steps on every rank; rank 0 writes the peak memory of each rank."""
-    import torch.distributed as dist
-
-    from megatron_chameleon.parallel.layout import distributed
-    from tests.peak_memory import peak_of_training
-
     setup = peak_setup(name)
     with distributed(setup.parallel, seed=0) as layout:
         measured = [0] * layout.world_size
@@ -267,16 +247,20 @@ def measure_peak(places: Places, name: str) -> None:
 
 
 def train_online(places: Places, name: str, case: Case) -> None:
-    from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
-    from megatron_chameleon.training.trainer import pretrain
-
     pretrain(online_options(places, name, case), OnlineChameleon)
 
 
 def train_tuned(places: Places, name: str) -> None:
-    from megatron_chameleon.training.trainer import pretrain
-
     pretrain(tuning_options(places, name))
+
+
+def answer_downstream(places: Places, name: str | None = None) -> None:
+    from tests.distributed import downstream  # pyarrow starts a thread, so it is not forked
+
+    if name is None:
+        downstream.write_and_answer(places)
+    else:
+        downstream.answer(places, name)
 
 
 def is_first_rank() -> bool:
@@ -291,8 +275,6 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         self.rank = int(os.environ["RANK"])
         self._ports = TCPStore(
             os.environ["MASTER_ADDR"],
@@ -319,7 +301,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def main(places: Places, *, with_slow: bool) -> None:
+def run_sections(places: Places, *, with_slow: bool) -> None:
+    """Run this rank's part of all sections, or of all that are not slow."""
+    open_output()  # as the tools do: a rank with a full disk cannot write its log either
     ranks = Ranks()
     for section in all_sections():
         if section.name in SLOW and not with_slow:
@@ -333,8 +317,3 @@ def main(places: Places, *, with_slow: bool) -> None:
             print(f"section {section.name}: {time.perf_counter() - start:.1f} s", flush=True)
             places.done(section.name).parent.mkdir(exist_ok=True)
             places.done(section.name).touch()
-
-
-if __name__ == "__main__":
-    open_output()  # as the tools do: a rank with a full disk cannot write its log either
-    main(Places(Path(sys.argv[1])), with_slow="--slow" in sys.argv)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
 
@@ -20,27 +19,8 @@ from tests.distributed.cases import (
     TRAIN_ITERS,
 )
 from tests.distributed.conftest import metrics_in
-from tests.distributed.launch import finish, start
 
-SECONDS = 400.0
 FRAME_OF_OURS = re.compile(r'File ".*/(megatron_chameleon|tools)/.*", line')
-
-
-@pytest.fixture(scope="module")
-def found(places):
-    """``found(name)``: the record of a launch of faults.py, and its log."""
-    log = places.root / "faults.log"
-    command = [sys.executable, "-m", "tests.distributed.faults", str(places.root)]
-    status = finish(start(command, log), SECONDS)
-
-    def read(name):
-        path = places.root / f"{name}.json"
-        assert path.exists(), log.read_text()[-4000:]
-        text = path.with_suffix(".log")
-        return {**json.loads(path.read_text()), "log": text.read_text() if text.exists() else ""}
-
-    assert status == 0, log.read_text()[-4000:]
-    return read
 
 
 @pytest.mark.parametrize(
@@ -50,8 +30,8 @@ def found(places):
         ("in-async-save", [3, 6], 9),
     ],
 )
-def test_a_killed_rank_leaves_the_checkpoints_before(found, moment, saved, partial):
-    launch = found(f"killed-{moment}")
+def test_a_killed_rank_leaves_the_checkpoints_before(results, moment, saved, partial):
+    launch = results.fault(f"killed-{moment}")
     assert launch["status"] != 0
     assert launch["run_status"] in ("failed", "interrupted", "running"), launch["log"]
     temporary = [name for name in launch["left"] if name.endswith(".tmp")]
@@ -61,8 +41,8 @@ def test_a_killed_rank_leaves_the_checkpoints_before(found, moment, saved, parti
     assert re.fullmatch(rf"\.step-{partial:08d}\.\w+\.tmp", name)
 
 
-def test_the_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, places, found):
-    last = found(f"killed-{KILLS[-1]}")
+def test_the_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, places):
+    last = results.fault(f"killed-{KILLS[-1]}")
     assert last["status"] == 0, last["log"]
     assert (last["run_status"], last["step"]) == ("finished", TRAIN_ITERS)
     assert last["left"] == ["step-00000006", "step-00000009", "step-00000012"]
@@ -77,8 +57,8 @@ def test_the_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, place
 
 
 @pytest.mark.parametrize("reason", STOPS)
-def test_all_ranks_stop_at_one_step_and_save_it(found, reason):
-    launch = found(f"stopped-{reason}")
+def test_all_ranks_stop_at_one_step_and_save_it(results, reason):
+    launch = results.fault(f"stopped-{reason}")
     assert (launch["run_status"], launch["stopped_by"]) == ("interrupted", reason), launch["log"]
     assert launch["checkpoints"][-1] == f"step-{launch['step']:08d}"
     assert 2 <= launch["step"] < STOPPED_ITERS
@@ -86,16 +66,16 @@ def test_all_ranks_stop_at_one_step_and_save_it(found, reason):
     assert (launch["status"] == 0) == (reason in ("SIGUSR1", "--exit-duration-in-mins"))
 
 
-def test_each_launch_resumes_where_the_one_before_stopped(found):
-    launches = [found(f"stopped-{reason}") for reason in STOPS]
+def test_each_launch_resumes_where_the_one_before_stopped(results):
+    launches = [results.fault(f"stopped-{reason}") for reason in STOPS]
     steps = [launch["step"] for launch in launches]
     assert steps[0] < steps[1] == steps[2] - 1
     assert launches[-1]["steps"] == list(range(1, steps[2] + 1))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_users_mistake_is_one_line_without_a_traceback(places, found, name):
-    launch = found(f"mistake-{name}")
+def test_a_users_mistake_is_one_line_without_a_traceback(places, results, name):
+    launch = results.fault(f"mistake-{name}")
     log = launch["log"]
     # The launcher's status is always 1; its summary shows that of the ranks.
     assert launch["status"] != 0
@@ -109,8 +89,8 @@ def test_a_users_mistake_is_one_line_without_a_traceback(places, found, name):
     assert not places.run("mistake").exists()
 
 
-def test_ranks_agree(places, found):
-    assert found("agreement")["status"] == 0, found("agreement")["log"]
+def test_ranks_agree(places, results):
+    assert results.fault("agreement")["status"] == 0, results.fault("agreement")["log"]
     first, second = (
         json.loads((places.root / "agreement" / f"{rank}.json").read_text()) for rank in (0, 1)
     )
