@@ -46,7 +46,7 @@ class Finished:
     folder: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without fields that depend on the clock."""
+        """The lines of metrics.jsonl, without CLOCK_FIELDS."""
         lines = read_metrics(self.folder / METRICS_NAME)
         return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
 
@@ -84,9 +84,7 @@ class Tools:
         places = {"folder": folder, "corpus": self.corpus}
         words = [str(word).format_map(places) for word in command]
         log, waits = folder.with_suffix(".log"), folder.with_suffix(".waits")
-        driver = self._drivers[kind]
-        driver.start(Request(words, str(log), str(waits), **options))
-        status = driver.finish()
+        status = self._drivers[kind].run(Request(words, log, waits, **options))
         return Finished(status, log.read_text(errors="replace"), folder)
 
     def pretrain(

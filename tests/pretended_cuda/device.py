@@ -1,9 +1,9 @@
 """A simulated CUDA device: real numbers in CPU memory, under CUDA's rules.
 
 After :func:`install`, ``torch.cuda.is_available()`` is True in this process and the project takes
-every CUDA branch, with gloo in place of NCCL. What CUDA rejects fails here too: tensors of two
-devices in an operation, host tensors in NCCL's collectives, ``.numpy()`` of device tensors, another
-rank's device, pinned memory whose elements overlap. Host synchronizations are counted in
+every CUDA branch, with gloo in place of NCCL. Operations that CUDA rejects fail here too: tensors
+of two devices in an operation, host tensors in NCCL's collectives, ``.numpy()`` of device tensors,
+another rank's device, pinned memory whose elements overlap. Host synchronizations are counted in
 ``DEVICE.synchronizations``. CONTRIBUTING.md lists what this cannot show.
 """
 

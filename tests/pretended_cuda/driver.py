@@ -1,23 +1,17 @@
-"""A process with all imports done, which forks a tool run for each request.
+"""A process that has imported torch and megatron, and forks a tool run for each request.
 
-    python -m tests.pretended_cuda.driver {cpu,cuda}
-
-Importing torch and megatron takes most of a short run's time; here it is done once, with the
-device installed before for ``cuda``. Requests are lines of JSON on stdin, as :class:`Request` has
-them; for each, the run's exit status is a line on stdout.
+These imports take most of a short run's time. For ``cuda`` the device is installed before them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +20,6 @@ from tests.pretended_cuda import run_tool
 
 Kind = Literal["cpu", "cuda"]
 PRELOADED = "megatron_chameleon.training.trainer"
-MODULE = "tests.pretended_cuda.driver"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,73 +35,60 @@ class Request:
     """
 
     command: list[str]
-    log: str
-    synchronizations: str | None = None
+    log: Path
+    synchronizations: Path
     ranks: int = 1
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Driver:
-    """The tests' handle of the process, which answers requests in order."""
+    """Handle of the process, which serves one request at a time."""
 
     def __init__(self, kind: Kind) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, kind],
-            cwd=REPOSITORY,
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        context = multiprocessing.get_context("spawn")
+        self._connection, others_end = context.Pipe()
+        self._process = context.Process(target=serve, args=(kind, others_end))
+        self._process.start()
+        others_end.close()  # so that recv() fails if the process dies
 
-    def start(self, request: Request) -> None:
-        """Start a run; call :meth:`finish` before the next one."""
-        assert self._process.stdin is not None
-        print(json.dumps(dataclasses.asdict(request)), file=self._process.stdin, flush=True)
-
-    def finish(self) -> int:
-        """Wait for the exit status of the run."""
-        assert self._process.stdout is not None
-        answer = self._process.stdout.readline()
-        assert answer, f"the driver exited with status {self._process.wait()}"
-        return int(answer)
+    def run(self, request: Request) -> int:
+        """Return the exit status of the run."""
+        self._connection.send(request)
+        return self._connection.recv()
 
     def close(self) -> None:
         """Kill the process, which has no state between runs."""
         self._process.kill()
-        self._process.communicate()
+        self._process.join()
 
 
-def main(kind: Kind) -> None:
-    """Serve requests until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
+def serve(kind: Kind, connection: Connection) -> None:
+    """Answer each request with the exit status of its run."""
+    os.environ.update(environment())
+    os.chdir(REPOSITORY)
     if kind == "cuda":
         from tests.pretended_cuda import device
 
         device.hide_triton()
         device.install()
     importlib.import_module(PRELOADED)
-    for line in sys.stdin:
-        print(run(kind, Request(**json.loads(line))), file=answers, flush=True)
-
-
-def run(kind: Kind, request: Request) -> int:
-    """Run the tool in forked processes; returns the exit status."""
-    if request.ranks > 1:
-        launcher = fork_ranks(request.ranks, Path(request.log), partial(run_rank, kind, request))
+    while True:
+        request = connection.recv()
+        work = partial(run_rank, kind, request)
+        if request.ranks > 1:
+            launcher = fork_ranks(request.ranks, request.log, work)
+        else:
+            launcher = multiprocessing.get_context("fork").Process(
+                target=run_alone, args=(request.log, work)
+            )
+            launcher.start()
         launcher.join()
-        return int(launcher.exitcode)
-    process = multiprocessing.get_context("fork").Process(target=run_alone, args=(kind, request))
-    process.start()
-    process.join()
-    assert process.exitcode is not None
-    return process.exitcode
+        connection.send(launcher.exitcode)
 
 
-def run_alone(kind: Kind, request: Request) -> None:
-    """Run the tool in this forked process, with its output in the log."""
-    redirect_output(Path(request.log))
-    run_rank(kind, request)
+def run_alone(log: Path, work: partial[None]) -> None:
+    redirect_output(log)
+    work()
 
 
 def run_rank(kind: Kind, request: Request) -> None:
@@ -117,11 +97,6 @@ def run_rank(kind: Kind, request: Request) -> None:
     tool, *arguments = request.command
     if kind == "cuda":
         run_tool.use_kernels()
-        path = request.synchronizations
-        run_tool.run_on_device(Path(tool), arguments, None if path is None else Path(path))
+        run_tool.run_on_device(Path(tool), arguments, request.synchronizations)
     else:
         run_tool.run_as_main(Path(tool), arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ RESULT_READ_BY_HOST = {
     aten.masked_select.default,
     aten.repeat_interleave.Tensor,
 }
-"""Operations whose value or result shape the host waits for."""
+"""Operations after which the host waits for a value or a shape."""
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ class Device:
         current: the current one's index.
         synchronizations: counted so far.
         host_groups: names of the process groups that take tensors of the host.
-        is_saving: within ``torch.save``, whose files are read with a ``map_location``.
+        is_saving: whether ``torch.save`` runs; its files are loaded with a ``map_location``.
     """
 
     count: int = 1
@@ -225,7 +225,7 @@ def _compute(
 
 
 def _follow(wrapper: torch.Tensor, host: torch.Tensor) -> None:
-    """Give ``wrapper`` the shape that resize_ or set_ gave the CPU tensor."""
+    """Apply to ``wrapper`` the shape that resize_ or set_ gave the CPU tensor."""
     if not isinstance(wrapper, DeviceTensor):
         return
     if wrapper.shape != host.shape or wrapper.stride() != host.stride():
@@ -298,7 +298,7 @@ def _count_waits(
         count(function.name().removeprefix("aten::"))
     elif function in INDEXING:
         value = arguments[2] if len(arguments) > 2 else None
-        # torch fills by a mask where the value is a number of the host: that waits for nothing.
+        # With a host scalar as the value, torch fills by the mask, which does not synchronize.
         is_filling = isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor)
         masks = (i for i in arguments[1] if isinstance(i, DeviceTensor))
         if not is_filling and any(mask.dtype in (torch.bool, torch.uint8) for mask in masks):

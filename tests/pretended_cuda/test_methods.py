@@ -1,4 +1,4 @@
-"""Methods that train proxies, on the device: the CPU's mixtures, and one wait a step."""
+"""Methods that train proxies on the device: the mixtures equal the CPU's; waits are bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretraining with every CUDA branch taken: the CPU's losses, and one wait a step."""
+"""Pretraining with all CUDA branches: losses equal the CPU's; the host waits once per step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_device(tools: Tools, name: str) -> Finished:
 
 
 def assert_near(found: Finished, expected: Finished, tolerance: float) -> None:
-    """Losses, those of domains and of the validation, and the gradient's norms agree."""
+    """Check that losses, also by domain and of validation, and gradient norms agree."""
     lines, others = found.metrics(), expected.metrics()
     assert [line["step"] for line in lines] == [line["step"] for line in others]
     for line, other in zip(lines, others, strict=True):
