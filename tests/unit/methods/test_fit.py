@@ -34,6 +34,7 @@ SWARM = SwarmOptions(
     train_iters=4,
     seq_length=32,
     global_batch_size=4,
+    members_at_once=1,
     lr=1e-2,
     lr_warmup_iters=1,
     eval_interval=1,

@@ -160,9 +160,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, number):
     """Also on two ranks, after an error on one of them."""
     result, _ = whole
