@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class ReadsOfValues(TorchDispatchMode):
-    """Counts operations whose result the host has to wait for."""
+    """Counts operations after which the host waits for a value."""
 
     def __init__(self):
         super().__init__()

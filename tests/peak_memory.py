@@ -53,7 +53,7 @@ def _held() -> set[int]:
 
 
 def _changes(events: list[Any], held: set[int]) -> dict[int, int]:
-    """Change of the total in bytes, by the index of its event.
+    """Changes of the total in bytes by the index of the event.
 
     Args:
         events: allocator events; a negative size is a release.

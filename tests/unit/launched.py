@@ -1,6 +1,6 @@
 """Run the launchers of examples/ with stand-ins for torchrun and python, and parse their commands.
 
-The stand-ins record their arguments, which the parsers of the real programs then read.
+The stand-ins record their arguments, which the parsers of the real programs then check.
 tests/launchers runs the real programs.
 """
 
@@ -40,7 +40,7 @@ RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CA
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One command that a launcher started: the program, its own arguments, and the tool's."""
+    """One command of a launcher: the program, torchrun's arguments, and the tool's options."""
 
     program: str
     ranks: Any
@@ -108,7 +108,7 @@ def succeeded(launched: Launched) -> Launched:
 
 
 def rejected(launched: Launched) -> str:
-    """The message of a launcher that rejects its choices before it starts anything."""
+    """Return the error message of a launcher that started no command."""
     assert (launched.status, launched.calls) == (2, [])
     (line,) = launched.errors.splitlines()
     assert line.startswith("error: ")
@@ -116,7 +116,7 @@ def rejected(launched: Launched) -> str:
 
 
 def write_everything(folder: Path) -> None:
-    """Create every corpus, mixture and run that launchers use by default, all empty."""
+    """Create empty files for every corpus, mixture and run that launchers use by default."""
     for name in ("slimpajama", "pile", "wiki40b", "stack", "quickstart"):
         (folder / f"runs/{name}/1-corpus").mkdir(parents=True)
         (folder / f"runs/{name}/1-corpus/corpus.json").touch()

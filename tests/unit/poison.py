@@ -1,4 +1,4 @@
-"""A checkpoint as a diverged training run leaves it."""
+"""A checkpoint with NaN weights, like that of a diverged run."""
 
 from __future__ import annotations
 

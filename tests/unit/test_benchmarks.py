@@ -26,7 +26,7 @@ def test_contestants_train_on_the_same_number_of_tokens(one_rank):
 
 
 class OutOfMemoryFrom:
-    """A contestant that does nothing, and runs out of memory from a micro-batch size on."""
+    """A contestant that runs out of memory at micro-batches of ``size`` or more."""
 
     def __init__(self, size):
         self.size = size

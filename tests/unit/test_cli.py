@@ -108,7 +108,7 @@ def test_invalid_command_line_is_one_line_and_status_2(capsys, argv, named):
 
 @pytest.mark.parametrize("error", [UserError("the same on every rank"), LOST_PEER])
 def test_rank_1_leaves_the_message_to_rank_0(capsys, monkeypatch, error):
-    """torchrun ends the job while rank 1 waits; rank 0 prints the message."""
+    """Rank 1 waits until torchrun ends the job; only rank 0 prints the message."""
     job_ended, waited = KeyError("the job has ended"), []
 
     def wait(seconds):

@@ -48,7 +48,7 @@ def test_every_method_has_a_launcher():
 
 @pytest.fixture
 def launch(tmp_path):
-    """``launch(launcher, *arguments, **choices)``, where every input of a launcher exists."""
+    """``launch(name, *arguments, **choices)``: run a launcher whose default inputs all exist."""
     write_everything(tmp_path)
     return Launcher(tmp_path)
 
@@ -206,7 +206,7 @@ def test_downstream_tasks_are_the_papers(launch, tmp_path):
 PROGRAMS = {
     "srun": 'echo "$LASTS" > "$OUT/later"\nexit "$STATUS"',
     "squeue": 'date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S',
-    # The clock of the script: LASTS seconds later once srun has run.
+    # After srun, the clock of the script is LASTS seconds ahead.
     "date": """
 [ "$*" = +%s ] || exec /bin/date "$@"
 echo $(($(/bin/date +%s) + $(cat "$OUT/later" 2> /dev/null || echo 0)))
@@ -223,7 +223,7 @@ SCRIPT = str(EXAMPLES / "pretrain_684m.sh")
 
 @pytest.fixture
 def job(tmp_path):
-    """``job(**environment)``: pretrain.sbatch with two hours left, of which srun takes LASTS s."""
+    """``job(**environment)``: run pretrain.sbatch with two hours left; srun takes LASTS seconds."""
     for name, body in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)

@@ -24,10 +24,10 @@ from tests.unit.launched import (
 
 NAME = "compare_methods"
 CORPUS = "runs/quickstart/1-corpus"
-# Concurrent programs write whole lines.
+# Keep the lines of concurrent programs apart.
 ONE_AT_A_TIME = '#!/usr/bin/env bash\nexec 9>> "$CALLS.lock"\nflock 9\n'
-# Write the outputs of the real program: a mixture whose weights depend on its name, a finished run,
-# a result. The command that writes to a path with $FAILS in it fails.
+# Write outputs like the real programs: a finished run, or a mixture whose weights depend on
+# its name. A command fails if the name of its output begins with $FAILS.
 WORKER = """
 while (($#)); do
   case $1 in
@@ -48,7 +48,7 @@ while (($#)); do
   shift
 done
 """
-# The real tool checks the choices; every evaluation is valid.
+# The real tool checks the options; every evaluation is reported as valid.
 CHECKS = f"""#!/usr/bin/env bash
 case " $* " in
   *" --check choice "*) exec {sys.executable} "$@" ;;
@@ -88,7 +88,7 @@ def kinds(launched: Launched) -> list[type]:
 
 
 def started(launched: Launched) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Options of the methods by mixture name, of the proxy runs, and of the base runs."""
+    """Return options of methods by mixture name, of proxy runs, and of base runs."""
     runs = succeeded(launched).training()
     methods = [c.options for c in launched.calls if isinstance(c.options, MethodOptions)]
     proxies = [run for run in runs if run.run_dir.parent.name == "2-proxy"]

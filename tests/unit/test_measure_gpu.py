@@ -1,4 +1,4 @@
-"""make measure-gpu: steps are isolated and resumable."""
+"""The steps of make measure-gpu are isolated and resumable."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ def test_finished_steps_are_skipped_and_the_others_resumed(checkout):
     assert run(checkout, UNFINISHED_STEP) == 0
     (checkout / "writing.py").write_text(WRITING + "# changed\n")
     long = Step("long", ("writing.py", "long"), 500)
-    assert run(checkout, FIRST, long, seconds=100) == 75  # too little time is left for it
+    assert run(checkout, FIRST, long, seconds=100) == 75  # too little time is left for the step
     assert run(checkout, long) == 0
     assert calls(checkout)[-2:] == ["first", "long"]
