@@ -41,9 +41,9 @@ class Output(io.TextIOWrapper):
         escape: applied to all text.
     """
 
-    def __init__(self, descriptor: int, encoding: str, escape: Callable[[str], str]) -> None:
+    def __init__(self, descriptor: int, encoding: str) -> None:
         self._descriptor = _Descriptor(descriptor)
-        self.escape = escape
+        self.escape: Callable[[str], str] = escaped_but_for_bars
         super().__init__(
             io.BufferedWriter(self._descriptor),
             encoding=encoding,
@@ -103,17 +103,16 @@ def open_output() -> None:
         except OSError:
             # Read-only, so that lost output is noticed.
             os.open(os.devnull, os.O_RDONLY)
-    sys.stdout = _output(sys.stdout, 1, escaped_but_for_bars)
-    sys.stderr = _output(sys.stderr, 2, escaped_but_for_bars)
+    sys.stdout, sys.stderr = _output(sys.stdout, 1), _output(sys.stderr, 2)
 
 
-def _output(stream: TextIO | None, number: int, escape: Callable[[str], str]) -> TextIO:
+def _output(stream: TextIO | None, number: int) -> TextIO:
     if isinstance(stream, Output):
         return stream
     if stream is None:  # it was closed when the interpreter started
-        return Output(number, "utf-8", escape)
+        return Output(number, "utf-8")
     try:
-        return Output(stream.fileno(), stream.encoding, escape)
+        return Output(stream.fileno(), stream.encoding)
     except io.UnsupportedOperation:
         return stream
 

@@ -72,7 +72,7 @@ def data_path_tokens(
     begin, end = split_range(split, part)
 
     def cut(prefix: str) -> tuple[int, int, int, str]:
-        """First sequence, one after the last, their tokens, and the hash of the whole file."""
+        """Begin and end of a range of sequences, its tokens, and the hash of the whole file."""
         file = open_token_file(Path(prefix))
         # Rounded as in Megatron's BlendedMegatronDatasetBuilder.
         first, stop = round(begin * float(len(file))), round(end * float(len(file)))

@@ -35,8 +35,8 @@ class _BlendedPhase:
     """Order of the samples from ``phase.first_sample`` on.
 
     Attributes:
-        phase: its weights.
-        order: of the samples, numbered from the first one of the phase.
+        phase: first sample and weights.
+        order: order of the samples, which it numbers from the start of the phase.
         before: [num_domains] samples of each domain before the phase.
         target_before: [num_domains] target count of each domain before the phase.
     """
@@ -57,7 +57,7 @@ class _BlendedPhase:
 
 
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
-    """Samples of a run in their order, its domains blended by a schedule of weights.
+    """The training samples of a run, in order, from domains blended by a schedule of weights.
 
     Every rank builds it independently from these arguments, without communication or shared
     storage. Domains that are never sampled are never opened.
@@ -76,7 +76,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         schedule: weights of the domains, in the order of ``data.domains``; scaled to sum to 1.
         num_samples: length of the data set.
         seq_length: tokens per sample (s); the labels are the same tokens, shifted by one.
-        seed: of the order of documents and samples within each domain.
+        seed: seed of the order of documents and samples within each domain.
         permutation: order of a domain's samples.
         boundaries: position ids and masks at the ends of documents within a sample.
         cache: folder for Megatron's indices; None keeps them in memory only.
@@ -137,9 +137,9 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
 
         Returns:
             tokens [b, s] int64, labels [b, s] int64 (views of one tensor, one token apart),
-            domain [b] int64 (a position in ``data.domains``), and what ``boundaries`` adds:
-            position_ids [b, s] int64, loss_mask [b, s] float32 and, where attention is kept within
-            documents, document_starts [b, s] int64.
+            domain [b] int64 (an index into ``data.domains``), and the output of ``boundaries``:
+            position_ids [b, s] int64, loss_mask [b, s] float32 and, with ``reset_attention_mask``,
+            document_starts [b, s] int64.
 
         Raises:
             UserError: if the tokens are damaged or outside the vocabulary.
@@ -160,7 +160,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         """Domain [b] of each of ``samples`` [b], and its number within the domain.
 
         Raises:
-            IndexError: for a sample that the run does not have.
+            IndexError: for a sample beyond the end of the run.
         """
         lowest, highest = int(samples.min()), int(samples.max())
         if not 0 <= lowest <= highest < len(self):
@@ -225,7 +225,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         return phases
 
     def _require_memory(self, weights: Sequence[float]) -> None:
-        """Raise UserError if Megatron's blended index and indices would not fit into memory."""
+        """Raise UserError if Megatron's indices of the blend and domains would exceed memory."""
         total, needed = sum(weights), MegatronOrder.BYTES_PER_SAMPLE * self._num_samples
         for domain, weight in zip(self.data.domains, weights, strict=True):
             if weight:

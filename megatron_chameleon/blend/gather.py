@@ -27,14 +27,14 @@ DOCUMENTS_PER_END = 16
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Consecutive samples of a domain: by Megatron's three indices, or one epoch in closed form.
+    """Consecutive samples of a domain, ordered by Megatron's indices or, in an epoch, by formula.
 
     Attributes:
         file: token file of the domain.
         first: number of the first sample within the domain.
         num_samples: number of samples.
         kernel: :func:`read_indexed` or :func:`read_epoch`.
-        order: arguments of the kernel that describe the order: those before ``numbers``.
+        order: the arguments of the kernel, before ``numbers``, that describe the order.
     """
 
     file: TokenFile
@@ -54,7 +54,7 @@ class View:
 
         Args:
             numbers: [n] numbers of samples of this view, within the domain.
-            rows: [n] row of each.
+            rows: [n] row of ``windows`` for each sample.
             windows: [b, s + 1] int64, written.
 
         Raises:
@@ -105,7 +105,7 @@ def document_ends(
         lengths: lengths of the file's documents.
         first: first document of the domain.
         num_documents: number of its documents.
-        key: of their permutation.
+        key: key of the permutation of the documents.
 
     Returns:
         [ceil(num_documents / DOCUMENTS_PER_END)] int64; the last entry is the sum of all lengths.
@@ -232,9 +232,10 @@ def _read_documents(
     target: NDArray[np.int64],
     blocks: NDArray[np.int64],
 ) -> int:
-    """Fill ``target`` from a position in the order of documents; return its unchecked blocks.
+    """Fill ``target`` from a position in the order of documents, and write unchecked blocks.
 
-    The order is ``documents``, or computed from ``keys`` if that is empty.
+    The order is ``documents``, or computed from ``keys`` if that is empty. Returns the number of
+    unchecked blocks.
     """
     filled, unchecked = 0, 0
     while filled < target.size:

@@ -243,9 +243,10 @@ def _fill_lanes(
     """Follow the rule in every lane for ``WARM_UP + length`` samples.
 
     Lane l starts at ``first + l * length``, so that what it writes while warming up is overwritten
-    by the end of the lane before. In each window a lane looks only at candidates: domains whose
-    error comes up to a floor within the window. As long as the largest error is not below the
-    floor, it is the largest of all domains; otherwise the window is filled again one by one.
+    by the end of the lane before. In each window a lane compares only candidates: domains whose
+    error reaches a floor within the window. As long as the largest error of the candidates is not
+    below the floor, it is the largest of all domains; otherwise the window is filled again one by
+    one.
 
     Args:
         weights: [num_domains] float64.
@@ -296,7 +297,7 @@ def _fill_lanes(
                 part = slice(i * LANES, (i + BLOCK) * LANES)
                 _look(own_weights[part], own_counts[part], i, work)
             for lane in range(LANES):
-                # Unsigned, which spares the test for a place counted from the end.
+                # Unsigned: numba tests whether a signed index is negative.
                 chosen = np.uint64(np.int64(work[2 * LANES + lane]) * LANES + lane)
                 count = own_counts[chosen]
                 own_counts[chosen] = count + 1.0

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 VERSION = 2
 """Version of the sample order of ``epoch`` and ``feistel``; raise it with every change of either.
 
-1 chose the domain of each sample as Megatron does, and shuffled epochs with numpy."""
+Version 1 chose the domain of each sample as Megatron does, and shuffled epochs with numpy."""
 
 # Samples are numbered below this, so that products with half a share fit into int64.
 MAX_SAMPLES = 2**36
@@ -144,7 +144,7 @@ def _floor(high: int, low: int, samples: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _count(nodes: NDArray[np.int64], samples: int, counts: NDArray[np.int64]) -> None:
-    """Add to ``counts`` [num_domains] those of the first ``samples`` samples."""
+    """Add the counts of the first ``samples`` samples to ``counts`` [num_domains]."""
     reached = np.zeros(len(nodes), np.int64)
     reached[0] = samples
     for number in range(len(nodes)):

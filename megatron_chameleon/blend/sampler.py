@@ -56,7 +56,7 @@ def micro_batches(
     data_parallel_size: int = 1,
     start_step: int = 0,
 ) -> Iterator[Batch]:
-    """One rank's micro-batches in order, from the start of any step.
+    """Yield the micro-batches of one rank in order, from ``start_step`` on.
 
     Step t consists of samples t*g to (t+1)*g - 1 in every layout, with the global batch size g;
     micro-batch i of rank r begins at sample t*g + (i*data_parallel_size + r)*micro_batch_size.
@@ -66,7 +66,7 @@ def micro_batches(
         dataset: the samples.
         global_batch_size: samples per step, over all ranks.
         micro_batch_size: samples per micro-batch (b).
-        data_parallel_rank: of this rank.
+        data_parallel_rank: index of this rank.
         data_parallel_size: ranks over which the samples of a step are sharded.
         start_step: step to start with.
 

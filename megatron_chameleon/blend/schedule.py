@@ -16,7 +16,7 @@ from megatron_chameleon.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """``weights`` [num_domains], not negative, from sample ``first_sample`` of the run on."""
+    """Weights [num_domains], not negative, in force from sample ``first_sample`` of the run on."""
 
     first_sample: int
     weights: tuple[float, ...]

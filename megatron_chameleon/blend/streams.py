@@ -24,7 +24,7 @@ from megatron_chameleon.errors import UserError
 # Megatron shuffles the last epoch separately if less than this share of it is used, so that its
 # documents do not crowd out those of the whole epochs.
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
-# From here on sample numbers do not fit into uint32, as Megatron counts.
+# From this number of samples on, Megatron's shuffle index is int64 instead of uint32.
 WIDE_SHUFFLE_FROM = np.iinfo(np.uint32).max - 1
 # Part of the keys of cached indices. Raise it when megatron_indices returns different indices for
 # the same arguments.
@@ -45,10 +45,10 @@ class EpochStream:
     begins. The order depends only on seed, ``order_key`` and epoch, not on the number of samples.
 
     Attributes:
-        domain: which sequences.
-        file: their tokens.
+        domain: domain to read.
+        file: token file of the domain.
         seq_length: tokens of a sample.
-        seed: of the order.
+        seed: seed of the order.
         shuffle_documents: whether the documents are shuffled as well, or stay in file order.
     """
 
@@ -80,7 +80,7 @@ class EpochStream:
 
 
 def permutation_key(*numbers: int) -> int:
-    """A pseudorandom number from 0 to 2**64 - 1 for each list of numbers."""
+    """Hash ``numbers`` to a pseudorandom number from 0 to 2**64 - 1."""
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8])
 
@@ -96,12 +96,12 @@ def megatron_view(
     """View of a domain's samples in the order of Megatron's GPTDataset.
 
     Args:
-        domain: which sequences.
-        file: their tokens.
+        domain: domain to read.
+        file: token file of the domain.
         num_samples: number of samples needed; the order depends on it. Epochs are whole, so the
             view may have more.
         seq_length: tokens of a sample.
-        seed: of numpy's RandomState.
+        seed: seed of numpy's RandomState.
         cache: folder of cached indices; None keeps them in memory only.
 
     Raises:
@@ -133,11 +133,11 @@ def megatron_indices(
     """Megatron's document, sample and shuffle index of a domain.
 
     Args:
-        domain: which sequences.
+        domain: domain to read.
         lengths: [num_sequences] int32, their lengths in tokens.
         num_samples: samples that are needed.
         seq_length: tokens of a sample.
-        seed: of numpy's RandomState.
+        seed: seed of numpy's RandomState.
 
     Returns:
         documents [epochs * sequences] int32; windows [samples + 1, 2] int32 or int64; shuffle
@@ -149,7 +149,7 @@ def megatron_indices(
     separate_final = num_epochs > 1 and num_samples - samples_before_final < int(
         SEPARATE_FINAL_EPOCH_BELOW * samples_per_epoch
     )
-    # One random stream: the documents are shuffled before the samples.
+    # As in Megatron, one random state shuffles the documents first, and then the samples.
     random_state = np.random.RandomState(seed)
     documents = np.tile(np.arange(len(lengths), dtype=np.int32), num_epochs)
     _shuffle_parts(documents, len(lengths) * (num_epochs - separate_final), random_state)

@@ -52,7 +52,7 @@ def draw_windows(
         document_lengths: [d] tokens per document.
         window_length: maximum tokens per window.
         num_windows: maximum number of windows.
-        seed: of the sample.
+        seed: seed of the sample.
         name: the domain.
         cross_documents: whether windows may cross documents.
     """
@@ -108,7 +108,7 @@ def load_windows(
         domain: has at least one token.
         window_length: maximum tokens per window.
         num_windows: maximum number of windows.
-        seed: of the sample.
+        seed: seed of the sample.
 
     Returns:
         Tokens of these windows only, one document per window, and the windows, longest first.
