@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.token_data import corpus_tokens
-from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.embedding.windows import draw_windows, load_windows, spread_windows
 from megatron_chameleon.errors import UserError
 
@@ -82,39 +80,27 @@ def test_sample_is_uniform_and_a_function_of_the_seed():
     assert 0.8 < z.std() < 1.2
 
 
-def texts_of(file, windows):
+def texts_of(file, windows, first=0):
     places = zip(windows.document, windows.start, windows.length, strict=True)
-    return [file.get(int(d), int(start), int(n)).tolist() for d, start, n in places]
+    return [file.get(first + int(d), int(start), int(n)).tolist() for d, start, n in places]
 
 
 def test_loaded_windows_equal_sampled_ones(corpus):
-    for domain in corpus_tokens(corpus).domains:
+    path = DataPath.parse(f"1.0 {corpus.prefix('code', 'train')}")
+    valid = data_path_tokens(path, "50,25,25", corpus.tokenizer, "valid").domains
+    for domain in (*corpus_tokens(corpus).domains, *valid):
         tokens, windows = load_windows(domain, 32, 20, seed=7)
-        file = open_tokens(corpus, domain.name, "train")
-        expected = draw_windows(file.lengths, 32, 20, seed=7, name=domain.name).longest_first()
+        file = domain.open()
+        lengths = file.lengths[domain.first : domain.stop]
+        expected = draw_windows(lengths, 32, 20, 7, domain.order_key).longest_first()
         assert len(windows) == 20
-        assert texts_of(tokens, windows) == texts_of(file, expected)
+        assert texts_of(tokens, windows) == texts_of(file, expected, domain.first)
         assert tokens.tokens.size == expected.length.sum()
         starts = np.cumsum(expected.length) - expected.length
         np.testing.assert_array_equal(tokens.starts, starts)
-    foreign = dataclasses.replace(domain, vocab_size=100)
-    with pytest.raises(UserError, match="token"):
-        load_windows(foreign, 32, 10_000, seed=0)
-
-
-def test_loaded_windows_are_in_the_split_of_a_data_path(corpus):
-    path = DataPath.parse(f"1.0 {corpus.prefix('code', 'train')}")
-    (domain,) = data_path_tokens(path, "50,25,25", corpus.tokenizer, "valid").domains
     assert domain.first > 0
-    tokens, windows = load_windows(domain, 32, 10_000, seed=0)
-    file = open_tokens(corpus, "code", "train")
-    expected = []
-    for number in range(domain.first, domain.stop):
-        text = file.get(number).tolist()
-        parts = -(-len(text) // 32)
-        ends = [len(text) * part // parts for part in range(parts + 1)]
-        expected += [text[start:end] for start, end in itertools.pairwise(ends)]
-    assert sorted(texts_of(tokens, windows)) == sorted(expected)
+    with pytest.raises(UserError, match="token"):
+        load_windows(dataclasses.replace(domain, vocab_size=100), 32, 10_000, seed=0)
 
 
 @given(
