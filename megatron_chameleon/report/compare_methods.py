@@ -24,11 +24,12 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun, require_comparable
+from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report import figures
+from megatron_chameleon.report import figures, tables
+from megatron_chameleon.report.comparison import require_same_evaluation
 from megatron_chameleon.report.cost import MixtureCost, ledger_of
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import (
@@ -39,21 +40,7 @@ from megatron_chameleon.report.run_folder import (
     RunFolder,
     same_weights,
 )
-from megatron_chameleon.report.tables import (
-    METHOD_LABELS,
-    MISSING,
-    UNKNOWN,
-    Table,
-    cells_of,
-    csv_text,
-    format_flops,
-    format_perplexity,
-    format_weight,
-    formatted,
-    markdown,
-    markdown_table,
-    terminal_table,
-)
+from megatron_chameleon.report.tables import Table
 
 LEAST_RATIO = 2.0
 """Mixtures are distinguishable if their spread is at least this many times that of the seeds."""
@@ -92,12 +79,6 @@ class ComparedMixture:
     def label(self) -> str:
         """Label in tables and figures."""
         return mixture_label(self.name)
-
-    @property
-    def costs(self) -> dict[str, float | None]:
-        """Unit -> cost to obtain the mixture; None where it is unknown."""
-        is_known = self.paid.is_known
-        return {unit: getattr(self.paid.cost, unit) if is_known else None for unit in UNITS}
 
 
 def paired_difference(ours: Array, theirs: Array) -> tuple[float, float, float]:
@@ -142,14 +123,14 @@ class MethodComparison:
     """m mixtures with s seeds on k domains.
 
     Attributes:
-        options: with the names and seeds.
-        mixtures: in the order of the options.
-        domains: k names.
-        perplexities: [m, s, k].
+        options: options with the names and seeds.
+        mixtures: name -> mixture, in the order of the options.
+        domains: names of the k domains.
+        perplexities: held-out perplexities, [m, s, k].
     """
 
     options: CompareMethodsOptions
-    mixtures: tuple[ComparedMixture, ...]
+    mixtures: dict[str, ComparedMixture]
     domains: tuple[str, ...]
     perplexities: Array
 
@@ -162,28 +143,28 @@ class MethodComparison:
     @property
     def baseline(self) -> ComparedMixture:
         """The mixture that the others' perplexities are compared with."""
-        return self.mixtures[self.options.mixtures.index(self.options.baseline)]
+        return self.mixtures[self.options.baseline]
 
     @property
     def reference(self) -> ComparedMixture | None:
         """The mixture that the others' costs are divided by, if it is compared."""
-        name = self.options.reference or REFERENCE
-        return next((each for each in self.mixtures if each.name == name), None)
+        return self.mixtures.get(self.options.reference or REFERENCE)
 
     @property
     def spread(self) -> dict[str, Any] | None:
         """Spread over the mixtures with separate models; None for a single one."""
-        rows = [i for i, each in enumerate(self.mixtures) if each.same_as is None]
+        rows = [i for i, each in enumerate(self.mixtures.values()) if each.same_as is None]
         return spread_of(self.averages[rows]) if len(rows) > 1 else None
 
     @functools.cached_property
     def details(self) -> dict[str, dict[str, Any]]:
         """Mixture name -> its unrounded metrics, keyed as in the JSON file."""
-        baseline = self.mixtures.index(self.baseline)
+        baseline = self.options.mixtures.index(self.options.baseline)
         means, deviations = self.perplexities.mean(axis=1), self.perplexities.std(axis=1, ddof=1)
-        units = dict.fromkeys(UNITS) if self.reference is None else self.reference.costs
+        reference = self.reference
+        seeds = [f"seed {seed}" for seed in self.options.seeds]
         found = {}
-        for i, mixture in enumerate(self.mixtures):
+        for i, mixture in enumerate(self.mixtures.values()):
             averages = self.averages[i]
             mean, error, half_width = paired_difference(averages, self.averages[baseline])
             found[mixture.name] = {
@@ -196,25 +177,26 @@ class MethodComparison:
                 "standard_error": error,
                 "half_width_95": half_width,
                 "domains_better": int((means[i] < means[baseline]).sum()),
-                **mixture.costs,
+                **{unit: mixture.paid.amount(unit) for unit in UNITS},
                 **{
-                    f"{unit}_by_reference": cost / by
-                    if cost is not None and (by := units[unit])
+                    f"{unit}_by_reference": mixture.paid.ratio(reference.paid, unit)
+                    if reference
                     else None
-                    for unit, cost in mixture.costs.items()
+                    for unit in UNITS
                 },
                 "cost_made_of": list(mixture.paid.parts),
                 "cost_missing": list(mixture.paid.missing),
-                "perplexity": {
-                    f"seed {seed}": dict(zip(self.domains, row, strict=True))
-                    for seed, row in zip(self.options.seeds, self.perplexities[i], strict=True)
-                },
-                "mean_perplexity": dict(zip(self.domains, means[i], strict=True)),
-                "perplexity_standard_deviation": dict(
-                    zip(self.domains, deviations[i], strict=True)
+                "perplexity": self._by_domain(self.perplexities[i], seeds),
+                **self._by_domain(
+                    np.stack([means[i], deviations[i]]),
+                    ["mean_perplexity", "perplexity_standard_deviation"],
                 ),
             }
         return found
+
+    def _by_domain(self, rows: Array, names: list[str]) -> dict[str, dict[str, float]]:
+        """Name of a row -> domain -> its value, for ``rows`` [n, k]."""
+        return pd.DataFrame(rows, names, self.domains).to_dict("index")
 
 
 def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
@@ -231,9 +213,9 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
         if not keys >= {"seeds", "mixtures"}:
             require_new([path, *map(path.with_suffix, suffixes)], "choose another name")
     compared = load_comparison(RunFolder.load(options.run), options)
-    tables = [comparison_table(compared), domain_table(compared)]
-    text = "\n\n\n".join(map(terminal_table, tables)) + "\n"
-    page = "\n\n".join(map(markdown_table, tables))
+    shown = [comparison_table(compared), domain_table(compared)]
+    text = "\n\n\n".join(map(tables.terminal_table, shown)) + "\n"
+    page = "\n\n".join(map(tables.markdown_table, shown))
     picture = f"![Average perplexity against cost]({options.name}.png)"
     files = {
         stem.with_suffix(".png"): figures.png(cost_figure(compared)),
@@ -243,7 +225,7 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
     }
     if record is not None:
         made = _record(compared)
-        where = "\n".join(f"- {key}: {markdown(str(value))}" for key, value in made.items())
+        where = "\n".join(f"- {key}: {tables.markdown(str(value))}" for key, value in made.items())
         files[record.with_suffix(".md")] = f"# {PAGE_TITLE}\n\n{where}\n\n{page}\n".encode()
     for path, data in files.items():
         with replacing(path) as temporary:
@@ -266,9 +248,14 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
     if "uniform" not in folder.mixtures and folder.base_runs:
         # --mixture uniform needs no file.
         uniform = Mixture.uniform(list(next(iter(folder.base_runs.values())).mixture))
-        folder = dataclasses.replace(folder, mixtures={"uniform": uniform} | folder.mixtures)
+        path = folder.root / MIXTURE / "uniform.json"
+        folder = dataclasses.replace(
+            folder,
+            mixtures={"uniform": uniform, **folder.mixtures},
+            paths={f"{MIXTURE}/uniform": path, **folder.paths},
+        )
     results: dict[str, EvaluationResult] = {}
-    costs, mixtures = ledger_of(folder).mixtures, []
+    costs, mixtures = ledger_of(folder).mixtures, dict[str, ComparedMixture]()
     for name in options.mixtures:
         if name not in folder.mixtures:
             raise UserError(f"{folder.root / MIXTURE / name}.json does not exist; {HINT}")
@@ -282,15 +269,19 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
             and same_weights(folder.mixtures[other].weights, mixture.weights)
         )
         source = next(sources, name)
-        runs = []
-        for base, seed in zip(options.run_names(source), options.seeds, strict=True):
-            run, results[base] = _load_base(folder, base, seed, mixture.weights)
-            runs.append(run)
-        found = tuple(results[base] for base in options.run_names(source))
+        bases = options.run_names(source)
+        runs, found = zip(
+            *(
+                _load_base(folder, base, seed, mixture.weights)
+                for base, seed in zip(bases, options.seeds, strict=True)
+            ),
+            strict=True,
+        )
+        results |= dict(zip(bases, found, strict=True))
         same_as = None if source == name else mixture_label(source)
-        mixtures.append(ComparedMixture(name, mixture, costs[name], tuple(runs), found, same_as))
-    require_comparable(results)
-    first, *others = [run for each in mixtures for run in each.runs]
+        mixtures[name] = ComparedMixture(name, mixture, costs[name], runs, found, same_as)
+    require_same_evaluation(results)
+    first, *others = [run for each in mixtures.values() for run in each.runs]
     for run in others:
         one, other = first.provenance.options, run.provenance.options
         for key in sorted((one.keys() | other.keys()) - MAY_DIFFER):
@@ -299,38 +290,34 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
                     f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
                     f"{one.get(key)}); compare runs that differ in their mixture and seed only"
                 )
-    domains = tuple(mixtures[0].results[0].domains)
-    for name, result in results.items():
-        if set(result.domains) != set(domains):
-            raise UserError(
-                f"{EVALUATION}/{name}.json has other domains than the first one; {HINT}"
-            )
-    perplexities = np.array(
-        [[[r.domains[d].perplexity for d in domains] for r in each.results] for each in mixtures]
-    )
-    return MethodComparison(options, tuple(mixtures), domains, perplexities)
+    domains = tuple(next(iter(results.values())).domains)
+    perplexities = [
+        [[result.domains[name].perplexity for name in domains] for result in each.results]
+        for each in mixtures.values()
+    ]
+    return MethodComparison(options, mixtures, domains, np.array(perplexities))
 
 
 def mixture_label(name: str) -> str:
     """Label of the mixture ``name``; doremi-2k is "DoReMi 2k"."""
     for known in (name, name.rpartition("-")[0]):
-        if known in METHOD_LABELS:
-            return f"{METHOD_LABELS[known]} {name.removeprefix(known).removeprefix('-')}".strip()
+        if label := tables.METHOD_LABELS.get(known):
+            return f"{label} {name.removeprefix(known).removeprefix('-')}".strip()
     return name
 
 
 def _load_base(
     folder: RunFolder, name: str, seed: int, weights: Mapping[str, float]
 ) -> tuple[TrainingRun, EvaluationResult]:
-    """A finished base run trained with ``weights`` and ``seed``, and its evaluation."""
+    """Load a finished base run, trained with ``weights`` and ``seed``, and its evaluation."""
     run, result = folder.base_runs.get(name), folder.evaluations.get(name)
     place, path = folder.root / BASE / name, folder.root / EVALUATION / f"{name}.json"
     if run is None or run.status != "finished":
         raise UserError(f"{place} {'is missing' if run is None else f'is {run.status}'}; {HINT}")
     if not same_weights(run.mixture, weights):
         raise UserError(
-            f"{place} was trained with other weights than its mixture in {MIXTURE} has now; delete "
-            f"the run and its evaluation, and {HINT}"
+            f"{place} was trained with other weights than those of its mixture in {MIXTURE}; "
+            f"delete the run and its evaluation, and {HINT}"
         )
     if (trained_with := run.provenance.options.get("seed")) != seed:
         raise UserError(f"{place} was trained with --seed {trained_with}; delete it, and {HINT}")
@@ -376,12 +363,12 @@ def comparison_table(compared: MethodComparison) -> Table:
     """A column per mixture: weights, average perplexity over seeds, and cost to obtain it."""
     baseline, reference, count = compared.baseline, compared.reference, len(compared.domains)
     rows = {
-        "average_perplexity": ("average perplexity", format_perplexity),
-        "standard_deviation": ("  standard deviation across seeds", format_perplexity),
+        "average_perplexity": ("average perplexity", tables.format_perplexity),
+        "standard_deviation": ("  standard deviation across seeds", tables.format_perplexity),
         "less_baseline": (f"  difference from {baseline.label}, paired by seed", "{:+.2f}".format),
         "standard_error": ("  standard error of the difference", "{:.2f}".format),
         "domains_better": (f"domains better than {baseline.label}", f"{{}} of {count}".format),
-        "flops": ("FLOPs to obtain the mixture", lambda n: format_flops(n) if n else "0"),
+        "flops": ("FLOPs to obtain the mixture", lambda n: tables.format_flops(n) if n else "0"),
         "device_seconds": ("device-seconds to obtain the mixture", "{:,.1f}".format),
     }
     if reference is not None:
@@ -392,37 +379,37 @@ def comparison_table(compared: MethodComparison) -> Table:
         }
     summary = []
     for key, (label, form) in rows.items():
-        values = [details[key] for details in compared.details.values()]
+        values = {name: details[key] for name, details in compared.details.items()}
         if key in ("less_baseline", "standard_error", "domains_better"):
-            values[compared.mixtures.index(baseline)] = None
-        cells = cells_of(values, form, min if key == "average_perplexity" else None)
+            values[baseline.name] = None
+        cells = tables.cells_of(values.values(), form, min if key == "average_perplexity" else None)
         if key in UNITS:
-            cells = [UNKNOWN if cell == MISSING else cell for cell in cells]
+            cells = [tables.UNKNOWN if cell == tables.MISSING else cell for cell in cells]
         summary.append([label, *cells])
-    weights = [each.mixture.weights for each in compared.mixtures]
-    return Table.of(
-        "Mixtures head to head",
-        ["weight of", *(each.label for each in compared.mixtures)],
-        [[d, *(format_weight(each.get(d, 0.0)) for each in weights)] for d in compared.domains],
-        summary,
-        notes(compared),
-    )
+    weights = {each.label: each.mixture.weights for each in compared.mixtures.values()}
+    shares = pd.DataFrame(weights, list(compared.domains)).fillna(0.0)
+    texts = tables.formatted(shares, tables.format_weight)
+    return Table.by_row("Mixtures head to head", "weight of", texts, summary, notes(compared))
 
 
 def domain_table(compared: MethodComparison) -> Table:
     """Per domain: mean perplexity over seeds, and its standard deviation."""
-    labels, found = [each.label for each in compared.mixtures], compared.perplexities
+    labels, found = [m.label for m in compared.mixtures.values()], compared.perplexities
     means = pd.DataFrame(found.mean(axis=1), labels, compared.domains).T
     deviations = pd.DataFrame(found.std(axis=1, ddof=1), labels, compared.domains).T
-    texts = formatted(means, format_perplexity, min, deviations)
+    texts = tables.formatted(means, tables.format_perplexity, min, deviations)
     note = "Mean over seeds ± standard deviation; the lowest mean of each row is marked."
     return Table.by_row("Held-out perplexity by domain", "domain", texts, notes=[note])
 
 
 def notes(compared: MethodComparison) -> list[str]:
     """Notes below the table: protocol, significance and cost accounting."""
-    mixtures, baseline, seeds = compared.mixtures, compared.baseline, compared.options.seeds
-    run, protocol = mixtures[0].runs[0], mixtures[0].results[0].protocol
+    mixtures, seeds = list(compared.mixtures.values()), compared.options.seeds
+    baseline, run, protocol = (
+        compared.baseline,
+        mixtures[0].runs[0],
+        mixtures[0].results[0].protocol,
+    )
     sentences = [
         f"Each mixture was computed once and trains models of {run.parameters:,} parameters for "
         f"{run.step:,} steps ({run.tokens:,} tokens) with {len(seeds)} seeds "
@@ -477,19 +464,19 @@ def cost_figure(compared: MethodComparison) -> Figure:
     figure = figures.new_figure(8.0, 4.8)
     axes = figure.add_subplot()
     handles, labels = [], []
-    for i, (mixture, averages) in enumerate(zip(compared.mixtures, compared.averages, strict=True)):
+    mixtures = list(compared.mixtures.values())
+    for i, (mixture, averages) in enumerate(zip(mixtures, compared.averages, strict=True)):
         color, marker = figures.color_of(i), "o" if i < len(figures.COLORS) else "s"
-        flops = mixture.costs["flops"]
+        flops = mixture.paid.amount("flops")
         x = math.nan if flops is None else flops
         handles += axes.plot([x] * len(averages), averages, marker, color=color, ms=4.5, ls="none")
         labels.append(mixture.label if flops is not None else f"{mixture.label} (unknown cost)")
         axes.plot(x, averages.mean(), "_", color=color, ms=20, mew=2)
-    costs = [flops for each in compared.mixtures if (flops := each.costs["flops"])]
+    costs = [flops for each in mixtures if (flops := each.paid.amount("flops"))]
     axes.set_xscale("symlog", linthresh=min(costs, default=1.0) / 10, linscale=0.3)
     axes.margins(x=0.1)
     axes.set_xlabel("FLOPs to obtain the mixture")
     axes.set_ylabel("average held-out perplexity")
-    axes.grid(color=figures.GRID_COLOR)
     figures.tidy(axes)
     figures.legend_above(figure, handles, labels)
     return figure
@@ -497,7 +484,7 @@ def cost_figure(compared: MethodComparison) -> Figure:
 
 def _record(compared: MethodComparison) -> dict[str, Any]:
     """Date, machine, software versions and command of the compared runs."""
-    runs = [run for each in compared.mixtures for run in each.runs]
+    runs = [run for each in compared.mixtures.values() for run in each.runs]
     layout = CheckpointRecord.load(checkpoint_folders(runs[0].root)[-1]).layout
     commits = dict.fromkeys(run.provenance.git_commit for run in runs)
     seconds = compared.options.wall_seconds
@@ -521,8 +508,9 @@ def _record(compared: MethodComparison) -> dict[str, Any]:
 
 
 def as_json(compared: MethodComparison) -> dict[str, Any]:
-    """Every figure of the comparison, unrounded."""
-    spread, first, reference = compared.spread, compared.mixtures[0], compared.reference
+    """All figures of the comparison, unrounded."""
+    spread, reference = compared.spread, compared.reference
+    first = next(iter(compared.mixtures.values()))
     if spread is not None and not spread["between_seeds"]:
         spread["ratio"] = None
     run = first.runs[0]
@@ -547,4 +535,4 @@ def as_csv(compared: MethodComparison) -> str:
             line[f"average_perplexity_seed_{seed}"] = average
         weights = {f"weight:{d}": details["weights"].get(d, 0.0) for d in compared.domains}
         lines.append({"mixture": name, **line, **weights})
-    return csv_text(pd.DataFrame(lines, dtype=object).fillna(""))
+    return tables.csv_text(pd.DataFrame(lines, dtype=object).fillna(""))

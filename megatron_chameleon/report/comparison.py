@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -33,6 +34,7 @@ from megatron_chameleon.report.tables import (
     MISSING,
     Table,
     cells_of,
+    counts_better,
     format_perplexity,
     formatted,
     unique_labels,
@@ -102,24 +104,15 @@ class Comparison:
         }
         return pd.DataFrame(columns, index=self.domains, dtype=float)
 
-    def domains_better(self, runs: Sequence[Evaluated], than: Sequence[Evaluated]) -> int:
-        """Number of domains where the mean perplexity of ``runs`` is below that of ``than``."""
-        ours, theirs = (
-            self.perplexity[[run.label for run in each]].mean(axis=1) for each in (runs, than)
-        )
-        return int((ours < theirs).sum())
+    def counts_better(self, perplexity: pd.DataFrame) -> list[list[str]]:
+        """A summary row: in how many domains each column is better than the first.
 
-    def counts_better(self, groups: Sequence[tuple[str, Sequence[Evaluated]]]) -> list[list[str]]:
-        """The row that counts the domains in which each other group is better than the first.
-
-        A group is a label and its runs. Without a baseline or other groups there is no row.
+        Without a baseline or other columns there is no row.
         """
-        if self.baseline is None or len(groups) < 2:
+        if self.baseline is None or len(perplexity.columns) < 2:
             return []
-        (label, reference), *others = groups
-        better = [self.domains_better(runs, reference) for _, runs in others]
-        counts = [f"{count} of {len(self.domains)}" for count in better]
-        return [[f"domains better than {label}", MISSING, *counts]]
+        first = perplexity.columns[0]
+        return [[f"domains better than {first}", *counts_better(perplexity, first, min)]]
 
     def table(
         self,
@@ -137,8 +130,8 @@ class Comparison:
 class SeedGroup:
     """Runs with the same weights whose names differ by their seed only; or a single run.
 
-    The standard deviation across them is the noise of training. The standard error of a single run
-    is instead that of sampling the held-out text.
+    The standard deviation across seeds measures the noise of training. The standard error of a
+    single run measures the sampling of the held-out text.
     """
 
     label: str
@@ -174,7 +167,21 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
             f"choose from {', '.join(results)}"
         )
     require_one_corpus([folder])
-    require_comparable(results)
+    require_same_evaluation(results)
+    chosen = baseline or first_uniform(folder, results)
+    labels = run_labels(folder.base_runs, results)
+    names = sorted(results, key=lambda name: name != chosen)  # stable: the others stay sorted
+    runs = tuple(Evaluated(n, labels[n], results[n], folder.base_runs.get(n)) for n in names)
+    return Comparison(runs, runs[0] if chosen is not None else None)
+
+
+def require_same_evaluation(results: Mapping[str, EvaluationResult]) -> None:
+    """Check that results, by name, have the same corpus, protocol and domains.
+
+    Raises:
+        UserError: naming two that differ.
+    """
+    require_comparable(dict(results))
     first_name, first = next(iter(results.items()))
     for name, result in results.items():
         if different := set(first.domains) ^ set(result.domains):
@@ -182,11 +189,6 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
                 f"{EVALUATION}/{name}.json and {first_name}.json: only one of them has the domain "
                 f"'{min(different)}'; evaluate both on all domains"
             )
-    chosen = baseline or first_uniform(folder, results)
-    labels = run_labels(folder.base_runs, results)
-    names = sorted(results, key=lambda name: name != chosen)  # stable: the others stay sorted
-    runs = tuple(Evaluated(n, labels[n], results[n], folder.base_runs.get(n)) for n in names)
-    return Comparison(runs, runs[0] if chosen is not None else None)
 
 
 def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
@@ -216,9 +218,10 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
 
 
 def _named_after(folder: RunFolder, run_name: str, run: TrainingRun) -> str | None:
-    """The mixture that a run is named after: the longest name before the end or a hyphen.
+    """The mixture that a run is named after: the longest one whose name starts the run's name.
 
-    In merged folders, a mixture with a folder's ending fits the runs of that folder only.
+    The run's name ends there, or continues with a hyphen. In merged folders, a mixture with a
+    folder's ending fits the runs of that folder only.
     """
 
     def split(name: str) -> tuple[str, Path | None]:
@@ -261,6 +264,14 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
     ]
 
 
+def _over_seeds(
+    perplexity: pd.DataFrame, groups: Iterable[SeedGroup]
+) -> pd.api.typing.DataFrameGroupBy[Any]:
+    """Group the columns of ``perplexity``, a run each, by the labels of ``groups``."""
+    labels = {run.label: group.label for group in groups for run in group.runs}
+    return perplexity.T.groupby(labels, sort=False)
+
+
 def findings(comparison: Comparison) -> list[str]:
     """A sentence per method: its average perplexity, compared with the baseline's if there is one.
 
@@ -273,7 +284,7 @@ def findings(comparison: Comparison) -> list[str]:
             "domains."
             for group in (reference, *groups)
         ]
-    found = []
+    found, means = [], _over_seeds(comparison.perplexity, [reference, *groups]).mean().T
     for group in groups:
         mean, theirs = group.averages.mean(), reference.averages.mean()
         change = []
@@ -287,7 +298,7 @@ def findings(comparison: Comparison) -> list[str]:
             if math.isfinite(gaps.std()):
                 change.append(f"{gaps.mean():+.2f} ± {gaps.std():.2f} paired by {len(gaps)} seeds")
         changes = f" ({', '.join(change)})" if change else ""
-        better = comparison.domains_better(group.runs, reference.runs)
+        better = int((means[group.label] < means[reference.label]).sum())
         found.append(
             f"{group.label} has an average perplexity of {group}, {reference.label} of {reference}"
             f"{changes}; {group.label} is lower in {better} of {len(comparison.domains)} domains."
@@ -319,7 +330,7 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     perplexities = formatted(comparison.perplexity, format_perplexity, min)
     averages = cells_of([run.result.mean_perplexity for run in runs], format_perplexity, min)
     summary = [["average", format_perplexity(unigram.mean()), *averages]]
-    summary += comparison.counts_better([(run.label, [run]) for run in runs])
+    summary += comparison.counts_better(comparison.perplexity)
     marked = "; the lowest of each row is marked" if len(runs) > 1 else ""
     notes = [f"On {runs[0].result.protocol.describe()}. Lower is better{marked}."]
     if comparison.left_out:
@@ -343,12 +354,10 @@ def seed_table(comparison: Comparison) -> Table | None:
         return None
     found = comparison.perplexity
     found = pd.concat([found, found.mean().to_frame("").T])  # the last row is the average
-    by_group = {g.label: found[[run.label for run in g.runs]] for g in groups}
-    means = pd.DataFrame({label: each.mean(axis=1) for label, each in by_group.items()})
-    deviations = pd.DataFrame({label: each.std(axis=1) for label, each in by_group.items()})
-    texts = formatted(means, format_perplexity, min, deviations)
-    summary = [["average", *texts.iloc[-1]]]
-    summary += comparison.counts_better([(group.label, group.runs) for group in groups])
+    over_seeds = _over_seeds(found, groups)
+    means = over_seeds.mean().T
+    texts = formatted(means, format_perplexity, min, over_seeds.std().T)
+    summary = [["average", *texts.iloc[-1]], *comparison.counts_better(means.iloc[:-1])]
     seeds = ", ".join(f"{group.label} {len(group.runs)}" for group in groups)
     note = f"Means over seeds ± the standard deviation across seeds; seeds: {seeds}."
     columns = [texts.add_prefix("perplexity ")]
@@ -371,16 +380,15 @@ def loss_table(comparison: Comparison) -> Table:
     ]
     summary = []
     if baseline is not None and comparison.others:
-        differences = {
+        reference = baseline.result.domains
+        paired_errors = {
             run.label: {
-                name: loss_difference(run.result.domains[name], baseline.result.domains[name])
-                for name in comparison.domains
+                n: loss_difference(d, reference[n]).error for n, d in run.result.domains.items()
             }
             for run in comparison.others
         }
-        pairs = pd.DataFrame(differences)
-        gaps = pairs.map(lambda each: each.value).astype(float)
-        errors = pairs.map(lambda each: each.error).astype(float)
+        errors = pd.DataFrame(paired_errors, dtype=float)
+        gaps = losses[errors.columns].sub(losses[baseline.label], axis=0)
         texts = formatted(gaps, "{:+.4f}".format, errors=errors)
         columns.append(texts.add_suffix(f" minus {baseline.label}"))
         known = errors.notna().sum()

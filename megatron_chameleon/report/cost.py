@@ -24,7 +24,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import BASE, EMBEDDINGS, MIXTURE, PROXY, RunFolder
 from megatron_chameleon.report.tables import MISSING, UNKNOWN, Table, format_flops, format_hours
 
-# Costs are shown relative to a mixture of one of these methods, the first that is there.
+# Costs are shown relative to a mixture of the first of these methods that the folder has.
 REFERENCE_METHODS = ("chameleon-pretrain", "chameleon-finetune")
 
 
@@ -47,6 +47,15 @@ class MixtureCost:
     def is_known(self) -> bool:
         """Whether ``cost`` is complete."""
         return not self.missing or "total_cost" in self.mixture.parameters
+
+    def amount(self, unit: str) -> float | None:
+        """The field ``unit`` of ``cost``; None where the cost is incomplete."""
+        return getattr(self.cost, unit) if self.is_known else None
+
+    def ratio(self, other: MixtureCost, unit: str) -> float | None:
+        """``amount`` divided by that of ``other``; None where one is unknown, or the divisor 0."""
+        ours, theirs = self.amount(unit), other.amount(unit)
+        return None if ours is None or not theirs else ours / theirs
 
     @property
     def cost(self) -> Cost:
@@ -87,7 +96,7 @@ class Ledger:
 
     @property
     def total(self) -> Cost:
-        """Of everything, each artifact counted once."""
+        """The cost of all artifacts, each counted once."""
         return sum(self.entries.values(), start=Cost())
 
 
@@ -126,7 +135,7 @@ def ledger_of(folder: RunFolder) -> Ledger:
 
 
 def cost_tables(folder: RunFolder) -> list[Table]:
-    """Cost to obtain each mixture, where there are any, and cost of every artifact."""
+    """Tables of the cost to obtain each mixture, if any, and of the cost of every artifact."""
     ledger = ledger_of(folder)
 
     def cells(cost: Cost) -> list[str]:
@@ -158,12 +167,9 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
     for name, mixture in ledger.mixtures.items():
         row = [name, *mixture.cells()]
         for unit in ("flops", "device_seconds") if reference is not None else ():
-            other = ledger.mixtures[reference or name]
-            cost, by = getattr(mixture.cost, unit), getattr(other.cost, unit)
-            ratio = cost / by if mixture.is_known and other.is_known and by else 0.0
-            row.append(
-                (f"{ratio:.2g}x" if ratio < 0.995 else f"{ratio:.1f}x") if ratio else MISSING
-            )
+            ratio = mixture.ratio(ledger.mixtures[reference or name], unit) or 0.0
+            text = f"{ratio:.2g}x" if ratio < 0.995 else f"{ratio:.1f}x"
+            row.append(text if ratio else MISSING)
         rows.append([*row, format_flops(mixture.paper_flops)] if by_paper else row)
     notes = [
         "Includes the proxies and embeddings that a mixture was made from. What several mixtures "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 import pandas as pd
 
 from megatron_chameleon.artifacts.downstream_result import (
-    Accuracy,
+    DownstreamProtocol,
     DownstreamResult,
     require_same_questions,
 )
@@ -19,28 +20,15 @@ from megatron_chameleon.report.run_folder import (
     first_uniform,
     run_labels,
 )
-from megatron_chameleon.report.tables import MISSING, Table, formatted, listed, unique_labels
+from megatron_chameleon.report.tables import (
+    Table,
+    counts_better,
+    formatted,
+    listed,
+    unique_labels,
+)
 
 METRIC_NAMES = {"acc_norm": "normalised accuracy", "acc": "accuracy"}
-
-
-@dataclasses.dataclass(frozen=True)
-class DownstreamRun:
-    """A downstream result, the name of its base run, and its label in tables."""
-
-    name: str
-    label: str
-    result: DownstreamResult
-
-    def accuracy(self, task: str, shots: int | None = None) -> Accuracy | None:
-        """Accuracy with ``shots`` solved examples, or the mean over all numbers of shots.
-
-        None where it was not evaluated; no mean unless it has all of them.
-        """
-        score = self.result.tasks.get(task)
-        if score is None:
-            return None
-        return score.mean if shots is None else score.by_shots.get(shots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,26 +36,38 @@ class DownstreamComparison:
     """Results on the same questions, the baseline's first.
 
     Attributes:
-        runs: at least one.
-        baseline: one of ``runs``.
+        results: label of a run -> its result; at least one.
+        baseline: label of the baseline.
         tasks: every task that some run was evaluated on, or reports as missing.
     """
 
-    runs: tuple[DownstreamRun, ...]
-    baseline: DownstreamRun | None
+    results: Mapping[str, DownstreamResult]
+    baseline: str | None
     tasks: tuple[str, ...]
+
+    @property
+    def protocol(self) -> DownstreamProtocol:
+        """That of all results."""
+        return next(iter(self.results.values())).protocol
 
     def complete(self, shots: int | None = None) -> list[str]:
         """The tasks that every run has with this, or with every number of shots."""
         return list(self.accuracies(shots).dropna().index)
 
     def accuracies(self, shots: int | None = None, field: str = "accuracy") -> pd.DataFrame:
-        """Accuracy, or its standard error, by task (rows) and label of the run (columns)."""
-        found = {
-            run.label: [getattr(run.accuracy(task, shots), field, None) for task in self.tasks]
-            for run in self.runs
-        }
-        return pd.DataFrame(found, self.tasks, dtype=float)
+        """Accuracy, or its standard error, by task (rows) and label of the run (columns).
+
+        Args:
+            shots: number of solved examples; None takes the mean over all numbers of shots. NaN
+                where it was not evaluated; there is no mean unless all of them were.
+            field: "accuracy" or "standard_error".
+        """
+        found = pd.DataFrame(math.nan, self.tasks, list(self.results))
+        for label, result in self.results.items():
+            for task, score in result.tasks.items():
+                accuracy = score.mean if shots is None else score.by_shots.get(shots)
+                found.loc[task, label] = getattr(accuracy, field, None)
+        return found
 
 
 def compare_downstream(
@@ -92,9 +92,9 @@ def compare_downstream(
     labels = unique_labels({n: run_label[r] if count[r] == 1 else n for n, r in runs.items()})
     chosen = baseline or first_uniform(folder, runs.values())
     names = sorted(results, key=lambda name: runs[name] != chosen)  # stable: others stay sorted
-    found = tuple(DownstreamRun(runs[name], labels[name], results[name]) for name in names)
-    planned = [t for r in found for t in (*r.result.tasks, *(gap.task for gap in r.result.gaps))]
-    first = found[0] if found[0].name == chosen else None
+    found = {labels[name]: results[name] for name in names}
+    planned = [t for r in found.values() for t in (*r.tasks, *(gap.task for gap in r.gaps))]
+    first = labels[names[0]] if runs[names[0]] == chosen else None
     return DownstreamComparison(found, first, tuple(dict.fromkeys(planned)))
 
 
@@ -139,39 +139,27 @@ def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Ta
 
     means, average = rows(None)
     summary = [average]
-    if found.baseline is not None and len(found.runs) > 1:
+    if (label := found.baseline) is not None and len(found.results) > 1:
         shared = found.accuracies().dropna()
-        better = shared.gt(shared[found.baseline.label], axis=0).sum()[1:]
-        counts = [f"{count} of {len(shared)}" for count in better]
-        summary.append([f"tasks better than {found.baseline.label}", MISSING, *counts])
+        summary.append([f"tasks better than {label}", *counts_better(shared, label, max)])
     note = (
         "± is the standard error over questions. Each average is over the tasks that all runs have "
         "with that number of shots."
     )
-    all_shots, averages = zip(*map(rows, _shots(found)), strict=True)
-    by_shots = pd.concat(all_shots)
-    order = [f"{task}, {n}-shot" for task in found.tasks for n in _shots(found)]
-    title = "Downstream accuracy, mean over shots (%)"
+    all_shots, averages = zip(*map(rows, found.protocol.shots), strict=True)
+    order = [f"{task}, {n}-shot" for task in found.tasks for n in found.protocol.shots]
+    by_shots, title = pd.concat(all_shots).loc[order], "Downstream accuracy by number of shots (%)"
     return [
-        Table.by_row(title, "task", means, summary, _notes(found)),
         Table.by_row(
-            "Downstream accuracy by number of shots (%)",
-            "task",
-            by_shots.loc[order],
-            averages,
-            [note],
+            "Downstream accuracy, mean over shots (%)", "task", means, summary, _notes(found)
         ),
+        Table.by_row(title, "task", by_shots, averages, [note]),
     ]
-
-
-def _shots(found: DownstreamComparison) -> list[int]:
-    """The evaluated numbers of solved examples before each question."""
-    return found.runs[0].result.protocol.shots
 
 
 def _notes(found: DownstreamComparison) -> list[str]:
     """Protocol and metrics, and what was not evaluated."""
-    protocol, complete = found.runs[0].result.protocol, found.complete()
+    protocol, complete = found.protocol, found.complete()
     limit = "" if protocol.limit is None else f", the first {protocol.limit:,} questions of a task"
     notes = [
         f"Mean over {listed([str(shots) for shots in protocol.shots])} solved examples before each "
@@ -180,9 +168,11 @@ def _notes(found: DownstreamComparison) -> list[str]:
     ]
     by_metric: dict[str, list[str]] = {}
     for task in found.tasks:
-        scores = [run.result.tasks[task] for run in found.runs if task in run.result.tasks]
-        if scores:
-            by_metric.setdefault(scores[0].metric, []).append(task)
+        metric = next(
+            (r.tasks[task].metric for r in found.results.values() if task in r.tasks), None
+        )
+        if metric is not None:
+            by_metric.setdefault(metric, []).append(task)
     metrics = [f"{METRIC_NAMES.get(m, m)} ({m}): {', '.join(ts)}" for m, ts in by_metric.items()]
     if metrics:
         notes.append(f"Scored by {'; by '.join(metrics)}.")
@@ -191,21 +181,22 @@ def _notes(found: DownstreamComparison) -> list[str]:
             f"The average and the count are over the {len(complete)} of {len(found.tasks)} tasks "
             "that all runs have in full."
         )
-    for run in found.runs:
+    for label, result in found.results.items():
         # The gaps that its file states, then those that only the other files show.
-        gaps = [str(gap).rstrip(".") for gap in run.result.gaps]
-        stated = {gap.task for gap in run.result.gaps}
+        gaps = [str(gap).rstrip(".") for gap in result.gaps]
+        stated = {gap.task for gap in result.gaps}
         for task in found.tasks:
-            lacking = [str(n) for n in _shots(found) if run.accuracy(task, n) is None]
+            evaluated = result.tasks[task].by_shots if task in result.tasks else ()
+            lacking = [str(n) for n in protocol.shots if n not in evaluated]
             if lacking and task not in stated:
                 gaps.append(f"{task}, {listed(lacking)}-shot: run its evaluation again")
         if gaps:
-            notes.append(f"Not evaluated for {run.label}: {'; '.join(gaps)}.")
+            notes.append(f"Not evaluated for {label}: {'; '.join(gaps)}.")
         cut = {
             task: sum(each.truncated_requests for each in score.by_shots.values())
-            for task, score in run.result.tasks.items()
+            for task, score in result.tasks.items()
         }
         if any(cut.values()):
             counts = ", ".join(f"{task} {count:,}" for task, count in cut.items() if count)
-            notes.append(f"{run.label}: requests truncated to the model's context: {counts}.")
+            notes.append(f"{label}: requests truncated to the model's context: {counts}.")
     return notes

@@ -1,4 +1,4 @@
-"""Figures of weights, affinity, loss curves and sweeps, as PNG, PDF and SVG.
+"""Figures of weights, affinity, losses, sweeps and windows of text, as PNG, PDF and SVG.
 
 Figures are built without pyplot's global state. The colours are Okabe and Ito's and a diverging
 map, both safe for colour-vision deficiencies.
@@ -11,16 +11,16 @@ import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.report.run_folder import (
@@ -52,18 +52,29 @@ IMAGE_DPI = 200
 # Text on a coloured cell, the same in light and dark pages.
 DARK_TEXT, LIGHT_TEXT = "#111111", "#FDFDFD"
 DPI = 130
-# Characters of a name on an axis, in a legend, and in a narrow panel.
+# Maximum characters of a name on an axis, in a legend, and in a narrow panel.
 NAME_LIMIT, LABEL_LIMIT, NARROW_LIMIT = 26, 40, 19
 # A legend with more rows makes the figure taller, by this many inches each.
 LEGEND_ROWS, LEGEND_ROW_HEIGHT = 3, 0.21
 # Above these, numbers in cells and names on axes would overlap.
 CELLS_WITH_NUMBERS, NAMES_ON_AN_AXIS = 12, 60
-# Domains with a panel of losses, and with bars.
+# Maximum number of domains with a panel of losses, and with bars.
 MOST_PANELS, MOST_BARS = 24, 60
 # A running mean leaves about this many independent points of a curve.
 SMOOTH_POINTS = 25
-# Domains of a sweep, or of a map of windows, that have a colour and marker of their own.
+# Maximum number of domains of a sweep, or of a map of windows, with a distinct colour and marker.
 MOST_NAMED = 3 * len(COLORS)
+# Windows on a map. UMAP takes about 7 s for this many, plus 15 s to import and compile.
+MOST_WINDOWS = 2000
+# A map needs at least this many windows.
+FEWEST_WINDOWS = 3
+SEED = 0
+# The defaults of umap-learn.
+NEIGHBOURS, MIN_DIST = 15, 0.1
+# With fewer windows, the result of UMAP is mostly noise.
+FEWEST_FOR_UMAP = 200
+
+Array = NDArray[np.float32]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,9 +82,9 @@ class Picture:
     """A figure and its texts.
 
     Attributes:
-        name: of its files, without suffix.
-        title: a few words.
-        caption: how to read the figure, in sentences.
+        name: file name without suffix.
+        title: title in a few words.
+        caption: sentences on how to read the figure.
     """
 
     name: str
@@ -93,10 +104,10 @@ def pdf(figure: Figure) -> bytes:
 
 
 def _saved(figure: Figure, **options: Any) -> bytes:
-    """The figure as a file; its first file determines the layout of the others."""
+    """The figure as a file; the first file that is saved fixes the layout."""
     stream = io.BytesIO()
     with warnings.catch_warnings():
-        # matplotlib warns of each character that it has no font for.
+        # matplotlib warns of each character that is in none of its fonts.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(stream, **options)
     figure.set_layout_engine("none")
@@ -126,7 +137,7 @@ def svg_content(figure: Figure, name: str) -> str:
     with matplotlib.rc_context(settings):
         text = _saved(figure, format="svg", dpi=IMAGE_DPI, metadata=no_metadata).decode("utf-8")
     text = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
-    # Its style would leak into the page; ids of groups repeat in every figure and are never
+    # A <style> would apply to the whole page; ids of groups repeat in every figure and are never
     # referenced.
     text = re.sub(r"<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
@@ -135,7 +146,7 @@ def svg_content(figure: Figure, name: str) -> str:
 
 
 def _restyled(tag: str) -> str:
-    """The page's colours and font, fewer digits, and no line breaks in attributes."""
+    """Use the page's colours and font, round numbers, and remove line breaks from attributes."""
     tag = re.sub(r"font-family: [^;\"]*(; |)", "", tag)
     tag = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda found: PAGE_COLORS.get(found[0], found[0]), tag)
     tag = re.sub(r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.3f}", tag)
@@ -143,14 +154,13 @@ def _restyled(tag: str) -> str:
 
 
 def charted_mixtures(folder: RunFolder) -> dict[str, Mixture]:
-    """Name -> mixture, without uniform, those for fine-tuning last."""
-    names = sorted(folder.mixtures, key=lambda n: mode_of(n, folder.mixtures[n]) == "finetune")
-    mixtures = {name: folder.mixtures[name] for name in names}
-    return {name: m for name, m in mixtures.items() if m.method != BASELINE_METHOD}
+    """Name -> mixture, without uniform mixtures; mixtures for fine-tuning come last."""
+    shown = [item for item in folder.mixtures.items() if item[1].method != BASELINE_METHOD]
+    return dict(sorted(shown, key=lambda item: mode_of(*item) == "finetune"))
 
 
 def weights_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
-    """Horizontal bars, a group per domain with one bar per mixture, and the intervals.
+    """Horizontal bars of the weights, grouped by domain, with their intervals.
 
     Of more than ``MOST_BARS`` domains, those with the largest weight in any mixture are shown. The
     largest weight of the first mixture is on top.
@@ -186,8 +196,7 @@ def weights_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.set_xlabel("weight (share of training tokens)")
-    axes.grid(axis="x", color=GRID_COLOR)
-    tidy(axes)
+    tidy(axes, "x")
     legend_above(figure, handles, [*mixtures, f"uniform (1/{count})"])
     caption = "Share of training tokens by each mixture; the dashed line is uniform."
     if any(mixture.intervals for mixture in mixtures.values()):
@@ -202,7 +211,7 @@ def affinity_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
 
     The colour scale spans the entries off the diagonal, since the diagonal is often far larger;
     entries beyond it have the end's colour. It spans at least a tenth of the largest entry, so that
-    nearly orthogonal domains look so.
+    nearly orthogonal domains are nearly white.
     """
     label = next((name for name, m in mixtures.items() if m.affinity is not None), None)
     if label is None:
@@ -248,7 +257,7 @@ class RunCurves:
     """Losses of one run in nats per token, as Series over training steps.
 
     Attributes:
-        label: of the run.
+        label: label of the run.
         total: training loss over all domains.
         domains: training loss by domain, at the steps that recorded it.
         validation: held-out loss by domain.
@@ -275,7 +284,7 @@ def run_curves(label: str, run: TrainingRun) -> RunCurves:
 
 
 def smoothing_window(curve: pd.Series[float]) -> int:
-    """Points of the running mean, an odd number: 1, no smoothing, for a curve of few points."""
+    """Odd number of points of the running mean; 1 (no smoothing) for a curve of few points."""
     return len(curve) // SMOOTH_POINTS | 1
 
 
@@ -285,9 +294,9 @@ def smoothed(curve: pd.Series[float]) -> pd.Series[float]:
 
 
 def panel_domains(runs: Sequence[RunCurves]) -> pd.Series[float]:
-    """Domain -> range over the runs of its last smoothed loss, in the order of the metrics.
+    """Range of each domain's last smoothed loss over the runs, in the order of the metrics.
 
-    It is the training loss, or else the loss on held-out text.
+    The loss is the training loss where it is recorded, and otherwise the held-out loss.
     """
     last = [
         {
@@ -345,7 +354,6 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
         for i, run in enumerate(proxies)
     ]
     axes.set_title("Training loss, all domains (bold: running mean)", fontsize=11, loc="left")
-    axes.grid(color=GRID_COLOR)
     axes.margins(x=0.01)
     axes.set_ylabel("loss (nats per token)")
     tidy(axes)
@@ -362,7 +370,6 @@ def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) ->
                 else:
                     panel.plot(curve.index, curve, "o", color=color_of(j), markersize=3.5)
         panel.tick_params(labelsize=8)
-        panel.grid(color=GRID_COLOR)
         panel.set_xlim(left=0)
         tidy(panel)
         title = shortened(name, NAME_LIMIT if columns < 5 else NARROW_LIMIT)
@@ -393,7 +400,7 @@ def _draw_curve(
 
 
 def sweep_picture(axes: Sequence[SweptAxis]) -> Picture:
-    """Weights [n, k] over the values of each hyperparameter, with their intervals as thin bars.
+    """Weights over the values of each hyperparameter, with their intervals as thin bars.
 
     Values are evenly spaced. All panels share one scale; a dashed line marks the common centre.
 
@@ -401,10 +408,10 @@ def sweep_picture(axes: Sequence[SweptAxis]) -> Picture:
         axes: at least one, of the same domains; a panel each.
     """
     first = axes[0]
-    by_weight = np.argsort(-first.weights[first.centre], kind="stable")
+    by_weight = np.argsort(-first.weights.iloc[:, first.centre].to_numpy(), kind="stable")
     named = sorted(by_weight[:MOST_NAMED].tolist())
     others = sorted(by_weight[MOST_NAMED:].tolist())
-    labels = [*(first.names[k] for k in named), *(["other domains"] if others else []), "centre"]
+    labels = [*first.weights.index[named], *(["other domains"] if others else []), "centre"]
     width = max(6.4, 3.3 * len(axes))
     figure = new_figure(width, 4.4)
     panels = figure.subplots(1, len(axes), sharey=True, squeeze=False)[0]
@@ -413,29 +420,29 @@ def sweep_picture(axes: Sequence[SweptAxis]) -> Picture:
     shifts = np.linspace(-shift / 2, shift / 2, len(named))
     handles: list[Artist] = []
     for panel, axis in zip(panels, axes, strict=True):
-        positions = np.arange(len(axis.values), dtype=np.float64)
+        values = list(axis.weights)
+        positions = np.arange(len(values), dtype=np.float64)
         for k in others:
-            panel.plot(positions, axis.weights[:, k], color=PROXY_COLOR, linewidth=0.6, alpha=0.5)
+            panel.plot(positions, axis.weights.iloc[k], color=PROXY_COLOR, linewidth=0.6, alpha=0.5)
         handles = []
         for number, k in enumerate(named):
             x, color, turn = positions + shifts[number], color_of(number), number // len(COLORS)
             low, high = axis.intervals[:, k].T
             panel.vlines(x, low, high, color=color, linewidth=0.9, alpha=0.7)
             look = {"marker": "os^"[turn], "ls": LINE_STYLES[turn], "ms": 4, "linewidth": 1.4}
-            handles += panel.plot(x, axis.weights[:, k], color=color, **look)
+            handles += panel.plot(x, axis.weights.iloc[k], color=color, **look)
         if others:
             handles.append(Line2D([], [], color=PROXY_COLOR, linewidth=0.6))
         handles.append(
             panel.axvline(axis.centre, color=REFERENCE_COLOR, ls="--", linewidth=0.9, zorder=0.5)
         )
-        panel.set_xticks(positions, [shortened(v, 14) for v in axis.values], parse_math=False)
-        panel.set_xlim(-0.5, len(axis.values) - 0.5)
+        panel.set_xticks(positions, [shortened(v, 14) for v in values], parse_math=False)
+        panel.set_xlim(-0.5, len(values) - 0.5)
         panel.set_xlabel(axis.label, parse_math=False)
-        moved, distance = np.abs(axis.changes).max(), axis.distances.max()
+        moved, distance = axis.changes.abs().max(axis=None), axis.distances.max()
         title = f"largest change {moved:.3f}, total variation {distance:.3f}"
         panel.set_title(title, fontsize=8.5, loc="left")
-        panel.grid(axis="y", color=GRID_COLOR)
-        tidy(panel)
+        tidy(panel, "y")
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("weight (share of training tokens)")
     figure.supxlabel("flat lines: stable weights; bars: bootstrap intervals, if any", fontsize=9)
@@ -447,11 +454,167 @@ def sweep_picture(axes: Sequence[SweptAxis]) -> Picture:
     return Picture("stability", "Stability of the weights", caption, figure)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class WindowMap:
+    """A sample of the windows of an embedding store in two dimensions.
+
+    Attributes:
+        points: [n, 2] float32; only distances between them are meaningful.
+        domains: [n] index into ``names``, int64.
+        names: domain names in the order of the store; each domain has a point.
+        summary: caption that states the number of windows and the projection.
+    """
+
+    points: Array
+    domains: NDArray[np.int64]
+    names: tuple[str, ...]
+    summary: str
+
+    @property
+    def centroids(self) -> NDArray[np.float64]:
+        """Mean of the points of each domain, [k, 2] float64."""
+        return pd.DataFrame(self.points.astype(np.float64)).groupby(self.domains).mean().to_numpy()
+
+
+def window_map(folder: RunFolder) -> WindowMap | None:
+    """Windows of the embedding store with the most domains, in two dimensions.
+
+    UMAP (McInnes et al. 2018) where umap-learn is installed and there are 200 windows, PCA
+    otherwise. Equal stores give equal maps on one machine; UMAP's differ between machines.
+
+    Args:
+        folder: of the run; None is returned if none of its stores has three windows.
+
+    Raises:
+        UserError: if a file of the store is damaged, or its vectors are not finite.
+    """
+    sizes = {
+        name: (len(store.domains), sum(entry.windows for entry in store.domains.values()))
+        for name, store in folder.embeddings.items()
+    }
+    enough = [name for name, (_, windows) in sizes.items() if windows >= FEWEST_WINDOWS]
+    if not enough:
+        return None
+    name = max(enough, key=lambda name: sizes[name])
+    store = folder.embeddings[name]
+    counts = {domain: entry.windows for domain, entry in store.domains.items() if entry.windows}
+    most = max(1, MOST_WINDOWS // len(counts))
+    taken = [min(count, most) for count in counts.values()]
+    sampled = []
+    for number, (domain, count) in enumerate(zip(counts, taken, strict=True)):
+        rng = np.random.default_rng([SEED, number])
+        rows = np.sort(rng.choice(counts[domain], count, replace=False))
+        sampled.append(store.vectors(domain)[rows])
+    vectors, how = np.concatenate(sampled), f"UMAP, {NEIGHBOURS} neighbours, seed {SEED}"
+    points = umap_points(vectors) if len(vectors) >= FEWEST_FOR_UMAP else None
+    if points is None:
+        points, shares = pca_points(vectors)
+        how = "PCA, {:.0f}% and {:.0f}% of the variance".format(*(100 * share for share in shares))
+    shown, available = len(vectors), sum(counts.values())
+    windows = f"{shown:,}" if shown == available else f"{shown:,} of {available:,}"
+    summary = f"{windows} windows of {name} by {how}; the axes have no meaning"
+    domains = np.repeat(np.arange(len(counts), dtype=np.int64), taken)
+    return WindowMap(points, domains, tuple(counts), summary)
+
+
+def pca_points(vectors: Array) -> tuple[Array, tuple[float, float]]:
+    """Project ``vectors`` [n, h] on the two directions of largest variance, [n, 2].
+
+    Signs are such that the largest entry of each direction is positive.
+
+    Returns:
+        The points, and the share of the variance along each direction.
+    """
+    centred = vectors.astype(np.float64) - vectors.mean(axis=0, dtype=np.float64)
+    _, sizes, directions = np.linalg.svd(centred, full_matrices=False)
+    kept = directions[:2]
+    kept = kept * np.sign(np.take_along_axis(kept, np.abs(kept).argmax(axis=1)[:, None], axis=1))
+    shares = sizes[:2] ** 2 / max(float((sizes**2).sum()), np.finfo(np.float64).tiny)
+    return (centred @ kept.T).astype(np.float32), (float(shares[0]), float(shares[1]))
+
+
+def umap_points(vectors: Array) -> Array | None:
+    """UMAP embedding [n, 2] of ``vectors`` [n, h]; None if umap-learn is not installed."""
+    try:
+        from threadpoolctl import threadpool_limits
+        from umap import UMAP  # takes seconds: it compiles
+    except ImportError:
+        return None
+    # Numba sets OpenMP's number of threads for the whole process, torch included.
+    with threadpool_limits(limits=1, user_api="openmp"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of isolated points, and that a seed implies one thread
+        found = UMAP(
+            n_neighbors=NEIGHBOURS, min_dist=MIN_DIST, random_state=SEED, n_jobs=1
+        ).fit_transform(vectors)
+    return np.asarray(found, dtype=np.float32)
+
+
+def windows_picture(folder: RunFolder) -> Picture | None:
+    """A point for each window of text; None without embeddings."""
+    found = window_map(folder)
+    if found is None:
+        return None
+    caption = (
+        f"A point for each window of text, near others with similar embeddings: {found.summary}."
+    )
+    return Picture("windows", "Map of window embeddings", caption, window_map_figure(found))
+
+
+def window_map_figure(found: WindowMap) -> Figure:
+    """Draw every window as a point, coloured by domain, with a legend next to the map.
+
+    At most ``MOST_NAMED`` domains, with distant centroids, are in the legend; others are grey.
+    """
+    named = named_domains(found)
+    figure = new_figure(9.0, 6.0)
+    axes = figure.add_subplot()
+    size = float(np.clip(120 / np.sqrt(len(found.points)), 2.6, 6.0))
+    others = ~np.isin(found.domains, named)
+    handles: list[Artist] = []
+    labels = [shortened(found.names[domain], NAME_LIMIT) for domain in named]
+    # Edges would hide a small marker. Rasterized points keep a PDF small.
+    style: dict[str, Any] = {"linestyle": "none", "markeredgewidth": 0, "rasterized": True}
+    grey: dict[str, Any] = {"color": PROXY_COLOR, "marker": "o"}
+    if others.any():
+        axes.plot(*found.points[others].T, markersize=0.8 * size, alpha=0.25, **grey, **style)
+        size = 6.0  # named domains stand out
+    for number, domain in enumerate(named):
+        marker = "o^s"[number // len(COLORS)]
+        look: dict[str, Any] = {"color": color_of(number), "marker": marker}
+        points = found.points[found.domains == domain].T
+        axes.plot(*points, markersize=size, alpha=0.65, **look, **style)
+        handles.append(Line2D([], [], linestyle="none", ms=6.0, **look))
+    if others.any():
+        handles.append(Line2D([], [], linestyle="none", ms=4, **grey))
+        labels.append(f"{len(found.names) - len(named):,} other domains")
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_color(PROXY_COLOR)
+    axes.set_xlabel(shortened(found.summary, 130), fontsize=8.5, parse_math=False)
+    plain_legend(figure, handles, labels, loc="outside right upper", fontsize=8.5)
+    return figure
+
+
+def named_domains(found: WindowMap) -> list[int]:
+    """Indices of the domains with a colour: all, or the ``MOST_NAMED`` that cover the map best.
+
+    A greedy choice: the centroid farthest from the middle, then repeatedly the centroid farthest
+    from all previously chosen ones.
+    """
+    centres, chosen = found.centroids, list[int]()
+    nearest = np.linalg.norm(centres - centres.mean(axis=0), axis=1)
+    for _ in range(min(len(centres), MOST_NAMED)):
+        chosen.append(int(nearest.argmax()))
+        distances = np.linalg.norm(centres - centres[chosen[-1]], axis=1)
+        nearest = np.minimum(nearest, distances) if len(chosen) > 1 else distances
+        nearest[chosen] = -1.0
+    return sorted(chosen)
+
+
 def new_figure(width: float, height: float) -> Figure:
     """An empty white figure of this size in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
@@ -467,7 +630,7 @@ def plain_legend(
     figure: Figure, handles: Sequence[Artist], labels: Sequence[str], **look: Any
 ) -> None:
     """Add a legend that shows ``labels`` literally, shortened."""
-    plain = [f"{i}" for i in range(len(labels))]  # matplotlib gives some labels a meaning
+    plain = [f"{i}" for i in range(len(labels))]  # matplotlib omits labels that start with "_"
     legend = figure.legend(handles, plain, frameon=False, **look)
     for text, label in zip(legend.get_texts(), labels, strict=True):
         text.set_parse_math(False)
@@ -479,7 +642,8 @@ def color_of(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
-def tidy(axes: Axes) -> None:
-    """No frame but the two axes, and the grid behind the data."""
+def tidy(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
+    """Draw no frame but the two axes, and grid lines of these axes behind the data."""
+    axes.grid(axis=grid, color=GRID_COLOR)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -12,7 +12,6 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 
 import jinja2
@@ -22,21 +21,7 @@ from megatron_chameleon.artifacts import Sweep
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import package_versions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report import figures
-from megatron_chameleon.report.comparison import (
-    Comparison,
-    bits_per_byte_table,
-    caveats,
-    compare,
-    findings,
-    loss_table,
-    perplexity_table,
-    seed_table,
-)
-from megatron_chameleon.report.cost import cost_tables
-from megatron_chameleon.report.downstream import base_run_of, downstream_tables
-from megatron_chameleon.report.figures import Picture
-from megatron_chameleon.report.paper import paper_tables
+from megatron_chameleon.report import comparison, cost, downstream, figures, paper, weights
 from megatron_chameleon.report.run_folder import (
     EVALUATION,
     REPORT,
@@ -58,13 +43,11 @@ from megatron_chameleon.report.tables import (
     printable,
     terminal_table,
 )
-from megatron_chameleon.report.weights import sweep_table, swept_axes, token_tables, weight_tables
-from megatron_chameleon.report.window_map import windows_picture
 
 PAGE_NAME, TABLES_NAME = "report.html", "tables.md"
-# A CSV file for each table.
+# Holds a CSV file for each table.
 TABLES_FOLDER = "tables"
-# The files of a report, so that the next one removes those that it does not replace.
+# Lists the files of a report; the next report removes those that it does not replace.
 LIST_NAME = "report_files.json"
 _FILE_NAME = re.compile(rf"[\w-]+\.\w+|{TABLES_FOLDER}/[\w-]+\.csv")
 PACKAGES_OF_A_REPORT = ("megatron-chameleon", "numpy", "pandas", "matplotlib")
@@ -104,7 +87,7 @@ class Section:
     heading: str
     introduction: str
     tables: Sequence[Table] = ()
-    pictures: Sequence[Picture] = ()
+    pictures: Sequence[figures.Picture] = ()
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -113,10 +96,10 @@ class Report:
     """Everything in a report, in reading order.
 
     Attributes:
-        title: of the page.
-        findings: the results, a sentence each.
-        caveats: limitations of the findings, a sentence each.
-        sections: non-empty sections.
+        title: title of the page.
+        findings: one sentence per result.
+        caveats: one sentence per limitation of the findings.
+        sections: sections that have content.
     """
 
     title: str
@@ -125,7 +108,7 @@ class Report:
     sections: Sequence[Section]
 
     @property
-    def pictures(self) -> list[Picture]:
+    def pictures(self) -> list[figures.Picture]:
         """The pictures of all sections."""
         return [picture for section in self.sections for picture in section.pictures]
 
@@ -183,62 +166,68 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
         raise UserError("no run folder given; pass at least one")
     distinct = list({os.path.realpath(run): run for run in reversed(runs)}.values())[::-1]
     folder = merge([RunFolder.load(run) for run in distinct])
-    comparison = compare(folder, baseline) if folder.evaluations else None
-    tables: dict[str, list[Table | None]] = {}
-    if comparison is None:
+    compared = comparison.compare(folder, baseline) if folder.evaluations else None
+    if compared is None:
         require_one_corpus([folder])
-        evaluated = [base_run_of(folder, name) for name in folder.downstream]
+        evaluated = [downstream.base_run_of(folder, name) for name in folder.downstream]
         if baseline is not None and baseline not in evaluated:
             choices = f"choose from {', '.join(evaluated)}, or " if evaluated else ""
             raise UserError(
                 f"--baseline {baseline}: no result of this run in {folder.root / EVALUATION}; "
                 f"{choices}run tools/evaluate.py perplexity for each base run first"
             )
-    else:
-        tables["result"] = [seed_table(comparison), perplexity_table(folder, comparison)]
-        tables["loss"] = [loss_table(comparison)]
-        tables["bits-per-byte"] = [bits_per_byte_table(comparison)]
-    swept = [] if folder.sweep is None else swept_axes(folder.sweep)
+    swept = [] if folder.sweep is None else weights.swept_axes(folder.sweep)
     mixtures = figures.charted_mixtures(folder)
-    tables["weights"] = [*weight_tables(folder)]
-    tables["downstream"] = [*downstream_tables(folder, baseline)]
-    tables["cost"] = [*cost_tables(folder)]
-    tables["tokens"] = [*token_tables(folder)]
-    tables["stability"] = [*map(sweep_table, swept)]
-    tables["paper"] = [*paper_tables(folder, comparison, baseline)]
+    tables: dict[str, Sequence[Table | None]] = {
+        "weights": weights.weight_tables(folder),
+        "downstream": downstream.downstream_tables(folder, baseline),
+        "cost": cost.cost_tables(folder),
+        "tokens": weights.token_tables(folder),
+        "stability": [weights.sweep_table(axis) for axis in swept],
+        "paper": paper.paper_tables(folder, compared, baseline),
+    }
+    if compared is not None:
+        tables |= {
+            "result": [
+                comparison.seed_table(compared),
+                comparison.perplexity_table(folder, compared),
+            ],
+            "loss": [comparison.loss_table(compared)],
+            "bits-per-byte": [comparison.bits_per_byte_table(compared)],
+        }
     pictures = {
         "weights": figures.weights_picture(mixtures),
         "curves": figures.loss_picture(folder),
         "affinity": figures.affinity_picture(mixtures),
         "stability": figures.sweep_picture(swept) if swept else None,
-        "windows": windows_picture(folder),
+        "windows": figures.windows_picture(folder),
     }
     sections = [
         Section(
             name,
             *texts,
-            [table for table in tables.get(name, ()) if table is not None],
-            [picture] if (picture := pictures.get(name)) else [],
+            tables=[table for table in tables.get(name, ()) if table],
+            pictures=[picture] if (picture := pictures.get(name)) else [],
         )
         for name, texts in SECTIONS.items()
     ]
-    sections.append(_origins_section(folder, comparison, distinct))
+    sections.append(_origins_section(folder, compared, distinct))
     return Report(
         " + ".join(ending or root.resolve().name for root, ending in folder.roots.items()),
-        [] if comparison is None else findings(comparison),
-        [NOT_EVALUATED] if comparison is None else caveats(folder, comparison),
+        comparison.findings(compared) if compared else [],
+        comparison.caveats(folder, compared) if compared else [NOT_EVALUATED],
         [section for section in sections if section.tables or section.facts or section.pictures],
     )
 
 
 def _origins_section(
-    folder: RunFolder, comparison: Comparison | None, runs: Sequence[Path]
+    folder: RunFolder, compared: comparison.Comparison | None, runs: Sequence[Path]
 ) -> Section:
     """Provenance of the report: folders, corpus, protocol, software and dates of its artifacts."""
     made = [a.provenance for a in folder.artifacts.values() if a.provenance is not None]
     days = sorted(each.created[:10] for each in made)
     versions = {f"{p} {v}": None for each in made for p, v in each.versions.items()}
-    corpus, baseline = folder.corpus, comparison.baseline if comparison else None
+    corpus, baseline = folder.corpus, compared.baseline if compared else None
     facts = {
         "run folders": ", ".join(map(str, runs)),
         "corpus": f"{len(corpus.domains):,} domains, {sum(corpus.train_tokens.values()):,} "
@@ -246,7 +235,7 @@ def _origins_section(
         f"ids), hash {corpus.hash[:HASH_DIGITS]}"
         if corpus
         else "",
-        "evaluated on": comparison.runs[0].result.protocol.describe() if comparison else "",
+        "evaluated on": compared.runs[0].result.protocol.describe() if compared else "",
         "compared with": baseline.name if baseline else "",
         "artifacts made": " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
         "by commit": ", ".join(sorted({each.git_commit for each in made if each.git_commit})),
@@ -255,7 +244,7 @@ def _origins_section(
             f"{name} {version}" for name, version in package_versions(PACKAGES_OF_A_REPORT).items()
         ),
     }
-    names = [run.name for run in comparison.runs] if comparison else list(folder.base_runs)
+    names = [run.name for run in compared.runs] if compared else list(folder.base_runs)
     labels = run_labels(folder.base_runs, names)
     cells = []
     for name in names:
@@ -290,8 +279,6 @@ def rendered(report: Report) -> dict[str, bytes]:
 
 def html_page(report: Report) -> str:
     """The page as text; equal reports give equal pages. Every name in it is escaped."""
-    folder = resources.files("megatron_chameleon.report").joinpath("template")
-    read = {name: folder.joinpath(name).read_text("utf-8") for name in ("style.css", "script.js")}
 
     def finalize(value: object) -> object:
         """Collapse white space and replace unprintable characters before text is escaped."""
@@ -299,8 +286,9 @@ def html_page(report: Report) -> str:
             return printable(re.sub(r"\s+", " ", value))
         return f"{value:g}" if isinstance(value, float) else value
 
+    loader = jinja2.PackageLoader("megatron_chameleon.report", "template")
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("megatron_chameleon.report", "template"),
+        loader=loader,
         autoescape=True,
         finalize=finalize,
         undefined=jinja2.StrictUndefined,
@@ -313,13 +301,13 @@ def html_page(report: Report) -> str:
         "csv_base64": lambda table: base64.b64encode(csv_table(table).encode()).decode(),
         "svg": lambda p: Markup(figures.svg_content(p.figure, f"figure-{p.name}")),
     }
-    digest = hashlib.sha256(read["script.js"].encode("utf-8")).digest()
+    style, script = (loader.get_source(environment, n)[0] for n in ("style.css", "script.js"))
     return environment.get_template("report.html.j2").render(
         report=report,
         names=report.names,
-        style=Markup(read["style.css"]),
-        script=Markup(read["script.js"]),
-        script_hash=base64.b64encode(digest).decode("ascii"),
+        style=Markup(style),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
@@ -356,11 +344,11 @@ def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
         names = read_json(path, hint).get("files")
         if not isinstance(names, list):
             raise UserError(f"{path} is not a list of a report's files; {hint}")
-        # A damaged list must not name a file elsewhere.
+        # A damaged list must not lead to the removal of other files.
         earlier = {name for name in map(str, names) if _FILE_NAME.fullmatch(name)}
     new = [folder / name for name in files if name not in earlier]
     require_new(new, "choose another --output, or move it away")
-    # If this is interrupted, the next report knows all files that are there.
+    # Listed before they are written: after an interruption, the next report can remove them.
     write_json(path, {"files": sorted({*earlier, *files})})
     for name, content in files.items():
         with replacing(folder / name) as temporary:
@@ -376,17 +364,17 @@ def report_stability(sweep: Sweep) -> None:
     Raises:
         UserError: if a mixture cannot be read or the figure cannot be written.
     """
-    axes, stem = swept_axes(sweep), sweep.root / REPORT / "stability"
+    axes, stem = weights.swept_axes(sweep), sweep.root / REPORT / "stability"
     figure = figures.sweep_picture(axes).figure
     for suffix, content in ((".png", figures.png(figure)), (".pdf", figures.pdf(figure))):
         with replacing(stem.with_suffix(suffix)) as temporary:
             temporary.write_bytes(content)
-    tables = "\n\n\n".join(terminal_table(sweep_table(axis)) for axis in axes)
-    cost, centre = sweep.cost, sweep.root / sweep.centre.mixture
+    tables = "\n\n\n".join(terminal_table(weights.sweep_table(axis)) for axis in axes)
+    hours, centre = sweep.cost.device_seconds / SECONDS_PER_HOUR, sweep.root / sweep.centre.mixture
     print(
         f"\n{tables}\n\n"
-        f"{len(sweep.points)} mixtures took {cost.flops:.2e} FLOPs and "
-        f"{cost.device_seconds / SECONDS_PER_HOUR:.3g} device-hours, including existing proxies\n"
+        f"{len(sweep.points)} mixtures took {sweep.cost.flops:.2e} FLOPs and {hours:.3g} "
+        "device-hours, including existing proxies\n"
         f"written to {sweep.root / sweep.FILE_NAME}, {stem}.png and {stem}.pdf\n"
         f"next: tools/pretrain_gpt.py --mixture {centre}, or another one of {centre.parent}",
         flush=True,

@@ -26,6 +26,7 @@ from megatron_chameleon.report.tables import (
     MISSING,
     Table,
     cells_of,
+    counts_better,
     format_flops,
     format_perplexity,
     format_weight,
@@ -206,8 +207,7 @@ def _downstream_table(setting: Setting, folder: RunFolder, baseline: str | None)
     found = compare_downstream(folder, baseline)
     if found is None:
         return []
-    protocol = found.runs[0].result.protocol
-    if sorted(protocol.shots) != SHOTS or protocol.limit is not None:
+    if sorted(found.protocol.shots) != SHOTS or found.protocol.limit is not None:
         return []  # the paper averages over other questions
     printed = printed_figures(setting.downstream[0])
     both = [task for task in found.complete() if task in printed.index]
@@ -215,8 +215,7 @@ def _downstream_table(setting: Setting, folder: RunFolder, baseline: str | None)
         f"Averages and counts are over the {len(both)} tasks that all runs and the paper have.",
     ]
     sides = (100 * found.accuracies(), printed.reindex(found.tasks))
-    label = found.baseline.label if found.baseline else None
-    return [_both_sides("task", setting, sides, both, label, notes)]
+    return [_both_sides("task", setting, sides, both, found.baseline, notes)]
 
 
 def _both_sides(
@@ -248,11 +247,7 @@ def _both_sides(
         texts.append(formatted(figures, form, best))
         shared = figures.loc[list(both)]
         averages += cells_of(shared.mean(), form, best)
-        for column in shared:
-            gaps = shared[column] - shared[reference] if reference else pd.Series(dtype=float)
-            better = int(((gaps < 0) if best is min else (gaps > 0)).sum())
-            is_compared = reference not in (None, column)
-            counts.append(f"{better} of {len(both)}" if is_compared else MISSING)
+        counts += counts_better(shared, reference, best)
     ours, theirs = texts
     paper = METHOD_LABELS[setting.baseline]
     theirs.columns = [f"{PAPER}{METHOD_LABELS.get(method, method)}" for method in theirs]

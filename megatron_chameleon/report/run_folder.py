@@ -45,7 +45,7 @@ _PREFIXES = {
 # An error message lists at most this many domains.
 MOST_LISTED = 3
 BASELINE_METHOD = "uniform"
-# Weights of a run and of its mixture file differ by rounding at most.
+# The weights of a run and those of its mixture file may differ by rounding.
 SAME_WEIGHT = 1e-9
 
 
@@ -84,7 +84,7 @@ class RunFolder:
             UserError: if ``root`` is not a run folder, or an artifact in it is damaged.
         """
         if not root.is_dir():
-            raise UserError(f"{root} is not a folder; pass the one that holds {CORPUS} and so on")
+            raise UserError(f"{root} is not a folder; pass one that holds {CORPUS} to {EVALUATION}")
 
         def inside(stage: str, suffix: str = "") -> list[Path]:
             """The folders of a stage, or its files with ``suffix``."""
@@ -136,7 +136,7 @@ class RunFolder:
         return found
 
     def costs(self) -> dict[str, Cost]:
-        """Cost of each artifact by its key; an artifact with links or copies is listed once."""
+        """Key -> cost of each artifact; an artifact with links or copies is listed once."""
         return {key: a.cost for key, a in self.artifacts.items() if key not in self.uncounted}
 
     @functools.cached_property

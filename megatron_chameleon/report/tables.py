@@ -166,6 +166,20 @@ def formatted(
     return pd.DataFrame(rows, values.index, values.columns, dtype=object)
 
 
+def counts_better(
+    values: pd.DataFrame, reference: str | None, best: Callable[[list[float]], float]
+) -> list[str]:
+    """Per column, the number of rows where it is better than the column ``reference``.
+
+    The cells read 'n of k'; that of ``reference`` is '-', and so are all without one.
+    """
+    if reference is None:
+        return [MISSING] * len(values.columns)
+    is_better = values.lt if best is min else values.gt
+    counts = is_better(values[reference], axis=0).sum()
+    return [MISSING if c == reference else f"{n} of {len(values)}" for c, n in counts.items()]
+
+
 def terminal_table(table: Table) -> str:
     """Aligned columns under a title; '*' after the best of a row. Very long names are shortened."""
     marked = table.marked
@@ -279,7 +293,7 @@ def printable(text: str) -> str:
 
 
 def shortened(name: str, limit: int) -> str:
-    """At most ``limit`` characters of ``name``: its ends, where names differ most."""
+    """Shorten ``name`` to ``limit`` characters of both ends, where names differ most."""
     name, tail = one_line(name), (limit - 1) // 3
     return name if len(name) <= limit else f"{name[: limit - 1 - tail]}…{name[-tail:]}"
 

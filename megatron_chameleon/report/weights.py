@@ -27,7 +27,6 @@ SWEPT_LABELS = {
     "num_windows": "windows per domain",
 }
 
-Array = NDArray[np.float64]
 # Heading -> domain -> text.
 Columns = dict[str, dict[str, str]]
 
@@ -170,31 +169,26 @@ class SweptAxis:
     """The weights of k domains at the n values of one hyperparameter.
 
     Attributes:
-        label: of the hyperparameter.
-        values: n texts.
+        label: label of the hyperparameter.
         centre: index of the centre's value.
-        names: k domains.
-        weights: [n, k].
+        weights: domains (rows) by values as texts (columns), [k, n].
         intervals: [n, k, 2], the ends of the bootstrap intervals; NaN without intervals.
     """
 
     label: str
-    values: tuple[str, ...]
     centre: int
-    names: tuple[str, ...]
-    weights: Array
-    intervals: Array
+    weights: pd.DataFrame
+    intervals: NDArray[np.float64]
 
     @property
-    def changes(self) -> Array:
-        """[n, k]: the weights minus those at the centre."""
-        return self.weights - self.weights[self.centre]
+    def changes(self) -> pd.DataFrame:
+        """The weights minus those at the centre, [k, n]."""
+        return self.weights.sub(self.weights.iloc[:, self.centre], axis=0)
 
     @property
-    def distances(self) -> Array:
-        """[n]: total-variation distance to the centre, half the sum of all absolute changes."""
-        distances: Array = np.abs(self.changes).sum(axis=1) / 2
-        return distances
+    def distances(self) -> pd.Series[float]:
+        """Total-variation distance to the centre, half the sum of all absolute changes, [n]."""
+        return self.changes.abs().sum() / 2
 
 
 def swept_axes(sweep: Sweep) -> list[SweptAxis]:
@@ -203,7 +197,7 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
     Raises:
         UserError: if a mixture cannot be read, has changed, or has other domains than the centre's.
     """
-    names, axes, unknown = tuple(sweep.load_mixture(sweep.centre).weights), [], (np.nan, np.nan)
+    names, axes, unknown = list(sweep.load_mixture(sweep.centre).weights), [], (np.nan, np.nan)
     for parameter, values in sweep.axes.items():
         points = sweep.along(parameter)
         mixtures = [sweep.load_mixture(point) for point in points]
@@ -213,31 +207,26 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
                     f"{sweep.root / sweep.FILE_NAME}: {point.mixture} has other domains than "
                     f"{sweep.centre.mixture}; run the sweep again"
                 )
+        texts = [
+            v if isinstance(v, str) else f"{v:,}" if isinstance(v, int) else f"{v:g}"
+            for v in values
+        ]
+        weights = pd.DataFrame([m.weights for m in mixtures], texts, names).T
         intervals = [[(m.intervals or {}).get(n, unknown) for n in names] for m in mixtures]
-        axis = SweptAxis(
-            label=SWEPT_LABELS.get(parameter, parameter),
-            values=tuple(
-                v if isinstance(v, str) else f"{v:,}" if isinstance(v, int) else f"{v:g}"
-                for v in values
-            ),
-            centre=points.index(sweep.centre),
-            names=names,
-            weights=np.array([[m.weights[name] for name in names] for m in mixtures]),
-            intervals=np.array(intervals),
-        )
-        axes.append(axis)
+        label, centre = SWEPT_LABELS.get(parameter, parameter), points.index(sweep.centre)
+        axes.append(SweptAxis(label, centre, weights, np.array(intervals)))
     return axes
 
 
 def sweep_table(axis: SweptAxis) -> Table:
     """Weight per domain at each value, and the distance of each value from the centre."""
-    values = [f"{v} (centre)" if i == axis.centre else v for i, v in enumerate(axis.values)]
-    changes = pd.DataFrame(np.abs(axis.changes).T, axis.names, values)
+    values = [f"{v} (centre)" if i == axis.centre else v for i, v in enumerate(axis.weights)]
+    changes = axis.changes.abs()
     largest = changes.max(axis=1)
     shown = largest.sort_values(ascending=False, kind="stable").index[:MOST_ROWS]
-    weights = pd.DataFrame(axis.weights.T, axis.names, values).assign(**{"largest change": largest})
+    weights = axis.weights.set_axis(values, axis=1).assign(**{"largest change": largest})
     summary = {"largest change": changes.max(), "total variation": axis.distances}
-    hidden = len(axis.names) - len(shown)
+    hidden = len(axis.weights) - len(shown)
     return Table.by_row(
         f"Weights over {axis.label}",
         "domain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ NAMES = ["code", "a|b_<x>", "prose"]
 UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 
 
+def edit(file: Path, **changes: Any) -> None:
+    """Change fields of the artifact in ``file``, which has no checksum then."""
+    body = json.loads(file.read_text()) | changes
+    body.pop("checksum", None)
+    file.write_text(json.dumps(body, default=dataclasses.asdict))
+
+
+def edit_run(root: Path, name: str, **changes: Any) -> None:
+    edit(root / "5-base" / name / "run.json", **changes)
+
+
+def edit_evaluation(root: Path, name: str, **changes: Any) -> None:
+    edit(root / f"6-evaluation/{name}.json", **changes)
+
+
 def write_corpus(root: Path, names: list[str]) -> Corpus:
     corpus = artifact_samples.corpus_in(root, tuple(names))
     corpus = dataclasses.replace(corpus, cost=Cost(0.0, 4.5, 4.5, 1))
@@ -55,12 +71,11 @@ def random_weights(names: list[str], rng: np.random.Generator) -> dict[str, floa
     return dict(zip(names, map(float, weights), strict=True))
 
 
-def random_mixture(
-    weights: dict[str, float], mode: str, features: np.ndarray[Any, Any], **changes: Any
-) -> Mixture:
-    """A Chameleon mixture of ``weights`` with the affinity of the rows of ``features`` [k, h]."""
-    features = features - features.mean(axis=0)
-    mixture = Mixture(
+def random_mixture(names: list[str], rng: np.random.Generator, mode: str = "pretrain") -> Mixture:
+    """A Chameleon mixture of random weights, with the affinity of random embeddings."""
+    weights, features = random_weights(names, rng), rng.normal(size=(len(names), 8))
+    features -= features.mean(axis=0)
+    return Mixture(
         weights=weights,
         method=f"chameleon-{mode}",
         parameters={"mode": mode},
@@ -71,7 +86,6 @@ def random_mixture(
         provenance=PROVENANCE,
         cost=Cost(0.0, 1.5, 1.5, 1),
     )
-    return dataclasses.replace(mixture, **changes)
 
 
 def write_training_run(
@@ -128,16 +142,14 @@ def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Pat
     write_losses(proxy, names, [x + 0.5 for x in floors], seed=1)
     recipe = EmbeddingRecipe("1", 1, 64, 16, 0, "0")
     EmbeddingStore(root / "3-embeddings", recipe, 8, {}, PROVENANCE, Cost(4e11, 5.0, 2.5, 2)).save()
-    weights = random_weights(names, rng)
-    features = rng.normal(size=(len(names), 8))
-    random_mixture(weights, "pretrain", features).save(root / "4-mixture/chameleon-pretrain.json")
-    random_mixture(random_weights(names, rng), "finetune", features).save(
-        root / "4-mixture/chameleon-finetune.json"
-    )
+    mixtures = {mode: random_mixture(names, rng, mode) for mode in ("pretrain", "finetune")}
+    for mode, mixture in mixtures.items():
+        mixture.save(root / f"4-mixture/chameleon-{mode}.json")
+    weights = mixtures["pretrain"].weights
     runs = {UNIFORM: (uniform, "uniform"), CHAMELEON: (weights, "chameleon-pretrain")}
-    for i, (name, (mixture, method)) in enumerate(runs.items()):
+    for i, (name, (trained, method)) in enumerate(runs.items()):
         shifted = (np.array(floors) + 0.1 + rng.normal(0, 0.05, len(names))).tolist()
-        write_training_run(root / "5-base" / name, mixture, method)
+        write_training_run(root / "5-base" / name, trained, method)
         write_losses(root / "5-base" / name, names, shifted, seed=2 + i)
         result = evaluation(names, shifted, corpus_hash=corpus.hash)
         result.save(root / "6-evaluation" / f"{name}.json")
@@ -147,16 +159,6 @@ def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Pat
 def rows_of(table: Table) -> dict[str, list[str]]:
     """Name of a row -> its other cells, summary included."""
     return {row[0]: list(row[1:]) for row in (*table.rows, *table.summary)}
-
-
-def edit_run(root: Path, name: str, **changes: Any) -> None:
-    run = TrainingRun.load(root / "5-base" / name)
-    dataclasses.replace(run, **changes).save()
-
-
-def edit_evaluation(root: Path, name: str, **changes: Any) -> None:
-    path = root / "6-evaluation" / f"{name}.json"
-    dataclasses.replace(EvaluationResult.load(path), **changes).save(path)
 
 
 def write_sweep(root: Path, mixtures: dict[str, list[Mixture]]) -> Sweep:
@@ -205,7 +207,7 @@ def save(root: Path, name: str, result: DownstreamResult) -> None:
     result.save(root / "6-evaluation" / f"{name}.json")
 
 
-# What a careless page would run, break at, or show as something else.
+# Names that a page without escaping would run, break at or show as something else.
 HOSTILE_NAMES = [
     "</script><img src=x onerror=alert(1)>",
     '" onmouseover="alert(1)',
@@ -222,11 +224,7 @@ ZERO_SHOT = dataclasses.replace(DOWNSTREAM_PROTOCOL, shots=[0])
 
 
 def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int = 12) -> Path:
-    """A run folder with everything.
-
-    That is sampled tokens, bytes and documents of held-out text, tasks, a sweep, and ``windows`` of
-    each domain.
-    """
+    """A run folder that fills every section of a report, with ``windows`` of each domain."""
     write_run_folder(root, names, seed)
     rng = np.random.default_rng(seed)
     difficulty = {name: rng.normal(0, 0.3, 12) for name in names}
@@ -237,11 +235,12 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
             for domain, weight in run.mixture.items()
         }
         edit_run(root, name, domain_tokens=tokens)
-        result = EvaluationResult.load(root / "6-evaluation" / f"{name}.json")
-        domains = {
-            domain: _by_document(loss.loss + difficulty[domain], loss.unigram_loss)
-            for domain, loss in result.domains.items()
-        }
+        result = EvaluationResult.load(root / f"6-evaluation/{name}.json")
+        domains = {}
+        for domain, loss in result.domains.items():
+            losses = loss.loss + difficulty[domain]  # of twelve documents of 50 tokens
+            clusters = Clusters((50 * losses).tolist(), [50] * 12, [200] * 12)
+            domains[domain] = DomainLoss(losses.mean(), 600, loss.unigram_loss, 2400, clusters)
         edit_evaluation(root, name, domains=domains)
         accuracies = {task: {0: float(rng.random())} for task in TASKS}
         answers = downstream(accuracies, ZERO_SHOT, checkpoint_hash=name)
@@ -257,10 +256,3 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
     others = [dataclasses.replace(centre, weights=random_weights(names, rng)) for _ in range(2)]
     write_sweep(root, {"ridge": [centre, *others], "num_windows": [centre, others[1]]})
     return root
-
-
-def _by_document(losses: np.ndarray, unigram_loss: float) -> DomainLoss:
-    tokens = np.full(len(losses), 50)
-    clusters = Clusters((losses * tokens).tolist(), tokens.tolist(), (4 * tokens).tolist())
-    total = int(tokens.sum())
-    return DomainLoss(float(losses.mean()), total, unigram_loss, 4 * total, clusters)

@@ -7,19 +7,12 @@ import dataclasses
 import json
 import math
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import (
-    Cost,
-    EmbeddingRecipe,
-    EmbeddingStore,
-    Mixture,
-    TrainingRun,
-)
+from megatron_chameleon.artifacts import Cost, EmbeddingRecipe, EmbeddingStore, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.compare_methods import (
     LEAST_RATIO,
@@ -33,10 +26,11 @@ from megatron_chameleon.report.compare_methods import (
 )
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import RunFolder
-from megatron_chameleon.report.tables import Table, is_best
+from megatron_chameleon.report.tables import is_best
 from tests.unit.report.samples import (
     NAMES,
     PROVENANCE,
+    edit,
     evaluation,
     rows_of,
     write_checkpoint,
@@ -59,20 +53,23 @@ AVERAGES = {
 }
 PROXY_COST, STORE_COST = Cost(1e12, 100.0, 100.0, 1), Cost(2e11, 20.0, 20.0, 1)
 SHARES = (0.5, 1.0, 1.5)
-OPTIONS = {"train_iters": 200, "optimizer": {"lr": 1e-2}}
+STEP = "checkpoints/step-00000200"
 
 
-def write_method_runs(root: Path) -> Path:
+def made_by(**options):
+    options = {"train_iters": 200, "optimizer": {"lr": 1e-2}, **options}
+    return dataclasses.replace(PROVENANCE, options=options)
+
+
+@pytest.fixture
+def root(tmp_path):
     """Uniform, UniMax (the same weights, no models), Chameleon and DoReMi, three seeds each."""
+    root = tmp_path / "run"
     corpus = write_corpus(root / "1-corpus", NAMES)
-    digest = write_checkpoint(root / "2-proxy/nano-seed1/checkpoints/step-00000200", b"proxy")
-    write_training_run(
-        root / "2-proxy/nano-seed1",
-        Mixture.uniform(NAMES).weights,
-        "uniform",
-        checkpoints=["checkpoints/step-00000200"],
-        cost=PROXY_COST,
-    )
+    proxy = root / "2-proxy/nano-seed1"
+    digest = write_checkpoint(proxy / STEP, b"proxy")
+    uniform = Mixture.uniform(NAMES).weights
+    write_training_run(proxy, uniform, "uniform", checkpoints=[STEP], cost=PROXY_COST)
     recipe = EmbeddingRecipe(digest, 1, 64, 16, 0, "0")
     EmbeddingStore(root / "3-embeddings/nano", recipe, 8, {}, PROVENANCE, STORE_COST).save()
     inputs = dataclasses.replace(PROVENANCE, inputs={"checkpoint": digest})
@@ -84,27 +81,14 @@ def write_method_runs(root: Path) -> Path:
         mixture = Mixture(dict(zip(NAMES, weights, strict=True)), name, **costs.get(name, {}))
         mixture.save(root / f"4-mixture/{name}.json")
         for seed, average in zip(SEEDS, AVERAGES.get(name, ()), strict=False):
-            write_base(root, f"{name}-seed{seed}", mixture, seed, average, corpus.hash)
+            run = f"{name}-seed{seed}"
+            digest = write_checkpoint(root / "5-base" / run / STEP, run.encode())
+            values = {"checkpoints": [STEP], "provenance": made_by(seed=seed)}
+            write_training_run(root / "5-base" / run, mixture.weights, name, **values)
+            losses = [math.log(average * share) for share in SHARES]
+            result = evaluation(NAMES, losses, corpus_hash=corpus.hash, checkpoint_hash=digest)
+            result.save(root / f"6-evaluation/{run}.json")
     return root
-
-
-def write_base(
-    root: Path, name: str, mixture: Mixture, seed: int, average: float, corpus_hash: str
-) -> None:
-    """A finished run and its evaluation, with ``average`` as the mean of three perplexities."""
-    made_by = dataclasses.replace(PROVENANCE, options={**OPTIONS, "seed": seed})
-    checkpoint = root / "5-base" / name / "checkpoints/step-00000200"
-    digest = write_checkpoint(checkpoint, name.encode())
-    write_training_run(
-        root / "5-base" / name,
-        mixture.weights,
-        mixture.method,
-        provenance=made_by,
-        checkpoints=["checkpoints/step-00000200"],
-    )
-    losses = [math.log(average * share) for share in SHARES]
-    result = evaluation(NAMES, losses, corpus_hash=corpus_hash, checkpoint_hash=digest)
-    result.save(root / "6-evaluation" / f"{name}.json")
 
 
 def test_a_paired_difference_removes_the_effect_of_the_seed():
@@ -126,27 +110,19 @@ def test_spread_between_seeds_is_the_residual_of_the_additive_model(rng):
     assert np.mean(ratios >= LEAST_RATIO) < 0.001
 
 
-def options_for(root: Path, **changes: Any) -> CompareMethodsOptions:
+def options_for(root, **changes):
     values = {"run": root, "mixtures": tuple(WEIGHTS), "seeds": SEEDS, "name": "table", **changes}
     return CompareMethodsOptions(**values)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return write_method_runs(tmp_path / "run")
-
-
-def change(path: Path, **changes: object) -> None:
-    body = json.loads(path.read_text()) | changes
-    body.pop("checksum", None)
-    path.write_text(json.dumps(body))
-
-
-def table_of(root: Path) -> Table:
+def table_of(root):
     return comparison_table(load_comparison(RunFolder.load(root), options_for(root)))
 
 
-def test_the_table_shows_weights_perplexity_and_cost(root):
+@pytest.mark.parametrize("uniform_has_a_file", [True, False])
+def test_the_table_shows_weights_perplexity_and_cost(root, uniform_has_a_file):
+    if not uniform_has_a_file:  # its base runs were trained with --mixture uniform
+        (root / "4-mixture/uniform.json").unlink()
     table = table_of(root)
     assert table.header == ("weight of", "Uniform", "UniMax", "Chameleon", "DoReMi")
     expected = """\
@@ -193,31 +169,32 @@ def test_all_files_and_the_record_are_written(root, tmp_path, capsys):
     assert recorded["machine"]["device"] == "cpu"
 
 
-def edit_run(root: Path, **options: object) -> None:
-    run = TrainingRun.load(root / "5-base/doremi-seed3")
-    made_by = dataclasses.replace(run.provenance, options={**run.provenance.options, **options})
-    dataclasses.replace(run, provenance=made_by).save()
-
-
 @pytest.mark.parametrize(
-    ("spoil", "named"),
+    ("path", "changes", "named"),
     [
-        (lambda r: change(r / "5-base/doremi-seed2/run.json", status="running"), "is running"),
-        (lambda r: change(r / "6-evaluation/doremi-seed2.json", step=100), "step 100 of"),
-        (lambda r: shutil.rmtree(r / "5-base/doremi-seed2/checkpoints"), "no checkpoint"),
-        (lambda r: Mixture({"code": 1.0}).save(r / "4-mixture/doremi.json"), "other weights than"),
-        (lambda r: edit_run(r, optimizer={"lr": 3e-3}), "differ in the option optimizer"),
-        (lambda r: edit_run(r, seed=1), "trained with --seed 1"),
+        ("5-base/doremi-seed2/run.json", {"status": "running"}, "is running"),
+        ("6-evaluation/doremi-seed2.json", {"step": 100}, "step 100 of"),
+        ("5-base/doremi-seed2/checkpoints", None, "no checkpoint"),
+        ("4-mixture/doremi.json", {"weights": {"code": 1.0}}, "other weights than"),
+        (
+            "5-base/doremi-seed3/run.json",
+            {"provenance": made_by(seed=3, optimizer={"lr": 3e-3})},
+            "differ in the option optimizer",
+        ),
+        ("5-base/doremi-seed3/run.json", {"provenance": made_by(seed=1)}, "trained with --seed 1"),
     ],
 )
-def test_runs_that_cannot_be_compared_are_rejected(root, spoil, named):
-    spoil(root)
+def test_runs_that_cannot_be_compared_are_rejected(root, path, changes, named):
+    if changes is None:
+        shutil.rmtree(root / path)
+    else:
+        edit(root / path, **changes)
     with pytest.raises(UserError, match=named):
         table_of(root)
 
 
 def test_incomplete_cost_is_unknown_and_has_no_ratio(root):
-    change(root / "4-mixture/doremi.json", parameters={"made_from": ["lost"]})
+    edit(root / "4-mixture/doremi.json", parameters={"made_from": ["lost"]})
     table = table_of(root)
     rows = rows_of(table)
     assert rows["FLOPs to obtain the mixture"][2:] == ["1.20e+12", "unknown"]

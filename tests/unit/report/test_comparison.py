@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import Clusters, DomainLoss, Mixture
+from megatron_chameleon.artifacts import Clusters, Cost, DomainLoss, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import (
     Comparison,
@@ -28,12 +27,11 @@ from tests.unit.report.samples import (
     CHAMELEON,
     NAMES,
     PROTOCOL,
-    RUNS,
     UNIFORM,
+    edit,
     edit_evaluation,
     evaluation,
     random_mixture,
-    random_weights,
     rows_of,
     write_training_run,
 )
@@ -62,9 +60,7 @@ def test_averages_and_counts_are_over_domains(root):
 
 
 def test_intervals_of_a_recomputed_mixture_are_not_shown(root, rng):
-    random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4))).save(
-        root / "4-mixture/chameleon-pretrain.json"
-    )
+    random_mixture(NAMES, rng).save(root / "4-mixture/chameleon-pretrain.json")
     folder = RunFolder.load(root)
     comparison = compare(folder)
     header = perplexity_table(folder, comparison).header
@@ -82,12 +78,9 @@ def test_a_run_finds_the_mixture_it_is_named_after(root, rng, name):
     folder = RunFolder.load(root)
     assert any("interval" in h for h in perplexity_table(folder, compare(folder)).header)
     assert caveats(folder, compare(folder)) == []
-    random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4))).save(own)
+    random_mixture(NAMES, rng).save(own)
     shutil.copytree(root, copy := root.with_name("copy"))
-    change = json.loads((copy / "4-mixture/chameleon-pretrain.json").read_text())
-    change["cost"]["device_seconds"] = 999.0
-    change.pop("checksum", None)
-    (copy / "4-mixture/chameleon-pretrain.json").write_text(json.dumps(change))
+    edit(copy / "4-mixture/chameleon-pretrain.json", cost=Cost(device_seconds=999.0))
     merged = merge([RunFolder.load(root), RunFolder.load(copy)])
     for folder in (RunFolder.load(root), merged):
         (sentence,) = caveats(folder, compare(folder))
@@ -108,63 +101,45 @@ def test_evaluations_that_cannot_be_compared_are_rejected(root, changes, message
         compare(RunFolder.load(root))
 
 
-TOKENS = [20, 30, 50]
-
-
-def domain(losses):
-    """A domain of three documents with these mean losses."""
-    sums = [loss * tokens for loss, tokens in zip(losses, TOKENS, strict=True)]
-    clusters = Clusters(sums, TOKENS)
-    return DomainLoss(sum(sums) / sum(TOKENS), sum(TOKENS), 6.0, None, clusters)
-
-
-@pytest.fixture
-def losses():
-    """For each run and domain, the loss of each document; the second run is surely lower in the
-    first domain, surely higher in the second, and neither in the third."""
-    hard = {name: np.array([2.0, 3.0, 4.0]) + i for i, name in enumerate(NAMES)}
-    shifts = dict(zip(NAMES, ([-0.11, -0.1, -0.1], [0.1, 0.1, 0.12], [-0.5, 0.4, 0]), strict=True))
-    return {RUNS[0]: hard, RUNS[1]: {name: hard[name] + shifts[name] for name in NAMES}}
-
-
-def test_losses_and_paired_differences_have_their_errors(root, losses):
-    for run in RUNS:
-        domains = {name: domain(losses[run][name]) for name in NAMES}
+def test_losses_and_paired_differences_have_their_errors(root):
+    tokens = np.array([20, 30, 50])  # of the documents of a domain
+    first = {name: np.array([2.0, 3.0, 4.0]) + i for i, name in enumerate(NAMES)}
+    # Significantly lower, significantly higher, and neither.
+    shifts = zip(NAMES, ([-0.11, -0.1, -0.1], [0.1, 0.1, 0.12], [-0.5, 0.4, 0]), strict=True)
+    second = {name: first[name] + shift for name, shift in shifts}
+    for run, losses in ((UNIFORM, first), (CHAMELEON, second)):
+        domains = {
+            name: DomainLoss(
+                tokens @ each / 100, 100, 6.0, None, Clusters(list(tokens * each), tokens.tolist())
+            )
+            for name, each in losses.items()
+        }
         edit_evaluation(root, run, domains=domains)
     table = loss_table(compare(RunFolder.load(root)))
     columns = ("loss Uniform", "loss Chameleon", "Chameleon minus Uniform")
     assert table.header == ("domain", "tokens", *columns)
-    weights = np.array(TOKENS) / sum(TOKENS)
     for name in NAMES:
-        tokens, *cells = rows_of(table)[name]
-        assert tokens == "100"
-        first, second = (losses[run][name] for run in RUNS)
-        for cell, values in zip(cells, (first, second, second - first), strict=True):
-            mean = weights @ values
-            error = math.sqrt(3 / 2 * ((weights * (values - mean)) ** 2).sum())
+        count, *cells = rows_of(table)[name]
+        assert count == "100"
+        expected = (first[name], second[name], second[name] - first[name])
+        for cell, values in zip(cells, expected, strict=True):
+            mean = tokens @ values / 100
+            error = math.sqrt(3 / 2 * ((tokens * (values - mean)) ** 2).sum()) / 100
             assert tuple(map(float, cell.split(" ± "))) == pytest.approx((mean, error), abs=6e-5)
 
 
-EVEN = dict.fromkeys(NAMES, 1 / 3)
-SKEWED = dict(zip(NAMES, (0.5, 0.3, 0.2), strict=True))
-
-
-@pytest.fixture
-def seeded(tmp_path):
-    """Three seeds of uniform and of Chameleon, of which two are the same."""
+def test_seeds_are_reported_by_mean_and_deviation_and_paired(tmp_path):
     runs = []
-    for name, averages, weights, signs in (
-        ("uniform", {1: 20.0, 2: 22.0, 3: 24.0}, EVEN, (-3, 0, 3)),
-        ("chameleon", {2: 19.0, 3: 20.0, 4: 21.0}, SKEWED, (-3, 3, 0)),
+    for name, averages, weights, shifts in (
+        ("uniform", {1: 20.0, 2: 22.0, 3: 24.0}, (1 / 3, 1 / 3, 1 / 3), (-3, 0, 3)),
+        ("chameleon", {2: 19.0, 3: 20.0, 4: 21.0}, (0.5, 0.3, 0.2), (-3, 3, 0)),
     ):
         for seed, average in averages.items():
-            run = write_training_run(tmp_path / f"{name}-seed{seed}", weights, name)
-            result = evaluation(NAMES, [math.log(average + sign) for sign in signs])
+            mixture = dict(zip(NAMES, weights, strict=True))
+            run = write_training_run(tmp_path / f"{name}-seed{seed}", mixture, name)
+            result = evaluation(NAMES, [math.log(average + shift) for shift in shifts])
             runs.append(Evaluated(run.root.name, run.root.name, result, run))
-    return Comparison(tuple(runs), runs[0])
-
-
-def test_seeds_are_reported_by_mean_and_deviation_and_paired(seeded):
+    seeded = Comparison(tuple(runs), runs[0])
     # Averages: Uniform 20, 22, 24; Chameleon 19, 20, 21; of seeds 2 and 3 -3 and -4.
     (sentence,) = findings(seeded)
     assert sentence == (

@@ -13,6 +13,7 @@ from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.samples import (
     NAMES,
     PROVENANCE,
+    edit,
     rows_of,
     write_checkpoint,
     write_run_folder,
@@ -23,11 +24,6 @@ PROXY = Cost(3e12, 16.0, 8.0, 2)
 STORE = Cost(4e11, 5.0, 2.5, 2)
 OWN = Cost(0.0, 1.5, 1.5, 1)
 REFERENCE, DOREMI_PROXY = Cost(5e12, 30.0, 15.0, 2), Cost(7e12, 50.0, 25.0, 2)
-
-
-def edit_mixture(root, name, **changes):
-    path = root / f"4-mixture/{name}.json"
-    dataclasses.replace(Mixture.load(path), **changes).save(path)
 
 
 def write_method(root, name, made_from, **parameters):
@@ -50,7 +46,7 @@ def root(tmp_path):
     made = dataclasses.replace(PROVENANCE, inputs={"corpus": "0", "checkpoint": model})
     for mode in ("pretrain", "finetune"):
         parameters = {"mode": mode, "embedding": dataclasses.asdict(store.recipe)}
-        edit_mixture(root, f"chameleon-{mode}", parameters=parameters, provenance=made)
+        edit(root / f"4-mixture/chameleon-{mode}.json", parameters=parameters, provenance=made)
     work = root / "4-mixture/doremi"
     uniform = Mixture.uniform(NAMES).weights
     for name, cost in (("reference", REFERENCE), ("proxy", DOREMI_PROXY)):
@@ -121,7 +117,8 @@ def test_mixtures_made_from_each_other_are_counted_once(root):
 
 
 def test_each_mixture_has_its_cost_in_hours_and_as_a_ratio(root):
-    edit_mixture(root, "doremi", parameters={"made_from": ["doremi"], "paper_flops": 1.34e18})
+    parameters = {"made_from": ["doremi"], "paper_flops": 1.34e18}
+    edit(root / "4-mixture/doremi.json", parameters=parameters)
     folder = RunFolder.load(root)
     table = mixture_cost_table(ledger_of(folder), folder)
     ratios = ("FLOPs / chameleon-pretrain", "device-hours / chameleon-pretrain")

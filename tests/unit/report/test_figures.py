@@ -1,4 +1,4 @@
-"""Figures show the numbers of the artifacts, however many domains and runs there are."""
+"""Figures show the numbers of the artifacts, however many domains, runs and windows there are."""
 
 from __future__ import annotations
 
@@ -7,23 +7,37 @@ from typing import cast
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
+from sklearn.decomposition import PCA
+from threadpoolctl import threadpool_info
 
-from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.artifacts import Cost, EmbeddingRecipe, EmbeddingStore, Mixture
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.figures import (
+    MOST_NAMED,
     PAGE_COLORS,
+    PROXY_COLOR,
+    WindowMap,
     affinity_picture,
     loss_figure,
+    named_domains,
+    pca_points,
     run_curves,
     svg_content,
+    umap_points,
     weights_picture,
+    window_map,
+    window_map_figure,
 )
+from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.artifacts.artifact_samples import write_metrics
 from tests.unit.report.samples import (
     NAMES,
+    PROVENANCE,
     random_mixture,
-    random_weights,
     write_losses,
     write_training_run,
 )
@@ -37,14 +51,14 @@ def picture_of(picture, *mixtures):
     return found.figure
 
 
-def make_run(tmp_path, name="run", names=NAMES, seed=0) -> TrainingRun:
+def make_run(tmp_path, name="run", names=NAMES, seed=0):
     run = write_training_run(tmp_path / name, Mixture.uniform(names).weights, "uniform")
     write_losses(run.root, names, [2.0 + i for i in range(len(names))], seed)
     return run
 
 
 def test_whiskers_are_the_intervals_even_if_the_weight_is_outside(rng):
-    mixture = random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4)))
+    mixture = random_mixture(NAMES, rng)
     intervals = {name: (1.1 * w, 1.3 * w) for name, w in mixture.weights.items() if name != "code"}
     figure = picture_of(weights_picture, dataclasses.replace(mixture, intervals=intervals))
     (whiskers,) = cast(list[LineCollection], figure.axes[0].collections)
@@ -56,7 +70,7 @@ def test_whiskers_are_the_intervals_even_if_the_weight_is_outside(rng):
 @pytest.mark.parametrize("count", [6, 150])
 def test_the_heat_map_holds_the_affinity(rng, count):
     names = [f"domain {i}" for i in range(count)]
-    mixture = random_mixture(random_weights(names, rng), "pretrain", rng.normal(size=(count, 8)))
+    mixture = random_mixture(names, rng)
     axes = picture_of(affinity_picture, mixture).axes[0]
     (image,) = axes.images
     np.testing.assert_array_equal(np.asarray(image.get_array()), mixture.affinity)
@@ -105,8 +119,7 @@ def test_the_loss_figure_has_a_panel_for_all_and_one_per_domain(tmp_path):
 
 
 def test_names_are_shown_as_they_are_and_cut_where_long(tmp_path, rng):
-    features = rng.normal(size=(len(ODD_NAMES), 4))
-    mixture = random_mixture(random_weights(ODD_NAMES, rng), "pretrain", features)
+    mixture = random_mixture(ODD_NAMES, rng)
     weights = picture_of(weights_picture, mixture, mixture)
     affinity = picture_of(affinity_picture, mixture)
     losses = loss_figure([run_curves("_$r$", make_run(tmp_path, names=ODD_NAMES))])
@@ -119,9 +132,102 @@ def test_names_are_shown_as_they_are_and_cut_where_long(tmp_path, rng):
 
 
 def test_colours_are_variables_of_the_page(rng):
-    mixture = random_mixture(random_weights(NAMES, rng), "pretrain", rng.normal(size=(3, 4)))
-    page = svg_content(picture_of(weights_picture, mixture), "w")
+    page = svg_content(picture_of(weights_picture, random_mixture(NAMES, rng)), "w")
     for name in ("--paper", "--grid", "--reference", "--series-0"):
         assert f"var({name})" in page
     for color in PAGE_COLORS:
         assert color not in page.lower()
+
+
+RECIPE = EmbeddingRecipe("1", 1, 64, 16, 0, "0")
+HIDDEN = 8
+
+
+def folder_with(root, counts):
+    """A run folder whose windows of each domain lie around a centre."""
+    rng = np.random.default_rng(0)
+    store = EmbeddingStore(root / "3-embeddings", RECIPE, HIDDEN, {}, PROVENANCE, Cost())
+    for name, count in counts.items():
+        vectors = rng.normal(size=HIDDEN) * 10 + rng.normal(size=(count, HIDDEN))
+        store = store.with_domain(name, vectors.astype(np.float32), "hash", Cost())
+    store.save()
+    return RunFolder.load(root)
+
+
+def test_pca_matches_scikit_learn_up_to_signs(rng):
+    vectors = (rng.normal(size=(500, HIDDEN)) * np.arange(HIDDEN) + 100).astype(np.float32)
+    points, shares = pca_points(vectors)
+    expected = PCA(2).fit(vectors.astype(np.float64))
+    np.testing.assert_allclose(np.abs(points), np.abs(expected.transform(vectors)), atol=1e-3)
+    np.testing.assert_allclose(shares, expected.explained_variance_ratio_, rtol=1e-5)
+
+
+def test_the_sample_is_even_seeded_and_without_repeats(root, monkeypatch):
+    monkeypatch.setattr("megatron_chameleon.report.figures.MOST_WINDOWS", 50)
+    folder = folder_with(root, {"few": 5, "many": 200, "more": 400})
+    first, second = window_map(folder), window_map(folder)
+    assert first is not None
+    assert second is not None
+    assert np.bincount(first.domains).tolist() == [5, 16, 16]
+    assert first.summary.startswith("37 of 605 windows")
+    np.testing.assert_array_equal(first.points, second.points)
+    assert len(np.unique(first.points, axis=0)) == 37
+
+
+def test_embeddings_that_are_not_finite_are_reported(root):
+    folder = folder_with(root, {"code": 12})
+    vectors = np.full((12, HIDDEN), np.inf, dtype=np.float32)
+    folder.embeddings["3-embeddings"].with_domain("prose", vectors, "hash", Cost()).save()
+    with pytest.raises(UserError, match="NaN or infinite"):
+        window_map(RunFolder.load(root))
+
+
+@pytest.mark.slow
+def test_umap_keeps_domains_together_and_is_seeded(root):
+    pytest.importorskip("umap")
+    folder = folder_with(root, {"code": 70, "news": 70, "prose": 70})
+    found = window_map(folder)
+    assert found is not None
+    assert found.summary == (
+        "210 windows of 3-embeddings by UMAP, 15 neighbours, seed 0; the axes have no meaning"
+    )
+    centres = found.centroids
+    away = np.linalg.norm(found.points[:, None] - centres[None], axis=2)
+    assert np.mean(away.argmin(axis=1) == found.domains) > 0.99
+    vectors = np.concatenate([folder.embeddings["3-embeddings"].vectors(n) for n in found.names])
+    np.testing.assert_array_equal(umap_points(vectors), found.points)
+
+
+@pytest.mark.slow
+def test_umap_leaves_the_threads_of_others_alone():
+    """With other threads torch adds in another order, and a run repeats no more."""
+    pytest.importorskip("umap")
+
+    def threads():
+        return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
+
+    vectors = np.random.default_rng(0).normal(size=(30, HIDDEN)).astype(np.float32)
+    umap_points(vectors)  # loads what it needs
+    before = threads()
+    assert torch.get_num_threads() == 1
+    umap_points(vectors)
+    assert threads() == before
+    assert torch.get_num_threads() == 1
+
+
+def test_of_a_thousand_domains_those_that_lie_apart_are_named():
+    rng = np.random.default_rng(0)
+    points = np.repeat(rng.uniform(-50, 50, size=(1000, 2)), 3, axis=0) + rng.normal(size=(3000, 2))
+    names = tuple(f"domain {i}" for i in range(1000))
+    domains = np.repeat(np.arange(1000), 3)
+    shown = WindowMap(points.astype(np.float32), domains, names, "some windows")
+    named = named_domains(shown)
+    assert len(named) == len(set(named)) == MOST_NAMED
+    centres = shown.centroids[named]
+    apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)[~np.eye(21, dtype=bool)]
+    assert apart.min() > 10  # of about 22 in an even grid over 100 x 100; neighbours are at 2
+    figure = window_map_figure(shown)
+    (axes,) = figure.axes
+    assert to_hex(axes.lines[0].get_color()) == PROXY_COLOR
+    assert len(np.asarray(axes.lines[0].get_xydata())) == 3 * (1000 - MOST_NAMED)
+    assert figure.legends[0].get_texts()[-1].get_text() == "979 other domains"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 
 import pytest
 
-from megatron_chameleon.artifacts import Corpus, Cost, Mixture, TrainingRun
+from megatron_chameleon.artifacts import Corpus, Cost, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.cost import ledger_of
@@ -18,23 +17,17 @@ from tests.unit.report.samples import (
     NAMES,
     PROVENANCE,
     UNIFORM,
+    edit,
     edit_evaluation,
     edit_run,
     write_run_folder,
+    write_training_run,
 )
-
-
-def change_cost(path, seconds):
-    """Another artifact of the same name: it took another time."""
-    body = json.loads(path.read_text())
-    body["cost"]["device_seconds"] = seconds
-    body.pop("checksum", None)
-    path.write_text(json.dumps(body))
 
 
 @pytest.fixture
 def roots(tmp_path):
-    """Two folders on one corpus, alike in all but where they lie."""
+    """Two folders with equal content."""
     first = write_run_folder(tmp_path / "run-a")
     shutil.copytree(first, tmp_path / "run-b")
     return [first, tmp_path / "run-b"]
@@ -44,8 +37,8 @@ def merged(roots):
     return merge([RunFolder.load(root) for root in roots])
 
 
-def total(folder):
-    return ledger_of(folder).total
+def seconds(folder):
+    return ledger_of(folder).total.device_seconds
 
 
 def test_copies_are_listed_and_counted_once(roots):
@@ -58,15 +51,14 @@ def test_copies_are_listed_and_counted_once(roots):
 
 
 def test_names_that_collide_get_their_folders(roots):
-    change_cost(roots[1] / f"5-base/{UNIFORM}/run.json", 999.0)
+    edit_run(roots[1], UNIFORM, cost=Cost(0.0, 999.0))
     both = merged(roots)
     assert list(both.base_runs) == [CHAMELEON, f"{UNIFORM} (run-a)", f"{UNIFORM} (run-b)"]
     # Evaluations are renamed with their runs.
     assert list(both.evaluations) == list(both.base_runs)
     costs = [both.base_runs[f"{UNIFORM} ({run})"].cost for run in ("run-a", "run-b")]
     assert [cost.device_seconds for cost in costs] == [60.0, 999.0]
-    once = total(RunFolder.load(roots[0])).device_seconds
-    assert total(both).device_seconds == pytest.approx(once + 999.0)
+    assert seconds(both) == pytest.approx(seconds(RunFolder.load(roots[0])) + 999.0)
 
 
 def test_a_run_does_not_collide_with_a_mixture_of_its_name(roots):
@@ -74,7 +66,7 @@ def test_a_run_does_not_collide_with_a_mixture_of_its_name(roots):
     for root in roots:
         (root / f"5-base/{CHAMELEON}").rename(root / f"5-base/{mixture}")
         (root / f"6-evaluation/{CHAMELEON}.json").rename(root / f"6-evaluation/{mixture}.json")
-    change_cost(roots[1] / f"4-mixture/{mixture}.json", 999.0)
+    edit(roots[1] / f"4-mixture/{mixture}.json", cost=Cost(0.0, 999.0))
     both = merged(roots)
     assert [f"{mixture} (run-a)", f"{mixture} (run-b)"] == list(both.mixtures)[1:]
     assert list(both.base_runs) == list(both.evaluations) == [mixture, UNIFORM]
@@ -86,20 +78,17 @@ def test_an_identical_run_with_two_evaluations_is_counted_once(roots):
     assert list(both.evaluations) == [CHAMELEON, *names]
     assert all(run.run is not None for run in compare(both).runs)
     assert distinct_runs(both, both.base_runs) == [names[0], CHAMELEON]
-    once = total(RunFolder.load(roots[0])).device_seconds
-    assert total(both).device_seconds == pytest.approx(once + 7.0)  # the evaluation of run-b
+    once = seconds(RunFolder.load(roots[0]))
+    assert seconds(both) == pytest.approx(once + 7.0)  # the evaluation of run-b
 
 
 def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
     proxy = roots[1] / "2-proxy/tiny-seed1"
     shutil.rmtree(proxy)
     proxy.symlink_to(roots[0] / "2-proxy/tiny-seed1")
+    weights, parameters = Mixture.uniform(NAMES).weights, {"made_from": ["../2-proxy/tiny-seed1"]}
+    mixture = Mixture(weights, "doremi", parameters, cost=Cost(1e9, 7.0))
     for root, name in zip(roots, ("one", "two"), strict=True):
-        weights, parameters = (
-            Mixture.uniform(NAMES).weights,
-            {"made_from": ["../2-proxy/tiny-seed1"]},
-        )
-        mixture = Mixture(weights, "doremi", parameters, cost=Cost(1e9, 7.0))
         mixture.save(root / f"4-mixture/{name}.json")
     both = merged(roots)
     for folder in (both, RunFolder.load(roots[1])):
@@ -108,24 +97,22 @@ def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
     ledger = ledger_of(both)
     for name in ("one", "two"):
         assert list(ledger.mixtures[name].parts) == [f"4-mixture/{name}", "2-proxy/tiny-seed1"]
-    once = total(RunFolder.load(roots[0])).device_seconds
-    assert total(both).device_seconds == pytest.approx(once + 7.0)  # the mixture of run-b
+    once = seconds(RunFolder.load(roots[0]))
+    assert seconds(both) == pytest.approx(once + 7.0)  # the mixture of run-b
 
 
 def test_mixtures_of_one_name_are_read_from_their_folders(roots):
-    for root, made_from in zip(roots, ("proxy-a", "proxy-b"), strict=True):
-        run = TrainingRun.load(root / "2-proxy/tiny-seed1")
-        cost = Cost(0.0, 100.0 if made_from == "proxy-a" else 200.0)
-        dataclasses.replace(run, root=root / "4-mixture/doge" / made_from, cost=cost).save()
-        weights, parameters = Mixture.uniform(NAMES).weights, {"made_from": [f"doge/{made_from}"]}
-        Mixture(weights, "doge", parameters).save(root / "4-mixture/doge.json")
+    weights = Mixture.uniform(NAMES).weights
+    costs = {"a": Cost(0.0, 100.0), "b": Cost(0.0, 200.0)}
+    for root, (name, cost) in zip(roots, costs.items(), strict=True):
+        write_training_run(root / f"4-mixture/doge/proxy-{name}", weights, "uniform", cost=cost)
+        mixture = Mixture(weights, "doge", {"made_from": [f"doge/proxy-{name}"]})
+        mixture.save(root / "4-mixture/doge.json")
     ledger = ledger_of(merged(roots))
-    found = {name: cost.cost.device_seconds for name, cost in ledger.mixtures.items()}
-    assert found["doge (run-a)"] == 100.0
-    assert found["doge (run-b)"] == 200.0
-    assert "4-mixture/doge/proxy-a (run-a)" in ledger.entries
-    assert "4-mixture/doge/proxy-b (run-b)" in ledger.entries
-    assert not any(mixture.missing for name, mixture in ledger.mixtures.items() if "doge" in name)
+    for name, cost in costs.items():
+        paid = ledger.mixtures[f"doge (run-{name})"]
+        assert (paid.cost.device_seconds, paid.missing) == (cost.device_seconds, ())
+        assert f"4-mixture/doge/proxy-{name} (run-{name})" in ledger.entries
 
 
 def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):

@@ -20,25 +20,15 @@ from megatron_chameleon.report.tables import (
 )
 
 
-def table(**changes):
-    values = {
-        "title": "Title",
-        "header": ("domain", "first value", "second"),
-        "rows": (("a|b_<x>", Best("1.25"), "10.50"), ("日本語", "13.00", Best("2.00"))),
-        "summary": (("average", "7.12", Best("6.25")),),
-        "notes": ("A note.",),
-    }
-    return Table.of(**{**values, **changes})
-
-
-def unescaped_cells(line: str) -> list[str]:
-    """What a Markdown reader sees in the cells of a row."""
-    cells = re.split(r"(?<!\\)\|", line)[1:-1]
-    return [re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", cell.strip()) for cell in cells]
-
-
 def test_terminal_columns_end_at_the_same_place():
-    lines = terminal_table(table()).splitlines()
+    table = Table.of(
+        "Title",
+        ("domain", "first value", "second"),
+        (("a|b_<x>", Best("1.25"), "10.50"), ("日本語", "13.00", Best("2.00"))),
+        (("average", "7.12", Best("6.25")),),
+        ("A note.",),
+    )
+    lines = terminal_table(table).splitlines()
     rules = [i for i, line in enumerate(lines) if set(line) == {"-"}]
     body = [*lines[rules[0] + 1 : rules[1]], lines[rules[1] + 1]]
     # Widths count the columns of a terminal: a Japanese sign takes two.
@@ -58,10 +48,9 @@ def test_markdown_shows_a_name_as_it_is(name):
     assert re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", escaped) == name
 
 
-def table_of(*columns, summary=()):
-    rows = list(zip(*columns, strict=True))
+def table_of(*columns):
     header = ("domain", *(f"c{i}" for i in range(1, len(columns))))
-    return Table.of("Title", header, rows, summary)
+    return Table.of("Title", header, zip(*columns, strict=True))
 
 
 def read(text):

@@ -103,12 +103,12 @@ def test_changes_and_distances_are_to_the_centre(paper):
         np.array([w[i] for w in SLIMPAJAMA.values()]) / sum(w[i] for w in SLIMPAJAMA.values())
         for i in (0, 1, 2)
     )
-    assert (axis.label, axis.values, axis.centre) == ("ridge", ("1", "2", "3"), 0)
-    np.testing.assert_allclose(axis.changes, [centre * 0, one - centre, other - centre])
+    assert (axis.label, list(axis.weights), axis.centre) == ("ridge", ["1", "2", "3"], 0)
+    np.testing.assert_allclose(axis.changes.T, [centre * 0, one - centre, other - centre])
     half = [0, np.abs(one - centre).sum() / 2, np.abs(other - centre).sum() / 2]
     np.testing.assert_allclose(axis.distances, half)
     np.testing.assert_allclose(axis.intervals[1], np.stack([0.9 * one, 1.2 * one], axis=1))
-    assert (still.label, still.distances.tolist()) == ("layer", [0.0, 0.0])
+    assert (still.label, list(still.distances)) == ("layer", [0.0, 0.0])
 
 
 def test_stability_report_has_figures_tables_and_cost(paper, capsys):
