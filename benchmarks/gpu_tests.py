@@ -54,7 +54,12 @@ class Outcomes:
         items[:] = [item for item in items if (ranks_of(item) > 1) == self._several]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Record the outcome of the first phase that did not pass, or ``passed``."""
+        """Record the outcome of the first phase that did not pass, or ``passed``.
+
+        Print failures at once: a run that is cut short never prints pytest's summary.
+        """
+        if report.failed:
+            print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
         if self._by_test.get(report.nodeid, "passed") == "passed":
             self._by_test[report.nodeid] = report.outcome
         if report.when == "teardown":
