@@ -94,11 +94,11 @@ class DownstreamPlan:
     """Validated options and the artifacts that they name.
 
     Attributes:
-        options: of the evaluation.
-        checkpoint: the evaluated one.
+        options: options of the evaluation.
+        checkpoint: the checkpoint to evaluate.
         protocol: recorded in the result.
         provenance: recorded in the result.
-        settings: of each part: a task with a number of shots.
+        settings: settings of each part; a part is a task with a number of shots.
         parts: finished parts by their settings. Rank 0 adds the missing ones.
     """
 
@@ -243,7 +243,7 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
             raise  # the model failed: other ranks may be waiting
         raise TaskUnavailableError(in_one_line(error)) from error
     assert found is not None, "lm-eval sees a single rank"
-    # Only the first filter's samples, in the order of the data set.
+    # Keep the samples of the first filter, in the order of the data set.
     samples = found["samples"][loaded.name]
     samples = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     samples.sort(key=lambda sample: int(sample["doc_id"]))

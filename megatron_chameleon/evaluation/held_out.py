@@ -19,11 +19,11 @@ _BLOCK_WINDOWS = 1 << 10
 
 @dataclasses.dataclass(frozen=True)
 class ScoredWindows:
-    """Windows over a token stream: positions in the stream, [w] int64 arrays in text order.
+    """Windows over a token stream, given by positions in it: [w] int64 arrays in text order.
 
-    Window w predicts the tokens ``begin[w]`` to ``end[w]`` - 1, the first of them from the token
-    before it. Those from ``scored[w]`` on are scored; the others are context that the previous
-    window has scored.
+    Window w predicts the tokens ``begin[w]`` to ``end[w]`` - 1; the token before ``begin[w]`` is
+    its first input. Tokens from ``scored[w]`` on are scored; earlier ones are context, which the
+    previous window has scored.
     """
 
     begin: NDArray[np.int64]
@@ -106,7 +106,7 @@ class HeldOutText:
         eod_id: model input before the first token of a document where ``after_eod`` is set.
         after_eod: [w] bool, windows that start with the first token of a document and predict it
             from ``eod_id``; None if there are none.
-        leave_out: token id whose predictions are not scored; None scores all.
+        leave_out: id of a token whose predictions are not scored; None scores all tokens.
     """
 
     stream: Tokens
@@ -156,7 +156,7 @@ class HeldOutText:
         return tokens, labels, is_scored, positions
 
     def scored_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Positions and labels [n] of all scored tokens, in text order, some windows at a time."""
+        """Yield positions and labels [n] of the scored tokens, in text order, a block at a time."""
         for first in range(0, len(self.windows), _BLOCK_WINDOWS):
             _, labels, is_scored, positions = self.arrays(
                 first, min(first + _BLOCK_WINDOWS, len(self.windows))
@@ -203,7 +203,7 @@ def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOut
     Args:
         tokens: the split, one document per sequence.
         protocol: its window length must fit the model's positions.
-        eod_id: the end-of-document token.
+        eod_id: id of the end-of-document token.
     """
     length, leave_out = protocol.window_length, None if protocol.end_of_document else eod_id
     if protocol.packing == "packed":

@@ -33,15 +33,15 @@ from megatron_chameleon.parallel.options import ParallelOptions
 class ScorerLM(TemplateLM):
     """lm-eval's interface to a :class:`Scorer`.
 
-    lm-eval sees a single rank; the scorer distributes the work. Every rank gets the results of the
-    requests of rank 0.
+    lm-eval runs as a single rank; the scorer distributes the work. Every rank gets the results of
+    rank 0's requests.
 
     Attributes:
         num_truncated: requests since :meth:`reset` whose contexts were truncated.
-        flops: of these requests.
-        digest: SHA-256 of these requests.
-        description: of the progress bar.
-        failed: whether scoring or generation was interrupted, so that ranks may be out of step.
+        flops: FLOPs of the requests since :meth:`reset`.
+        digest: SHA-256 of the requests since :meth:`reset`.
+        description: text next to the progress bar.
+        failed: whether a call of the scorer raised an error; other ranks may then be waiting.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -58,7 +58,7 @@ class ScorerLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token: replaces an empty context, and ends a generation."""
+        """Id of the end-of-document token: replaces an empty context, and ends a generation."""
         return self.scorer.eod_id
 
     @property
@@ -88,7 +88,7 @@ class ScorerLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(log-likelihood, whether greedy decoding gives it) of each continuation.
 
-        Texts are encoded in one batch, each distinct one once; TemplateLM pairs them up.
+        Each distinct text is encoded once, all in one batch; TemplateLM splits them into pairs.
 
         Raises:
             UserError: if a continuation is longer than the model's sequence length.
@@ -124,7 +124,7 @@ class ScorerLM(TemplateLM):
         return [sum(next(answers)[0] for _ in each) for each in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations, each up to the first of its stops.
+        """Greedy continuations, each up to its first stop sequence.
 
         Raises:
             UserError: if a task samples, or generates more tokens than the model has positions.
@@ -216,10 +216,10 @@ class CheckpointLM(ScorerLM):
         pipeline_model_parallel_size: see ParallelOptions.
         sequence_parallel: see ParallelOptions.
         dtype: float32 or bfloat16.
-        tokenizer_model: the tokenizer, or a corpus made with it, if the checkpoint's is not found.
+        tokenizer_model: tokenizer, or a corpus made with it, if the checkpoint's is not found.
         eod_token: see TokenizerChoice.
         tiktoken_pattern: see TokenizerChoice.
-        device: ignored. lm-eval always passes one, and each rank has its own.
+        device: ignored; lm-eval always passes a device, but each rank uses its own.
 
     Raises:
         UserError: for invalid arguments.

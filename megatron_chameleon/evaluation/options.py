@@ -52,16 +52,16 @@ class HeldOutOptions(CheckedOptions):
     """Tokens of the previous window that each window repeats as context without scoring them again.
     A larger overlap gives early tokens more context and costs more windows."""
     first_token: Literal["after-eod", "not-scored"] | None = None
-    """The first token of each document with --packing documents: predicted from an end-of-document
-    token (the default), or not scored. With packed documents, only the first token of the split has
-    no context; it is never scored."""
+    """With --packing documents, the first token of each document is predicted from an
+    end-of-document token (after-eod, the default), or is not scored. With --packing packed, only
+    the first token of the split has no context; it is never scored."""
     score_end_of_document: bool = True
     """Score the prediction of end-of-document tokens too."""
     max_tokens: LargeCount | None = None
     """Maximum predicted tokens per domain, in windows spread over the split; default: all."""
     evaluation_batch_size: Count = 32
-    """Windows per forward pass and rank, more where they are shorter than --window-length. Does not
-    change the result."""
+    """Windows of --window-length per forward pass and rank; shorter windows fill the same number of
+    tokens. Does not change the result."""
     overwrite: bool = False
     """Evaluate again even if --output exists. By default, an existing result of the same weights,
     corpus and protocol is kept, so that an interrupted command resumes."""
@@ -126,8 +126,8 @@ class PerplexityToolOptions(HeldOutOptions):
 class DownstreamOptions(CheckedOptions):
     """Accuracy on downstream tasks, by lm-eval.
 
-    Each task is evaluated with each number of shots, and its figure is the mean over them:
-    normalised accuracy where the task defines it, else accuracy. The same command resumes an
+    Each task is evaluated with each number of shots, and its result is the mean over them: the
+    normalised accuracy if the task defines it, otherwise the accuracy. The same command resumes an
     interrupted evaluation; tasks and shots can be added to a finished one.
 
     Raises:

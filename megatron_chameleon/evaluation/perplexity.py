@@ -53,7 +53,8 @@ _CHUNK = 1 << 24
 class EvaluationPlan:
     """Validated options of one evaluation and the artifacts that they name.
 
-    ``kept`` is the existing ``--output`` of the same weights, corpus and protocol, if it is kept.
+    ``kept`` is the existing result in ``--output`` if it has the same weights, corpus and protocol
+    and ``--overwrite`` is not set; otherwise None.
     """
 
     options: PerplexityOptions
@@ -76,7 +77,7 @@ def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[Eval
         evaluations: at least one; all with the same parallelism.
 
     Raises:
-        UserError: for a mistake in the options or in what they name.
+        UserError: for a mistake in the options, or in the files that they name.
     """
     with distributed(evaluations[0].parallel, seed=0) as layout:
         plans = from_main(lambda: [plan_evaluation(options) for options in evaluations])
@@ -270,7 +271,7 @@ class HeldOutDomain:
 
     Attributes:
         text: its windows.
-        clusters: of the scored tokens.
+        clusters: clusters of the scored tokens.
         tokens: [c] scored tokens per cluster; may be 0.
         text_bytes: [c] bytes of text that these tokens encode; None if unknown.
         unigram_loss: mean negative log-likelihood of the scored tokens under a unigram model of
@@ -345,8 +346,8 @@ def held_out_domain(
 
     Args:
         corpus: holds the domain.
-        name: of the domain.
-        protocol: of the evaluation.
+        name: name of the domain.
+        protocol: protocol of the evaluation.
         sizes: [vocab_size] bytes of each token; None without a tokenizer.
     """
     stream, vocab_size = open_tokens(corpus, name, protocol.split), corpus.tokenizer.vocab_size
@@ -373,8 +374,8 @@ def held_out_domain(
         recorded = corpus.domains[name].split(protocol.split).text_bytes
         if not (decoded and recorded):
             return tokens, None, loss
-        # The recorded bytes of the text and those that its tokens decode to differ slightly: a
-        # tokenizer may drop or normalize characters. Rounding the ends keeps the sum exact.
+        # The recorded bytes and the decoded bytes of the text differ slightly: a tokenizer may drop
+        # or normalize characters. Rounding the ends keeps the sum exact.
         ends = np.rint(np.cumsum(counted * (recorded / decoded))).astype(np.int64)
         return tokens, np.diff(ends, prepend=0), loss
 

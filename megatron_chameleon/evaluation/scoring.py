@@ -5,7 +5,7 @@ computes the prefix once: a prefix tree with a tree attention mask. Each token h
 its own sequence and attends to that sequence only, so packing does not change its result.
 
 lm-eval runs on rank 0: it loads the tasks and samples the few-shot examples there only, so that
-ranks cannot disagree on the requests. The other ranks :meth:`Scorer.serve`.
+ranks cannot disagree on the requests. The other ranks call :meth:`Scorer.serve`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Prompt:
     """A context to continue greedily.
 
     Attributes:
-        context: [n] int32, at least one token; truncated on the left where it does not fit.
+        context: [n] int32, at least one token; truncated on the left if it does not fit.
         max_new_tokens: less than the model's sequence length.
         stops: generation ends as soon as the generated text contains one of these.
     """
@@ -161,7 +161,7 @@ def batch_tensors(
     made = {"tokens": torch.from_numpy(tokens), "positions": torch.from_numpy(positions)}
     hidden = None
     if not all(row.is_chain for row in batch):
-        # Padding attends to itself: kernels differ in the result of a softmax over nothing.
+        # Padding attends to itself: kernels disagree on the softmax of a fully masked row.
         hidden = np.repeat(~np.eye(width, dtype=bool)[None], len(batch), axis=0)
         made["attention_mask"] = torch.from_numpy(hidden)[:, None]
     for number, row in enumerate(batch):
@@ -204,13 +204,13 @@ class Scorer:
     """Scores continuations and generates text with a model.
 
     :meth:`score` and :meth:`generate` are collective. Rank 0's arguments are used; the other ranks
-    either make the same calls or :meth:`serve`. All ranks return the results.
+    either make the same calls or call :meth:`serve`. All ranks return the results.
 
     Args:
-        reader: the model.
+        reader: reads the model's outputs.
         sequences_at_once: sequences of the model's length per forward pass and rank; shorter ones
             fill the same number of tokens.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, reader: Reader, sequences_at_once: int, tokenizer: Tokenizer) -> None:
@@ -252,7 +252,7 @@ class Scorer:
         self._call("stop")
 
     def _call(self, *call: Any) -> tuple[Any, ...]:
-        """Broadcast rank 0's call. A single rank must not: it would wait for its device."""
+        """Broadcast rank 0's call. A single rank does not: a broadcast waits for the device."""
         return call if self.layout.world_size == 1 else from_main(lambda: call)
 
     def _states(self, batch: Batch) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from megatron_chameleon.evaluation.options import PAPER_TASKS
 
 # In order of preference.
 METRICS = ("acc_norm", "acc", "exact_match")
-# Where lm-eval defines the paper's tasks; reading all of its definitions takes about 8 seconds.
+# lm-eval's folders of the paper's tasks; reading all of its definitions takes about 8 seconds.
 FOLDERS = {name: name for name in PAPER_TASKS} | {
     "arc_easy": "arc",
     "copa": "super_glue/copa",
@@ -43,8 +43,8 @@ class LoadedTask:
     """A task with its data.
 
     Attributes:
-        task: lm-eval's.
-        name: lm-eval's.
+        task: lm-eval's task object.
+        name: lm-eval's name of the task.
         metric: the metric that is reported.
         shots_from: the split that few-shot examples are sampled from.
         is_zero_shot: whether its definition fixes the number of shots at 0.
@@ -69,11 +69,11 @@ class LoadedTask:
 
 
 class TaskLibrary:
-    """The definitions of ``names``, and the location of their data.
+    """Task definitions, and the location of their data.
 
     Args:
-        names: single tasks, not groups.
-        data_dir: holds the data sets as OWNER/NAME; None for the hub.
+        names: names of single tasks, not of groups.
+        data_dir: folder with the data sets as OWNER/NAME; None for the hub.
 
     Raises:
         UserError: if lm-eval has no task of a name, or there is no ``data_dir``.
@@ -192,8 +192,8 @@ class TaskLibrary:
 def exclude_own_document(task: ConfigurableTask) -> str:
     """Exclude a question's own document from its few-shot examples; return the examples' split.
 
-    lm-eval excludes it only if the definition names the same split for examples and tests. If the
-    definition names no split for one of them, lm-eval may still use one split for both.
+    lm-eval excludes the question only if the definition names the same split for examples and
+    tests. If the definition leaves one of them out, lm-eval may still use one split for both.
     """
     few_shot, splits = task.fewshot_cfg, task.config
     if few_shot.split is None and few_shot.samples is not None:

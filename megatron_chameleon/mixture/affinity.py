@@ -7,19 +7,18 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array, as_matrix
 
-# Centred entries below this many float64 steps of their column's largest value count as rounding
-# errors.
+# Centred entries up to this many machine epsilons, relative to their column's largest value, are
+# rounding errors.
 CENTERING_STEPS = 4
 
 
 def center_embeddings(embeddings: npt.ArrayLike) -> Array:
     """Subtract the mean of the domains from each domain embedding.
 
-    The embeddings are centred rather than K double-centred: subtracting means from a K whose
-    entries are nearly equal loses the digits that matter. A second pass removes the rounding
-    error of the first mean. Entries below the float64 resolution of their column are set to zero,
-    so that a domain at the mean has norm 0 and not a norm of rounding errors, which a ridge
-    relative to K would amplify.
+    Double-centring K instead would lose significant digits, since its entries are nearly equal. A
+    second pass removes the rounding error of the first mean. Entries below the float64 resolution
+    of their column are set to zero: a domain at the mean then has norm 0. Its rounding errors would
+    be amplified by a ridge relative to K.
 
     Args:
         embeddings: [k, h], any real dtype.
@@ -68,10 +67,10 @@ def gram_matrix(features: Array) -> Array:
 def squared_norms(features: Array) -> Array:
     """The diagonal [k] of X X^T for checked features [k, h].
 
-    No inner product is larger than the largest of them (Cauchy-Schwarz).
+    If the diagonal is finite, so is all of X X^T (Cauchy-Schwarz).
 
     Raises:
-        ValueError: if they are too large to add up.
+        ValueError: if the sum of the diagonal overflows.
     """
     with np.errstate(over="ignore"):
         norms: Array = np.einsum("ij,ij->i", features, features)
@@ -85,7 +84,7 @@ def squared_norms(features: Array) -> Array:
 
 
 def unit_rows(features: Array) -> Array:
-    """Features [k, h] with each row divided by its norm; a row of zeros stays one."""
+    """Features [k, h] with each row divided by its norm; rows of zeros are unchanged."""
     largest = np.abs(features).max(axis=1, keepdims=True)
     scaled = features / np.where(largest > 0, largest, 1.0)  # squares of huge or tiny rows are safe
     norms = np.linalg.norm(scaled, axis=1, keepdims=True)

@@ -43,11 +43,13 @@ def bootstrap_weights(
 
     Each resample samples n_i of the n_i windows of every domain, with replacement and independently
     of the other domains; ``weight_fn`` maps the means of the sampled windows to weights. The
-    samples of domain i depend only on (seed, i) and n_i, and more resamples keep the first ones.
+    samples of domain i depend only on (seed, i) and n_i. The first resamples are the same for any
+    ``num_resamples``.
 
     The intervals cover the sampling of windows, not the proxy's training. Windows are treated as
-    independent; where many come from one document, the true intervals are wider. A domain with one
-    window has a fixed embedding; if all have, the intervals have zero width but no meaning.
+    independent; if many come from one document, the true intervals are wider. A domain with one
+    window has the same embedding in every resample; if every domain has one window, the intervals
+    have zero width and no meaning.
     Resampling adds noise to the embeddings, so with few windows an interval can lie to one side of
     the weight computed from all windows.
 
@@ -118,7 +120,7 @@ def _resampled_means(
 
 
 def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArray[np.floating]]:
-    """The windows as arrays in their own dtype: a float64 copy of every window would be large."""
+    """Check the windows; return them as arrays of their own dtype, which saves memory."""
     if len(window_vectors) == 0:
         raise ValueError("window_vectors is empty: pass one array of windows per domain")
     windows: list[npt.NDArray[np.floating]] = []
@@ -143,11 +145,11 @@ FEWEST_GROUPS = 32
 def group_size(num_domains: int, num_windows: int, width: int) -> int:
     """Windows per group such that all groups have at most ``MAX_VALUES`` values.
 
-    1 (no grouping) if the windows have no more.
+    1 (no grouping) if the windows themselves have at most that many.
 
     Args:
         num_domains: k.
-        num_windows: of a domain.
+        num_windows: windows per domain.
         width: h, features of a window.
     """
     most = max(FEWEST_GROUPS, MAX_VALUES // max(1, num_domains * width))
@@ -166,10 +168,10 @@ def grouped_windows(
     Args:
         vectors: [n, h], any real dtype; sums are taken in float64.
         size: g, windows per group; reduced if there would be fewer than ``FEWEST_GROUPS`` groups.
-        seed: of the groups.
+        seed: random seed of the grouping.
 
     Returns:
-        [n // g, h], float32 where g is above 1 and the vectors as they are where it is 1.
+        [n // g, h] float32 if g > 1; ``vectors`` itself if g is 1.
     """
     size = min(size, max(1, len(vectors) // FEWEST_GROUPS))
     if size == 1:

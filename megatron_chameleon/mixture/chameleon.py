@@ -1,4 +1,4 @@
-"""Domain embeddings -> Chameleon weights, with the settings of a recipe."""
+"""Chameleon weights from domain embeddings, with the settings of a recipe."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ PAPER = Recipe(
 )
 """The formulas of the paper's text, with the ridge of its experiments.
 
-The paper gives its temperatures as ranges, [5, 10] and [0.2, 0.5]. The lower ends are taken, as in
-the authors' code, so that this recipe and ``REFERENCE`` differ by centring and normalisation only.
+The paper gives its temperatures as ranges, [5, 10] and [0.2, 0.5]. This recipe uses the lower ends,
+as the authors' code does, so that it differs from ``REFERENCE`` by centring and normalisation only.
 The scores depend on the scale of the embeddings. Where K is far above k * ridge, all scores are
 near 1 and the weights near uniform; where it is far below, one domain gets all of the weight.
 """
@@ -114,7 +114,7 @@ near 1 and the weights near uniform; where it is far below, one domain gets all 
 REFERENCE = dataclasses.replace(PAPER, name="reference", center=True, normalize=True)
 """The authors' published code: centred embeddings and normalised scores. The default.
 
-Only with normalised scores do weights fall in the range of the paper's tables.
+Weights fall in the range of the paper's tables only if scores are normalised.
 """
 
 SCALED = Recipe(
@@ -135,8 +135,8 @@ A normalised 1 / S grows with k, so the fixed temperatures of ``REFERENCE`` give
 from about a hundred domains on. Here z = 1 / (k S) for pretraining and k S for fine-tuning, with
 the temperatures that equal the reference's at k = 7, the number of domains of most of the paper's
 experiments. Scores are clipped to 0.2 to 5 times their mean, so that no domain outweighs an
-average one by more than exp(4 * 7 / 5) = 270 times, however many there are. The scores that the
-paper's tables imply at the reference's temperatures are 0.4 to 1.9 times their mean.
+average one by more than exp(4 * 7 / 5) = 270 times, for any number of domains. At the reference's
+temperatures, the paper's tables imply scores of 0.4 to 1.9 times their mean.
 """
 
 DEFAULT_RECIPE = REFERENCE.name

@@ -58,11 +58,11 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True)
 class DogeState(WeightState):
-    """The weights after some steps.
+    """Weights, gradient products and alignments after a number of steps.
 
     Attributes:
-        products: [k, k] float64, inner products of all domains' clipped gradients, each as of the
-            last step with both domains; 0 before the first.
+        products: [k, k] float64, inner products of the domains' clipped gradients, each from the
+            last step that sampled both domains; 0 before the first such step.
         alignment: [k] float64, the last <g_i, sum_{j in target} g_j> / (mean norm + 1e-6).
         mean_alignment: [k] float64, the mean of the alignment over steps.
     """
@@ -93,9 +93,9 @@ class DogeState(WeightState):
         Args:
             products: [k, k] inner products of the domains' gradients over a batch, not clipped.
             present: domains in the batch; the products of the others are ignored.
-            learning_rate: of the step's update of the model.
-            recipe: of the update rule.
-            roles: of the domains.
+            learning_rate: learning rate of the model in this step.
+            recipe: hyperparameters of the update rule.
+            roles: which domains are trained on, and which are the target.
 
         Raises:
             ValueError: if a product is not finite.
@@ -132,11 +132,11 @@ def clip_factors(products: Array, max_norm: float) -> Array:
 def alignments(products: Array, roles: Roles) -> Array:
     """<g_i, sum_{j in target} g_j> / (mean norm + 1e-6) of every domain i, [k].
 
-    The mean is over the norms of domains that are trained on and were in a batch.
+    The mean norm covers the domains that are trained on and have been sampled.
 
     Args:
         products: [k, k] inner products.
-        roles: of the domains.
+        roles: which domains are trained on, and which are the target.
     """
     norms = np.sqrt(np.diagonal(products)[list(roles.train)])
     seen = norms[norms > 0]
@@ -147,17 +147,17 @@ def alignments(products: Array, roles: Roles) -> Array:
 def gradient_weights(
     state: DogeState, factors: Array, present: Sequence[int], roles: Roles
 ) -> Array:
-    """Weights [k] of the domains' gradients in the gradient of the step.
+    """Weights [k] with which the domains' gradients are summed to the gradient of the step.
 
-    alpha_i times its clipping factor, with the alphas of the present domains scaled to sum to 1.
-    The authors' code uses the last gradient of an absent domain instead, which takes a copy of the
-    gradient per domain.
+    A weight is alpha_i times the domain's clipping factor, with the alphas of the present domains
+    scaled to sum to 1. For an absent domain, the authors' code reuses its last gradient, which
+    requires a stored copy of the gradient per domain.
 
     Args:
         state: state of the weights after the step's update of alpha.
         factors: [k] clipping factors.
         present: domains in the batch.
-        roles: roles of the domains, as training or target domains.
+        roles: which domains are trained on, and which are the target.
     """
     weights = np.zeros(len(factors))
     rows = [row for row, domain in enumerate(roles.train) if domain in present]

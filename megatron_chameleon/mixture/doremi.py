@@ -55,11 +55,11 @@ smoothing."""
 
 @dataclasses.dataclass(frozen=True)
 class DoremiState(WeightState):
-    """The weights [k] after some steps.
+    """Weights and excess losses of k domains after a number of steps.
 
     Attributes:
-        excess: lambda, [k] float64: excess loss per token in nats, as of the last batch with the
-            domain.
+        excess: lambda, [k] float64: excess loss per token in nats, from the last batch with tokens
+            of the domain.
     """
 
     excess: Array
@@ -78,7 +78,7 @@ class DoremiState(WeightState):
             excess_sums: [k] sums over a global batch's tokens of the proxy's loss minus the
                 reference's, in nats; clipped first if the recipe clips tokens.
             tokens: [k] number of these tokens; 0 for an absent domain.
-            recipe: of the update rule.
+            recipe: hyperparameters of the update rule.
 
         Raises:
             ValueError: if a sum is not finite.
@@ -95,7 +95,7 @@ class DoremiState(WeightState):
 
 
 def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:
-    """Per-domain weights w of the token losses l; the loss of a batch is sum(w l) / sum(w).
+    """Weights w of each domain's token losses l; the loss of a batch is sum(w l) / sum(w).
 
     w_i is proportional to alpha_i over the sampling rate of the domain, and scaled to sum to the
     number of tokens, by which the trainer divides the loss.

@@ -20,13 +20,13 @@ LOWEST_LOG = math.log(np.finfo(np.float64).tiny)
 
 @dataclasses.dataclass(frozen=True)
 class WeightState:
-    """Domain weights after some steps, and their running mean.
+    """Domain weights after a number of steps, and their running mean.
 
     Attributes:
         log_weights: ln alpha of the domains that are trained on, float64.
-        mean: the mean of alpha over steps, the mixture.
+        mean: mean of alpha over steps, the resulting mixture.
         counted: number of weight vectors in the mean.
-        moved: sum over steps of the total-variation distance that alpha moved.
+        moved: sum over steps of the total variation distance between consecutive alphas.
     """
 
     log_weights: Array
@@ -41,7 +41,7 @@ class WeightState:
         return weights / weights.sum()
 
     def with_weights(self, log_weights: Array, **others: Any) -> Self:
-        """The state one step later, with these ``log_weights`` and ``others`` of its fields."""
+        """The state one step later, with these ``log_weights`` and values of other fields."""
         counted = self.counted + 1
         new = dataclasses.replace(self, log_weights=log_weights, counted=counted, **others)
         distance = float(np.abs(self.weights - new.weights).sum() / 2)
@@ -52,14 +52,14 @@ class WeightState:
 def exponentiated_step(log_weights: Array, gains: Array, step_size: float, eps: float) -> Array:
     """The logarithm of (1 - eps) softmax(ln alpha + step_size gains) + eps / k, without overflow.
 
-    The largest gain is subtracted before the multiplication. This changes no weight, and an
-    overflow can only be -inf, a weight of 0.
+    The largest gain is subtracted before the multiplication. This changes no weight, and the
+    product can only overflow to -inf, which is a weight of 0.
 
     Args:
         log_weights: ln alpha, [k] float64.
         gains: gradient of each weight, [k] float64.
         step_size: factor of the gains.
-        eps: uniform share.
+        eps: share of the uniform distribution.
     """
     with np.errstate(over="ignore"):
         logits = log_weights + step_size * (gains - gains.max())

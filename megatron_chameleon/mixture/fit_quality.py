@@ -63,7 +63,7 @@ def held_out_predictions(fit: Fit, mixtures: Array, losses: Array, folds: list[A
     """Out-of-fold (cross-validated) predictions [n, m].
 
     Args:
-        fit: fit to be cross-validated.
+        fit: the method to cross-validate.
         mixtures: [n, k] weights of the runs.
         losses: [n, m] losses of the runs.
         folds: indices of the runs in each fold; each run is in exactly one.
@@ -78,8 +78,8 @@ def held_out_predictions(fit: Fit, mixtures: Array, losses: Array, folds: list[A
 def fit_linear(mixtures: Array, losses: Array) -> Predict:
     """Least squares of the losses on the weights and a constant: the baseline of a fit.
 
-    The weights sum to 1, so the constant is one of their combinations: the solution is the one of
-    smallest norm.
+    The weights sum to 1, so the constant depends linearly on them; of all solutions, the one of
+    smallest norm is used.
     """
 
     def design(rows: Array) -> Array:
@@ -98,7 +98,7 @@ class Reach:
     distance: float
     """Total variation distance to it: the share of the tokens that differ."""
     usual: float
-    """95% of the trained mixtures have another one within this distance."""
+    """95% of the trained mixtures have another trained mixture within this distance."""
     outside: tuple[int, ...]
     """Domains whose weight is outside of the trained range."""
 

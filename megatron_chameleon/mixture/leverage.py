@@ -27,7 +27,7 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
     """Kernel ridge leverage scores diag(K (K + k * ridge * I)^-1) of an affinity.
 
     Cholesky where K + k * ridge * I is well conditioned, eigh where it is not; no inverse is
-    formed. Duplicate domains and an affinity of low rank are fine. Time grows as k^3.
+    formed. Duplicate domains and affinities of low rank are supported. Time grows as k^3.
 
     Args:
         affinity: K, [k, k], symmetric positive semi-definite, any real dtype; float64 inside.
@@ -69,7 +69,7 @@ def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
 
     Equal to ``leverage_scores(X X^T, ridge)`` by the first lemma of the paper's appendix (stated
     there for a ridge of lambda; here k * lambda, as in the definition of the domain scores).
-    Costs k p^2 instead of k^3, so it is the form for more domains than features.
+    Costs k p^2 instead of k^3, so it is faster with more domains than features.
 
     Args:
         features: X, [k, p], any real dtype; float64 inside. Not centred here.

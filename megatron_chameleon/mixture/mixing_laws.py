@@ -22,7 +22,7 @@ from megatron_chameleon.mixture.checks import Array
 LOG_BOUNDS = (-20.0, 10.0)
 EXPONENT_BOUNDS = (-50.0, 50.0)
 MAX_LAW_STEPS = 2000
-# Starting points of a fit to a subset of the runs, in addition to the laws of all runs.
+# Starting points of a fit to a subset of the runs, besides the laws fitted to all runs.
 COLD_STARTS = 3
 
 
@@ -80,7 +80,7 @@ def fit_mixing_laws(
     Args:
         mixtures: [n, k] rows that sum to 1.
         losses: [n, m], > 0.
-        settings: of the fit.
+        settings: settings of the fit.
         on_fit: called after each of the m fits.
         near: m laws to start from.
 
@@ -111,7 +111,7 @@ def penalised_huber(
         parameters: [k + 2].
         mixtures: [n, k].
         losses: [n].
-        settings: of the fit.
+        settings: settings of the fit.
     """
     delta, exponents = settings.huber_delta, parameters[2:]
     constant = np.exp(parameters[0])
@@ -203,7 +203,7 @@ def law_optimum(
     a descent finds its global minimum; it starts from the best point of a grid.
 
     Args:
-        laws: of m losses over k domains.
+        laws: laws of m losses over k domains.
         shares: [m], >= 0.
         low: [k] smallest weights.
         high: [k] largest weights.

@@ -36,8 +36,9 @@ class SamplingRule:
     smallest_weight: float = 2e-4
     """Smaller weights are 0, and all weights are multiples of it."""
     oversampling: int = 100
-    """Samples per mixture. Some are rejected and duplicates dropped before a random choice, so that
-    frequent mixtures (a single domain) are not chosen more often."""
+    """Samples per mixture. Mixtures are chosen at random from the samples that are left after
+    rejection and without duplicates, so that frequent ones (a single domain) are not chosen more
+    often."""
     near_duplicate: float = 1e-5
     """Mixtures within this L1 distance are duplicates."""
 
@@ -64,20 +65,20 @@ def sample_mixtures(
 ) -> Array:
     """``count`` distinct mixtures; mixture i depends only on ``prior``, ``seed``, ``rule`` and i.
 
-    So members can be added to a swarm later.
+    A swarm can therefore be extended later.
 
     Weights are quantized by the largest-remainder method, so every row sums to 1; rounding each
-    weight separately, as RegMix's code does, leaves sums off by some steps.
+    weight separately, as RegMix's code does, would leave the sums off by a few steps.
 
     Args:
         prior: [k] token shares, >= 0, not all 0; they need not sum to 1. A domain with share 0 gets
             no weight.
-        count: of mixtures.
-        seed: of the samples.
-        rule: their distribution.
+        count: number of mixtures.
+        seed: random seed.
+        rule: distribution of the mixtures.
 
     Returns:
-        [count, k] float64, rows that sum to 1 but for rounding.
+        [count, k] float64; rows sum to 1 up to rounding.
 
     Raises:
         ValueError: for fewer than ``count`` distinct mixtures.
@@ -197,7 +198,7 @@ def fit_trees(
     Args:
         mixtures: [n, k] float64.
         losses: [n, m] float64, finite.
-        settings: of the trees.
+        settings: settings of the trees.
         on_fit: called after each of the m fits.
 
     Returns:
@@ -214,7 +215,7 @@ def fit_trees(
         "min_data_in_leaf": runs_in_leaf(settings, len(losses)),
         "seed": settings.seed,
         "deterministic": True,
-        "force_row_wise": True,  # else chosen by timing, which may differ between runs
+        "force_row_wise": True,  # by default, the timing of a trial decides
         "verbosity": -1,
     }
     boosters = []
@@ -267,7 +268,7 @@ def sampled_optimum(
             not all 0.
         num_draws: mixtures sampled.
         num_best: how many of them are averaged; at most ``num_draws``.
-        seed: of the samples.
+        seed: random seed.
         on_draws: called with the number of samples evaluated since its last call.
     """
     shares = prior / prior.sum()

@@ -14,10 +14,10 @@ With D = diag(sqrt(eta)), K + k lambda D^-2 = D^-1 (D K D + k lambda I) D^-1, an
 
 the scores are the ridge leverage scores of the features scaled by sqrt(eta_i), at the same ridge.
 
-Fine-tuning takes S. Raising eta_i, with the others held or scaled down, raises S_i and lowers
+Fine-tuning uses S. Raising eta_i, with the others held or scaled down, raises S_i and lowers
 every other S_j: S_i / S_j never falls, nor does the weight of i where scores are not normalised.
 
-Pretraining takes z_i = k C(x_i) = eta_i / S_i; 1 / S_i alone would lower the target's weight. Let
+Pretraining uses z_i = k C(x_i) = eta_i / S_i; 1 / S_i alone would lower the target's weight. Let
 q_i = x_i^T (k lambda I + sum_{j != i} eta_j x_j x_j^T)^-1 x_i, which does not contain eta_i. Then
 S_i = eta_i q_i / (1 + eta_i q_i) and z_i = eta_i + 1 / q_i: the prior is added to a term of the
 other domains. Where scores are divided by their sum, z_i = eta_i sum(S) / S_i: eta has mean 1, so
@@ -29,8 +29,9 @@ S is near 1 for any eta, and the fine-tuning weights ignore it; a centred K has 
 and S is near 1 - (1 / eta_i) / sum_j (1 / eta_j).
 
 In pretraining, a larger prior does not always increase a domain's weight. Raising eta_i alone
-raises z_i by as much, but another z_j by more where x_j is a fraction of x_i, and sum(S) moves too.
-This happened in a tenth of random problems with about as many domains as features.
+raises z_i by the same amount, but raises another z_j by more if x_j is a fraction of x_i, and it
+also changes sum(S). The weight fell in a tenth of random problems with about as many domains as
+features.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ DEFAULT_STRENGTH = 0.5
 def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> Array:
     """The prior eta_i = (1 - strength) + strength * k * t_i, whose mean is 1.
 
-    A mean of the target and the uniform prior. Every domain keeps some, since a prior of 0 would
-    remove it from the others' scores, too.
+    This is a weighted mean of the target and the uniform prior. Every domain has a prior above 0: a
+    prior of 0 would also remove the domain from the scores of the others.
 
     Args:
         shares: t, [k], share of each domain in the target: >= 0, not all 0.
         strength: in (0, 1).
 
     Returns:
-        [k] float64; exactly ones where all shares are equal.
+        [k] float64; exactly 1 if all shares are equal.
     """
     target = np.asarray(shares, dtype=np.float64)
     if target.min() == target.max():
@@ -68,14 +69,15 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
     """Share of each domain in a target text, by the directions of their embeddings.
 
     t_i = max(0, cos(x_i - m, y - m))^2 with m the mean of the domain embeddings and y the target's.
-    Hidden states have a large common mean, with which all cosines would be near 1. The square is
-    the part of the target's squared distance from m that lies in the domain's direction; it keeps
-    many unrelated domains from outweighing a near one. The x_i - m sum to zero, so some cosine is
-    above 0, unless the target is at m or orthogonal to all domains: the shares are then equal.
+    Subtracting m matters because hidden states have a large common mean: without it, all cosines
+    would be near 1. The square is the part of the target's squared distance from m that lies in the
+    domain's direction; it keeps many unrelated domains from outweighing a similar one. The x_i - m
+    sum to zero, so at least one cosine is above 0, unless the target is at m or orthogonal to all
+    domains: the shares are then equal.
 
     Args:
         embeddings: x, [k, h], any real dtype; float64 inside.
-        target: y, [h], of the same proxy, layer and length of windows.
+        target: y, [h], embedded with the same proxy, layer and window length.
 
     Returns:
         [k] float64, not negative, not all zero.

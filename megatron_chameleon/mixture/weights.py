@@ -44,14 +44,14 @@ def domain_weights(
     are then equal).
 
     With a prior eta, z = eta / S for pretraining (see ``megatron_chameleon.mixture.target``), and
-    the limits hold S / eta against the mean of S; z = S for fine-tuning, as without.
+    the limits apply to S / eta, relative to the mean of S. Fine-tuning uses z = S in both cases.
 
     Args:
         scores: S, [k], not negative.
         mode: "pretrain" or "finetune".
         temperature: tau > 0, in the units of z.
-        normalize: divide the scores by their sum before anything else, as the authors' code does.
-        prior: eta, [k], above 0, of mean 1; the scores are then those of the affinity that has it.
+        normalize: first divide the scores by their sum, as the authors' code does.
+        prior: eta, [k], > 0, with mean 1; the scores must have been computed with the same prior.
         score_floor: lower clipping limit, as a share of the mean score; in (0, 1).
         score_ceiling: upper clipping limit, as a multiple of the mean score; > 1.
 
@@ -77,13 +77,12 @@ def domain_weights(
             stacklevel=2,
         )
     if normalize:
-        # Divide by the sum of the unclipped scores: the sum of the clipped ones would be smaller if
-        # an outlier is clipped to the ceiling, and raise all other scores. Scores with a mean of 0
-        # have been set equal.
+        # Divide by the sum of the unclipped scores: clipping an outlier to the ceiling lowers the
+        # sum, which would raise all other scores. Scores with a mean of 0 have been set equal.
         limited = limited / float((vector if vector.mean() > 0.0 else limited).sum())
     logits = 1.0 / limited if mode == "pretrain" else limited
     with np.errstate(over="ignore", under="ignore"):
-        # A tiny tau turns a difference into -inf, whose exponential is the right 0.
+        # With a tiny tau a difference overflows to -inf, whose exponential is 0, as it should be.
         unnormalized = np.exp((logits - logits.max()) / tau)
     return unnormalized / unnormalized.sum()
 
@@ -106,8 +105,8 @@ def clip_scores(
     """Clip the scores [k] for ``domain_weights``.
 
     Returns:
-        The clipped scores: S / eta with a prior in pretraining, S otherwise. And the positions of
-        the clipped ones; none for a single domain, which has weight 1 for any score.
+        The clipped scores (S / eta with a prior in pretraining, S otherwise), and the positions
+        that were clipped. A single domain has weight 1 for any score and counts as not clipped.
     """
     mean = float(scores.mean())
     if mean == 0.0:
@@ -157,7 +156,7 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
     by sorting.
 
     Args:
-        weights: p, [k], not negative, summing to 1. Domains of weight 0 keep it.
+        weights: p, [k], >= 0, summing to 1. A weight of 0 stays 0.
         caps: c, [k], not negative; infinity for no cap.
 
     Returns:
@@ -177,7 +176,7 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
             "1: raise them"
         )
     order = present[np.argsort(upper[present] / target[present], kind="stable")]
-    # With the first n domains at their caps, s is the rest over the sum of the others' weights.
+    # With the first n domains at their caps, s is the rest of 1 over the sum of the other weights.
     left = 1.0 - np.concatenate([[0.0], np.cumsum(upper[order])[:-1]])
     others = np.cumsum(target[order][::-1])[::-1]
     fits = left / others * target[order] <= upper[order]
