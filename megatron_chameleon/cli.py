@@ -211,7 +211,7 @@ def parse_options(
 
 
 class RejectedOptionsError(Exception):
-    """A UserError of options that validate themselves; tyro would reword a ValueError."""
+    """Wraps a UserError raised by options, since tyro would reword a ValueError."""
 
 
 @OPTION_TYPES.struct_rule
@@ -282,9 +282,9 @@ def field_helps(options_type: type) -> dict[str, str]:
 
 
 def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
-    """A field's value in ``options``, if that is an instance, else its default.
+    """Value of ``field`` in ``options``, if that is an instance, else the default of the field.
 
-    MISSING_NONPROP if it has none.
+    MISSING_NONPROP if it has no default.
     """
     if dataclasses.is_dataclass(options):
         return getattr(options, field.name)

@@ -47,7 +47,7 @@ class PublishedColumn:
 
 @functools.cache
 def published_columns() -> Mapping[str, PublishedColumn]:
-    """Name -> column, in the order of the file."""
+    """All columns by name, in the order of the file."""
     text = resources.files(__package__).joinpath(FILE_NAME).read_text(encoding="utf-8")
     body: dict[str, Any] = json.loads(text)
     columns = [

@@ -24,7 +24,7 @@ from megatron_chameleon.blend.data_path import (
 )
 from megatron_chameleon.blend.token_data import check_enough_tokens, check_weights, corpus_tokens
 from megatron_chameleon.errors import UserError
-from tests.unit.blend.token_files import dataset_config, write_file
+from tests.unit.blend.inputs import dataset_config, write_file
 
 
 @pytest.fixture

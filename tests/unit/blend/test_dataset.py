@@ -18,7 +18,7 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import without_checksums
-from tests.unit.blend.token_files import dataset_config
+from tests.unit.blend.inputs import dataset_config
 
 SEQ_LENGTH = 16
 FREE = ("epoch", "feistel")

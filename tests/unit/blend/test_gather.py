@@ -38,7 +38,7 @@ def token_file(lengths, dtype, rng):
 
 
 def indexed_view(lengths, dtype, index_dtype, seq_length, first, seed):
-    """Windows of ``seq_length`` tokens over the documents in some order; and that order."""
+    """A view of windows over documents in random order, that order, and where windows begin."""
     rng = np.random.default_rng(seed)
     file = token_file(lengths, dtype, rng)
     documents = rng.permutation(len(lengths)).astype(np.int32)
@@ -55,7 +55,7 @@ def indexed_view(lengths, dtype, index_dtype, seq_length, first, seed):
 
 
 def epoch_view(lengths, dtype, seq_length, shuffled, seed, first=5, phase=0):
-    """An epoch of all sequences but the first and the last."""
+    """A view of an epoch of all sequences except for the first and the last."""
     rng = np.random.default_rng(seed)
     file, size = token_file([3, *lengths, 2], dtype, rng), len(lengths)
     keys = rng.integers(0, 2**64, 3, np.uint64)

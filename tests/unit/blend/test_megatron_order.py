@@ -12,7 +12,7 @@ from megatron_chameleon.blend.megatron_order import (
     build_blending_indices,
 )
 from megatron_chameleon.blend.token_data import MAX_DOMAINS
-from tests.unit.blend.blend_weights import hard_weights
+from tests.unit.blend.inputs import hard_weights
 
 
 def compiled(weights, num_samples):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.blend import order
 from megatron_chameleon.blend.order import CHUNK, MAX_SAMPLES, BlendOrder
-from tests.unit.blend.blend_weights import hard_weights
+from tests.unit.blend.inputs import hard_weights
 
 WEIGHTS = st.lists(st.floats(0, 1) | st.just(1.0), min_size=1, max_size=12).filter(
     lambda weights: sum(weights) > 1e-6

@@ -15,7 +15,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron_chameleon.artifacts import SPLITS, Corpus, MixtureWarning
 from megatron_chameleon.blend.data_path import DataPath
 from megatron_chameleon.errors import UserError
-from tests.unit.blend.token_files import dataset_config
+from tests.unit.blend.inputs import dataset_config
 
 
 def expected_blend(corpus, sampled, split):
