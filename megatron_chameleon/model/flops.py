@@ -16,8 +16,6 @@ stores both: the paper's count for comparison with its tables, the count from sh
 
 from __future__ import annotations
 
-import dataclasses
-
 from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size, name_of
 
 BACKWARD_OVER_FORWARD = 2
@@ -33,7 +31,6 @@ DENSE_BF16_PEAK: dict[str, float] = {
 
 # The paper's N where it differs from 12 L h^2 of the trained size.
 PRINTED_PARAMETERS = {"82m": 12 * 12 * 768**2, "1m": 1_000_000}
-TRAININGS = {"doremi": 2}  # the reference and the proxy
 
 
 def layer_forward_flops(shape: ModelShape, seq_length: int) -> float:
@@ -81,44 +78,28 @@ def model_flops_utilization(
     return None if peak is None else flops_per_token * tokens_per_second / peak
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PaperSettings:
-    """Numbers of tokens that a method trains on and embeds.
-
-    Attributes:
-        model_size: size of the proxies, or its name.
-        trained_tokens: training tokens per proxy: steps x batch x sequence.
-        num_proxies: proxies of a swarm; DoReMi's pair counts as one.
-        embedded_tokens: tokens of all windows that a proxy embeds.
-    """
-
-    model_size: str | ModelSize = "82m"
-    trained_tokens: int = 0
-    num_proxies: int = 1
-    embedded_tokens: int = 0
-
-
 def paper_parameters(size: str | ModelSize) -> int:
     """Return the paper's N of a proxy: 12 L h^2, or as printed for its own sizes.
 
     Raises:
         UserError: for an unknown name.
     """
-    name = size if isinstance(size, str) else name_of(size)
-    if name in PRINTED_PARAMETERS:
-        return PRINTED_PARAMETERS[name]
     shape = model_size(size) if isinstance(size, str) else size
-    return 12 * shape.num_layers * shape.hidden_size**2
+    printed = PRINTED_PARAMETERS.get(name_of(shape) or "")
+    return printed or 12 * shape.num_layers * shape.hidden_size**2
 
 
-def paper_flops(method: str, settings: PaperSettings) -> float:
+def paper_flops(
+    size: str | ModelSize, *, trained_tokens: int = 0, embedded_tokens: int = 0
+) -> float:
     """FLOPs of a mixture by the paper's rule, for ``parameters["paper_flops"]``.
 
+    A mixture made with models of several sizes costs the sum over the sizes.
+
     Args:
-        method: name of a method that trains models, as for ``--method``.
-        settings: settings of this run. For a swarm of several sizes, call this once per size and
-            add up the results.
+        size: size of the trained models, or its name.
+        trained_tokens: steps x batch x sequence, summed over the trained models.
+        embedded_tokens: tokens of all windows that a proxy embeds.
     """
-    trained = TRAININGS.get(method, 1) * settings.num_proxies * settings.trained_tokens
-    per_parameter = TRAINING * trained + FORWARD * settings.embedded_tokens
-    return float(paper_parameters(settings.model_size)) * per_parameter
+    per_parameter = TRAINING * trained_tokens + FORWARD * embedded_tokens
+    return float(paper_parameters(size)) * per_parameter

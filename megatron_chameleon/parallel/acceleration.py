@@ -78,6 +78,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
     triton = _package("triton", "the cross entropy, pooling, --compile-layers")
     if triton[0] == "available" and (problem := triton_problem()):
         triton = "broken", problem
+    apex = nvidia_apex()
     # The layers are megatron-core's plain ones, with torch's norms.
     transformer_engine = _package(
         "transformer_engine.pytorch", "megatron-core uses only its FusedAdam"
@@ -95,7 +96,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
             Feature("bf16", *bf16, "train in fp32, at half the speed or less"),
             Feature("flash attention", *flash, "slower kernels with the same result"),
             Feature("Transformer Engine", *transformer_engine, "no FP8 or context parallelism"),
-            nvidia_apex(),
+            Feature("NVIDIA's Apex", *apex, "no fused norms, no gradient_accumulation_fusion"),
             Feature("Triton", *triton, "no --compile-layers; slower cross entropy and pooling"),
             Feature("fused Adam", *_fused_adam(), "parameters are updated one after the other"),
             Feature("NCCL", *nccl, "ranks communicate over gloo: use a single GPU"),
@@ -119,19 +120,17 @@ def format_report(report: AccelerationReport) -> str:
     return "\n".join(lines)
 
 
-def nvidia_apex() -> Feature:
+def nvidia_apex() -> tuple[State, str]:
     """Find NVIDIA's Apex without importing the unrelated project of that name."""
-    name, without = "NVIDIA's Apex", "no fused norms, no gradient_accumulation_fusion"
     spec = importlib.util.find_spec("apex")
     folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if spec and not all(any((f / sub).is_dir() for f in folders) for sub in APEX_SUBPACKAGES):
-        detail = (
+        return "wrong package", (
             f"{folders[0] if folders else spec.origin} is another project of that name, which "
             "megatron-core mistakes for NVIDIA's: pip uninstall apex"
         )
-        return Feature(name, "wrong package", detail, without)
     used_for = "its FusedAdam, and gradient_accumulation_fusion if built with it"
-    return Feature(name, *_package("apex.optimizers", used_for), without)
+    return _package("apex.optimizers", used_for)
 
 
 def cuda_coverage(root: Path) -> dict[str, list[str]]:

@@ -74,7 +74,7 @@ from megatron_chameleon.mixture.bootstrap import (
 from megatron_chameleon.mixture.checks import Array, Mode
 from megatron_chameleon.mixture.target import DEFAULT_STRENGTH, similarity_shares, target_prior
 from megatron_chameleon.mixture.weights import placed_weights
-from megatron_chameleon.model.flops import PaperSettings, paper_flops
+from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.model.sizes import ModelShape
@@ -423,8 +423,8 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         (names[one], names[other], probability)
         for (one, other), probability in zip(itertools.pairwise(order), likely, strict=True)
     ]
-    settings = PaperSettings(  # includes the proxy's training, even if several mixtures use it
-        model_size=plan.shape.size,
+    flops = paper_flops(  # includes the proxy's training, even if several mixtures use it
+        plan.shape.size,
         trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
         embedded_tokens=sum(counts) * plan.embedding.window_length,
     )
@@ -440,7 +440,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         "windows": dict(zip(names, counts, strict=True)),
         "bootstrap_resamples": resamples,
         "bootstrap_group": group,
-        "paper_flops": paper_flops("chameleon", settings),
+        "paper_flops": flops,
     }
     if target is not None:
         without = limit.apply(place(untargeted.weights))

@@ -13,7 +13,7 @@ from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
 from megatron_chameleon.methods.output import epoch_limit, select_domains
 from megatron_chameleon.methods.proxy import ProxyMethod
 from megatron_chameleon.mixture.doge import DogeRecipe, DogeState, Roles
-from megatron_chameleon.model.flops import PaperSettings, paper_flops
+from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.plan import TrainingPlan
 
@@ -49,7 +49,6 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         if options.target is not None:
             trained = "trained on" if options.train_on_target else "not trained on"
             target = f"{', '.join(names[position] for position in self.roles.target)} ({trained})"
-        settings = PaperSettings(model_size=self.plan.shape.size, trained_tokens=run.tokens)
         self.write_mean_weights(
             state,
             state.counted,
@@ -57,7 +56,7 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
             settings=self.make_hook(self.plan, None).settings,
             scores=state.mean_alignment,
             inputs={"proxy": proxy_hash},
-            paper_flops=paper_flops(self.name, settings),
+            paper_flops=paper_flops(self.plan.shape.size, trained_tokens=run.tokens),
             heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights "
             f"of {run.step:,} steps; score: mean alignment with the target",
             hint="use a larger --doge-mu or --doge-eps",

@@ -27,7 +27,7 @@ from megatron_chameleon.methods.proxy import (
 )
 from megatron_chameleon.mixture.doremi import RECIPES, DoremiRecipe, DoremiState
 from megatron_chameleon.mixture.weights import natural_weights
-from megatron_chameleon.model.flops import PaperSettings, paper_flops
+from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import name_of
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
@@ -150,15 +150,8 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         run, proxy_hash, state = self.finished()
         reference = self.reference
         assert reference is not None
-        # Chameleon's formula counts pairs of runs of one size and length; each run is half of a
-        # pair.
-        flops = [
-            paper_flops(self.name, PaperSettings(model_size=size, trained_tokens=tokens)) / 2
-            for size, tokens in (
-                (reference.shape.size, trained.tokens),
-                (self.plan.shape.size, run.tokens),
-            )
-        ]
+        models = (reference.shape.size, trained.tokens), (self.plan.shape.size, run.tokens)
+        flops = [paper_flops(size, trained_tokens=tokens) for size, tokens in models]
         self.write_mean_weights(
             state,
             state.counted - int(recipe.count_first),

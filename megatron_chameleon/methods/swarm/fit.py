@@ -51,7 +51,7 @@ from megatron_chameleon.mixture.fit_quality import (
     reach_of,
 )
 from megatron_chameleon.mixture.regmix import SamplingRule, sample_mixtures
-from megatron_chameleon.model.flops import PaperSettings, paper_flops
+from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
@@ -191,10 +191,7 @@ class FitMethod(abc.ABC, Generic[Options]):
                 return None
             swarms[folder] = result
             tokens = settings.train_iters * settings.global_batch_size * settings.seq_length
-            paper = PaperSettings(
-                model_size=size, trained_tokens=tokens, num_proxies=options.num_proxies
-            )
-            flops += paper_flops(self.name, paper)
+            flops += paper_flops(size, trained_tokens=options.num_proxies * tokens)
         by_size = dict(zip(self.model_sizes, swarms.values(), strict=True))
         losses, lines, parameters = self.losses_to_fit(by_size)
         runs = swarm_runs(swarms, losses, flops)

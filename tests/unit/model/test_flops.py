@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_chameleon.model.flops import (
-    PaperSettings,
     forward_flops,
     head_forward_flops,
     layer_forward_flops,
@@ -60,39 +57,30 @@ def test_formulas_equal_the_products_counted_by_torch(one_rank):
 
 
 # The paper's settings for SlimPajama.
-STEP_TOKENS = 128 * 1024
-LONG_PROXY = PaperSettings(trained_tokens=10_000 * STEP_TOKENS)
+LONG_PROXY = 10_000 * 128 * 1024  # tokens
 # Windows of 400 tokens follow from its figure for the Pile's 17 domains, 4.62e15.
-SHORT_PROXY = PaperSettings(trained_tokens=2_000 * STEP_TOKENS, embedded_tokens=7 * 4096 * 400)
-CHAMELEON = 1.36e17
+CHAMELEON = ("82m", 2_000 * 128 * 1024, 7 * 4096 * 400)
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "printed", "ratio"),
+    ("size", "trained", "embedded", "printed", "ratio"),
     [  # FLOPs printed under the table of perplexities, and the ratio to Chameleon in the text
-        ("doremi", LONG_PROXY, 1.34e18, 10),
-        ("doge", LONG_PROXY, 6.68e17, 5),
-        ("chameleon", SHORT_PROXY, CHAMELEON, 1),
-        (
-            "regmix",
-            PaperSettings(model_size="1m", trained_tokens=10**9, num_proxies=200),
-            1.20e18,
-            9,
-        ),
-        # 20 mixtures at 4 sizes, each at the cost of a proxy of 10,000 steps. The paper prints
-        # 5.36e19, which is 40 times its rounded figure for DoReMi.
-        ("mixing-laws", dataclasses.replace(LONG_PROXY, num_proxies=80), 5.34e19, 394),
-        ("chameleon", PaperSettings(embedded_tokens=17 * 4000 * 400), 4.62e15, None),
+        (*CHAMELEON, 1.36e17, 1),
+        ("82m", 2 * LONG_PROXY, 0, 1.34e18, 10),  # DoReMi: the reference and the proxy
+        ("82m", LONG_PROXY, 0, 6.68e17, 5),  # DoGE
+        ("1m", 200 * 10**9, 0, 1.20e18, 9),  # RegMix: 200 proxies
+        # Mixing laws: 20 mixtures at 4 sizes, each at the cost of a proxy of 10,000 steps. The
+        # paper prints 5.36e19, which is 40 times its rounded figure for DoReMi.
+        ("82m", 80 * LONG_PROXY, 0, 5.34e19, 394),
+        ("82m", 0, 17 * 4000 * 400, 4.62e15, None),  # embedding of the Pile
+        # A size that is not in the paper, by its rule.
+        ("mini", 1000, 0, 6 * (12 * 6 * 256**2) * 1000, None),
     ],
 )
-def test_the_rule_gives_the_papers_figures(method, settings, printed, ratio):
-    flops = paper_flops(method, settings)
-    assert float(f"{flops:.2e}") == printed
-    assert ratio is None or round(flops / paper_flops("chameleon", SHORT_PROXY)) == ratio
+def test_the_rule_gives_the_papers_figures(size, trained, embedded, printed, ratio):
+    def count(size, trained, embedded):
+        return paper_flops(size, trained_tokens=trained, embedded_tokens=embedded)
 
-
-def test_the_papers_rule_for_sizes_that_are_not_in_the_paper():
-    settings = PaperSettings(model_size="mini", trained_tokens=1000, num_proxies=3)
-    of_a_training = 6 * (12 * 6 * 256**2) * 1000
-    assert paper_flops("doge", settings) == 3 * of_a_training
-    assert paper_flops("doremi", settings) == 3 * 2 * of_a_training
+    flops = count(size, trained, embedded)
+    assert float(f"{flops:.2e}") == float(f"{printed:.2e}")
+    assert ratio is None or round(flops / count(*CHAMELEON)) == ratio
