@@ -48,8 +48,8 @@ class GPT(GPTModel):
     """megatron's GPTModel with a cross entropy that keeps no second copy of the logits.
 
     Args:
-        real_vocab_size: number of tokens. Further rows of the embedding are padding, left out of
-            every softmax, so that losses do not depend on the padding.
+        real_vocab_size: number of tokens. Further rows of the embedding are padding: logits include
+            them, but no softmax of a loss does.
         settings: arguments of megatron's GPTModel.
     """
 
@@ -62,26 +62,15 @@ class GPT(GPTModel):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        *inputs: Any,
-        labels: torch.Tensor | None = None,
         **more: Any,
     ) -> Any:
         """Like megatron's: losses [b, s] with ``labels``, otherwise logits [b, s, v].
 
-        Logits of padding are the smallest finite number. A boolean ``attention_mask`` is made
-        additive once, for all layers.
+        A boolean ``attention_mask`` is made additive once, for all layers.
         """
         if attention_mask is not None:
             attention_mask = additive_mask(attention_mask, self.config.params_dtype)
-        output = super().forward(
-            input_ids, position_ids, attention_mask, *inputs, labels=labels, **more
-        )
-        if labels is None and self.post_process:
-            whole = output.size(-1) == self.vocab_size
-            rank = 0 if whole else self.pg_collection.tp.rank()
-            first = min(max(self.real_vocab_size - rank * output.size(-1), 0), output.size(-1))
-            output[..., first:] = torch.finfo(output.dtype).min
-        return output
+        return super().forward(input_ids, position_ids, attention_mask, **more)
 
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor
