@@ -44,9 +44,6 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
 
-# Below this, starting another process takes longer than reading the input.
-_BYTES_WORTH_A_PROCESS = 32_000_000
-
 OnBytes = Callable[[int], object]
 
 
@@ -169,13 +166,8 @@ class _Run:
         reader = self._reader()
         sample = (document.text for chunk in chunks for document in reader.read(chunk))
         tokenizer = with_encoder(tokenizer, self.options.encoding.encoder, sample)
-        num_workers = self.options.workers
-        if num_workers is None:
-            is_size_unknown = any(self.plan.sources[c.source].kind == "dataset" for c in chunks)
-            num_bytes = sum(chunk.bytes for chunk in chunks)
-            worth = is_size_unknown or num_bytes >= _BYTES_WORTH_A_PROCESS
-            # Each reads and encodes concurrently, which keeps more than a core busy.
-            num_workers = max(1, len(os.sched_getaffinity(0)) - 1) if worth else 1
+        # Each worker reads and encodes concurrently, which keeps more than a core busy.
+        num_workers = self.options.workers or max(1, len(os.sched_getaffinity(0)) - 1)
         num_workers = min(num_workers, len(missing))
         total = sum(map(self.plan.shard_bytes, missing))
         with progress_bar(total, "B", "tokenizing") as bar:
