@@ -70,6 +70,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or (following.__context__ if is_wrapper else None)
 
 
+def one_line(error: object) -> str:
+    """The message of ``error`` without line breaks, or its type if the message is empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; its type if that is empty."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -30,7 +30,7 @@ from megatron_chameleon.corpus.tokenizer import (
     TokenizerFile,
     is_panic,
 )
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, one_line
 
 _SAMPLE_CHARACTERS = 1 << 20
 # Sampled from the start and the middle of each text.
@@ -228,8 +228,7 @@ def gigatoken_for(file: TokenizerFile, eod_id: int) -> Callable[[bytes], NDArray
     except BaseException as error:  # no common base class
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
-        reason = " ".join(str(error).split())
-        raise UserError(f"gigatoken does not support {file.path} ({reason})") from error
+        raise UserError(f"gigatoken does not support {file.path} ({one_line(error)})") from error
 
     def encode(text: bytes) -> NDArray[np.uint32]:
         # A batch releases the GIL; padding returns numpy arrays; BytesSource avoids importing

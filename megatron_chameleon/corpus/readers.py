@@ -28,13 +28,12 @@ from megatron_chameleon.corpus.sources import (
     Source,
     is_compressed,
     is_remote,
-    one_line,
     open_source,
     read_dataset_shard,
     reading,
     size_and_time,
 )
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa

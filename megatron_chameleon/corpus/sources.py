@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -26,7 +26,7 @@ from megatron_chameleon.corpus.options import (
     flat,
     is_domain_name,
 )
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, one_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -127,46 +127,45 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
     if not inputs:
         raise UserError("--input is empty; pass files, folders or globs")
     if domains is None:
-        named = _named_sources("--input", inputs, None)
-        return _with_unique_names(source for source in named if source.split in (None, "train"))
+        found = _named_sources("--input", inputs, None)
+        return _with_unique_names(source for source in found if source.split in (None, "train"))
     all_inputs: list[tuple[str, list[str], Split | None]] = [
         ("--input", inputs, None),
         ("--valid-input", flat(domains.valid_input), "valid"),
         ("--test-input", flat(domains.test_input), "test"),
     ]
+    named = [
+        (flag, source)
+        for flag, values, split in all_inputs
+        for source in _named_sources(flag, values, split)
+    ]
     sources: list[Source] = []
-    found: Counter[str] = Counter()
-    any_unnamed = False
-    for flag, values, split in all_inputs:
-        for source in _named_sources(flag, values, split):
-            if source.domain is None:
-                any_unnamed = True
-                name = _domain_of(source, domains, flag)
-                if name is not None:
-                    found[name] += 1
-                    source = dataclasses.replace(source, domain=domains.renamed(name))
-                    if source.domain is None:
-                        continue
+    counts: Counter[str] = Counter()  # of sources by domain before renaming
+    for flag, source in named:
+        name = _domain_of(source, domains, flag) if source.domain is None else None
+        if name is None:
             sources.append(source)
-    if domains.domain_flags and not any_unnamed:
+            continue
+        counts[name] += 1
+        domain = domains.renamed(name)
+        if domain is not None:
+            sources.append(dataclasses.replace(source, domain=domain))
+    if domains.domain_flags and all(source.domain is not None for _, source in named):
         raise UserError(
             f"{domains.domain_flags[0]} has no effect: every --input names its domain; leave out "
             "one or the other"
         )
     if domains.domain_key is None:  # with a key, names are known when all lines were read
-        domains.report_renames(found, "files")
+        domains.report_renames(counts, "files")
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
     # A domain with both valid and test sources uses all of its --input for training. With a domain
     # key, this applies to all domains together.
-    existing: defaultdict[str | None, set[Split]] = defaultdict(set)
-    for source in sources:
-        if source.split is not None:
-            existing[source.domain].add(source.split)
+    splits = {(source.domain, source.split) for source in sources}
     for number, source in enumerate(sources):
         if source.split in (None, "train"):
-            train: Split | None = "train" if {"valid", "test"} <= existing[source.domain] else None
-            sources[number] = dataclasses.replace(source, split=train)
+            has_both = {(source.domain, "valid"), (source.domain, "test")} <= splits
+            sources[number] = dataclasses.replace(source, split="train" if has_both else None)
     return _with_unique_names(sources)
 
 
@@ -348,11 +347,6 @@ def reading(path: str) -> Iterator[None]:
             raise
         # The libraries do not wrap exceptions of their HTTP client.
         raise UserError(f"cannot read {path}: {one_line(error)}; try again later") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The message of ``error`` on one line, or its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def size_and_time(path: str) -> tuple[int, int]:

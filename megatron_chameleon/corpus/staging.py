@@ -192,12 +192,11 @@ def _chunks(number: int, source: Source, target_bytes: int) -> Iterator[Chunk]:
         return
     edges = [(0, 0)]  # start of each chunk as in Chunk.start, and its byte
     if source.kind == "parquet":
-        size = total = 0
+        total = 0
         for group, group_bytes in enumerate(row_group_bytes(source.path)):
+            size = total - edges[-1][1]  # of the current chunk
             if size and size + group_bytes > target_bytes:
                 edges.append((group, total))
-                size = 0
-            size += group_bytes
             total += group_bytes
     else:
         count = -(-source.bytes // target_bytes)

@@ -31,7 +31,7 @@ from megatron_chameleon.artifacts import Corpus, TokenizerIdentity
 from megatron_chameleon.artifacts.corpus import tokenizer_hash
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.corpus.indexed import TokenType, token_type
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from megatron_chameleon.corpus.gigatoken import GigatokenEncoder
@@ -240,7 +240,7 @@ class TiktokenEncoder:
         except ValueError as error:
             raise UserError(
                 f"--tiktoken-pattern {pattern}: rejected by tiktoken "
-                f"({' '.join(str(error).split())}); use {', '.join(PATTERNS)} or another regular "
+                f"({one_line(error)}); use {', '.join(PATTERNS)} or another regular "
                 "expression"
             ) from error
 
@@ -315,8 +315,8 @@ def _num_threads() -> int:
 
 
 def _unreadable(path: Path, what: str, error: object) -> UserError:
-    reason = " ".join(str(error).split())
-    return UserError(f"{path} is not a {what} ({reason}); create one with tools/train_tokenizer.py")
+    hint = "create one with tools/train_tokenizer.py"
+    return UserError(f"{path} is not a {what} ({one_line(error)}); {hint}")
 
 
 # Files
@@ -441,7 +441,7 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
     except Exception as error:  # the library raises nothing narrower
         raise UserError(
             f"{vocab_file} and {merges_file.name} are not files of a byte-level BPE like GPT-2's "
-            f"({' '.join(str(error).split())})"
+            f"({one_line(error)})"
         ) from error
     made = {left + right for left, right in merges}.union(ByteLevel.alphabet())
     ordered = sorted(vocab.items(), key=lambda entry: entry[1])

@@ -18,7 +18,7 @@ from megatron_chameleon.corpus.options import TrainTokenizerOptions
 from megatron_chameleon.corpus.readers import DocumentReader
 from megatron_chameleon.corpus.sources import Chunk, find_sources
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, one_line
 from megatron_chameleon.progress import progress_bar
 
 # SentencePiece writes its number of threads into the model: a constant, so that the file does not
@@ -109,7 +109,6 @@ def sentencepiece_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> 
         )
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"SentencePiece cannot train --vocab-size {vocab_size} on this text: "
-            f"{' '.join(str(error).split())}"
+            f"SentencePiece cannot train --vocab-size {vocab_size} on this text: {one_line(error)}"
         ) from error
     return model.getvalue()
