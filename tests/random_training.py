@@ -13,9 +13,14 @@ from megatron_chameleon.model.compiled_layers import compile_layers
 from megatron_chameleon.model.gpt import build_model_chunks, unwrap
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
+from megatron_chameleon.training.optimizer import (
+    TrainedModel,
+    build_optimizer,
+    build_scheduler,
+    data_parallel,
+)
 from megatron_chameleon.training.options import OptimizerOptions
-from megatron_chameleon.training.step import BatchShape, Passes, StepResult, train_step
+from megatron_chameleon.training.step import BatchShape, Passes, StepResult
 
 OPTIMIZER = OptimizerOptions(lr=1e-4, min_lr=1e-5, lr_warmup_iters=0)
 
@@ -69,7 +74,8 @@ class RandomTraining:
                 compile_layers(unwrap(chunk), backend=compiled)
         self.chunks = data_parallel(chunks, layout, bf16=bf16)
         self.optimizer = build_optimizer(self.chunks, optimizer, layout, bf16=bf16)
-        self._scheduler = build_scheduler(self.optimizer, optimizer, train_iters)
+        scheduler = build_scheduler(self.optimizer, optimizer, train_iters)
+        self.model = TrainedModel(self.chunks, self.optimizer, scheduler, self.passes(1, 1))
 
     def passes(self, num_microbatches: int, rows: int, num_domains: int = 1) -> Passes:
         """The forward and backward passes of one step on this rank."""
@@ -78,6 +84,6 @@ class RandomTraining:
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
         """One optimizer step, whose gradient norm must be finite."""
-        result = train_step(self.chunks, self.optimizer, self._scheduler, forward_backward)
+        result = self.model.step(forward_backward)
         assert math.isfinite(result.grad_norm)
         return result

@@ -245,7 +245,8 @@ class CheckpointWriter:
     """Write checkpoints, at most one at a time; every rank makes the same calls.
 
     A failed save is reported by a :class:`CheckpointWarning` and in ``records.failed_saves``;
-    training continues, and the previous checkpoint is unchanged.
+    training continues, and the previous checkpoint is unchanged. run.json is updated after each
+    save.
     """
 
     def __init__(self, records: RunRecords) -> None:
@@ -270,8 +271,10 @@ class CheckpointWriter:
             if self._options.checkpointing.async_save and not is_last:
                 self._queue.schedule_async_request(request)
                 self._in_flight = record
-                return
-            request.execute_sync()
+            else:
+                request.execute_sync()
+                if not record.guard.get("streak"):  # keep the one before the skipped steps
+                    self._delete_old()
         except SaveError as error:
             if is_last:
                 raise UserError(
@@ -279,28 +282,26 @@ class CheckpointWriter:
                     f"{self._records.last_checkpoint() or 'step 0'}"
                 ) from error
             self._report_failure(record, error)
-            return
-        if not record.guard.get("streak"):  # keep the checkpoint from before the skipped steps
-            self._delete_old()
+        self._records.write_run("running")
 
-    def finish(self, *, blocking: bool = True) -> bool:
-        """Finish the asynchronous save; return whether one has ended, successfully or not.
+    def finish(self, *, blocking: bool = True) -> None:
+        """Finish the asynchronous save, if there is one.
 
         Args:
             blocking: whether to wait for it.
         """
         record = self._in_flight
         if record is None:
-            return False
+            return
         try:
             if not self._queue.maybe_finalize_async_calls(blocking=blocking):
-                return False
+                return
         except SaveError as error:
             self._report_failure(record, error)
         else:
             self._delete_old()
         self._in_flight = None
-        return True
+        self._records.write_run("running")
 
     def _report_failure(self, record: CheckpointRecord, error: SaveError) -> None:
         self._records.failed_saves.append(FailedSave(record.step, str(error)))

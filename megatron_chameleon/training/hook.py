@@ -183,15 +183,15 @@ class GlobalBatch:
 HookFactory = Callable[[TrainingPlan, Layout], TrainingHook]
 
 
-def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> TrainingHook | None:
-    """Build the run's hook in its initial state.
+def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> TrainingHook:
+    """Build the run's hook in its initial state; the base class, which does nothing, if None.
 
     Raises:
         UserError: if the hook changes the mixture, but ``--permutation`` does not allow it or
             ``--mixture-change`` is set too.
     """
-    hook = make(plan, layout) if make else None
-    if hook and hook.mixture_interval:
+    hook = make(plan, layout) if make else TrainingHook()
+    if hook.mixture_interval:
         name = type(hook).__name__
         if plan.options.data.permutation == "megatron":
             raise UserError(f"{name} changes the mixture, which needs --permutation epoch")
@@ -202,7 +202,12 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
     return hook
 
 
-def load_hook(hook: TrainingHook | None, checkpoint: CheckpointRecord | None) -> None:
+def hook_name(hook: TrainingHook) -> str | None:
+    """Name of the hook's class; None for the base class, of a run without a hook."""
+    return None if type(hook) is TrainingHook else type(hook).__name__
+
+
+def load_hook(hook: TrainingHook, checkpoint: CheckpointRecord | None) -> None:
     """Restore the hook's state from the checkpoint that the run resumes from, if any.
 
     Raises:
@@ -211,13 +216,13 @@ def load_hook(hook: TrainingHook | None, checkpoint: CheckpointRecord | None) ->
     if checkpoint is None:
         return
     saved = checkpoint.hook
-    before, now = saved.name if saved else None, type(hook).__name__ if hook else None
+    before, now = saved.name if saved else None, hook_name(hook)
     if before != now:
         raise UserError(
             f"{checkpoint.root} was written by a run with {before or 'no'} hook, not "
             f"{now or 'none'}; {FRESH_START}"
         )
-    if hook and saved:
+    if saved:
         hook.load_state_dict(saved.state)
 
 
@@ -267,6 +272,8 @@ class HookRunner:
             step: steps done before this one.
             learning_rate: learning rate of the upcoming update.
         """
+        if hook_name(self._hook) is None:
+            return self._passes.forward_backward(batches)
         self._before_step = self._copy_of_state()
         micro_batches = list(itertools.islice(batches, self._passes.shape.num_microbatches))
         batch = GlobalBatch(
@@ -285,14 +292,15 @@ class HookRunner:
         """
         self._hook.load_state_dict(self._before_step)
 
-    def state(self) -> HookState:
-        """A snapshot of the hook's state for a checkpoint.
+    def state(self) -> HookState | None:
+        """A snapshot of the hook's state for a checkpoint; None without a hook.
 
         Raises:
             TypeError: if the state is not JSON-serializable.
             ValueError: if a number in it is not finite.
         """
-        return HookState(type(self._hook).__name__, self._copy_of_state())
+        name = hook_name(self._hook)
+        return HookState(name, self._copy_of_state()) if name else None
 
     def _copy_of_state(self) -> dict[str, Any]:
         copy: dict[str, Any] = json.loads(json.dumps(self._hook.state_dict(), allow_nan=False))

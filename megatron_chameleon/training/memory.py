@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
-from megatron_chameleon.blend.sampler import Batch, check_batch_sizes
+from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.checkpoint.state import random_states, set_random_states
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
@@ -20,6 +20,7 @@ from megatron_chameleon.parallel.layout import Layout, check_layout
 from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.options import EstimateMemoryOptions, ModelOptions
 from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.step import BatchShape
 
 GB = 1e9
 MEMORY_HINT = (
@@ -33,16 +34,20 @@ BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_ga
 
 
 def training_setup(options: ModelOptions, shape: ModelShape, world_size: int) -> TrainingSetup:
-    """The training setup of ``options`` on ``world_size`` ranks."""
+    """The training setup of ``options`` on ``world_size`` ranks.
+
+    Raises:
+        UserError: if the global batch does not fit the ranks.
+    """
     parallel = options.parallel
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    data = world_size // model_parallel
+    data_parallel_size = world_size // model_parallel
     return TrainingSetup(
         shape=shape,
         parallel=parallel,
-        data_parallel_size=data,
+        data_parallel_size=data_parallel_size,
         micro_batch_size=options.micro_batch_size,
-        num_microbatches=options.global_batch_size // (options.micro_batch_size * data),
+        num_microbatches=BatchShape.of(options, data_parallel_size).num_microbatches,
         bf16=options.bf16,
     )
 
@@ -58,8 +63,6 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
     check_layout(parallel, options.world_size)
     check_model_layout(shape.size, parallel, options.seq_length)
     setup = training_setup(options, shape, options.world_size)
-    check_batch_sizes(options.global_batch_size, options.micro_batch_size, setup.data_parallel_size)
-    parallel.check_microbatches(setup.num_microbatches)
     print(
         f"{options.model_size}: {shape.num_parameters:,} parameters on {options.world_size} "
         f"rank(s): tensor {parallel.tensor_model_parallel_size}, "

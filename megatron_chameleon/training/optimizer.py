@@ -35,7 +35,7 @@ from megatron_chameleon.model.gpt import build_model_chunks, unwrap
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.step import BatchShape, Passes, finalize_gradients
+from megatron_chameleon.training.step import BatchShape, Passes, StepResult, finalize_gradients
 
 
 def data_parallel(
@@ -227,6 +227,21 @@ class TrainedModel:
         """Learning rate of the last step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
+        """Forward, backward and update.
+
+        Args:
+            forward_backward: fills the gradient buffers from the next global batch, and returns
+                ``domain_sums`` of :class:`StepResult`.
+        """
+        self.zero_gradients()
+        # Before the update, so that the first step does not run at rate 0; and before the passes,
+        # because a hook may need the learning rate of their update.
+        self.scheduler.step(1)
+        domain_sums = forward_backward()
+        updated, grad_norm, _ = self.optimizer.step()
+        return StepResult(domain_sums, float(grad_norm or 0.0), skipped=not updated)
+
     def zero_gradients(self) -> None:
         """Clear all gradients and gradient buffers."""
         for chunk in self.chunks:
@@ -281,16 +296,5 @@ def build_trained_model(
     scheduler = build_scheduler(optimizer, options.optimizer, options.train_iters)
     if checkpoint:
         load_training(checkpoint, wrapped, optimizer, scheduler)
-    passes = Passes(wrapped, batch_shape(plan, layout), len(plan.data.names))
+    passes = Passes(wrapped, BatchShape.of(options, layout.data_size), len(plan.data.names))
     return TrainedModel(wrapped, optimizer, scheduler, passes)
-
-
-def batch_shape(plan: TrainingPlan, layout: Layout) -> BatchShape:
-    """Micro-batches of the global batch on each data-parallel rank."""
-    options = plan.options
-    unit = options.micro_batch_size * layout.data_size
-    return BatchShape(
-        num_microbatches=options.global_batch_size // unit,
-        micro_batch_size=options.micro_batch_size,
-        seq_length=options.seq_length,
-    )

@@ -26,7 +26,8 @@ from megatron_chameleon.training.guard import StepGuard
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.loggers import Logger, open_loggers
 from megatron_chameleon.training.metrics import Interval, IntervalMeter, PhaseTimers
-from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.plan import TrainingPlan, planned_epochs
+from megatron_chameleon.training.step import StepResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,10 @@ class RunRecords:
     """Measure a run, and write its records.
 
     Attributes:
+        step: steps done.
         first_step: steps done when this process started.
+        guard: the guard that counts skipped steps.
+        stopped_by: why the run stops before its last step, or None.
         failed_saves: failed checkpoint saves over the whole run.
         validation_flops: floating-point operations of validations since this start of the run.
         meter: losses and tokens since the last log.
@@ -68,10 +72,12 @@ class RunRecords:
         layout: Layout,
         samples: BlendedTokens,
         progress: Progress,
-        hook: TrainingHook | None = None,
+        hook: TrainingHook,
     ) -> None:
         self.plan, self.layout, self.samples, self._hook = plan, layout, samples, hook
-        self.first_step = self._logged_step = progress.step
+        self.step = self.first_step = self._logged_step = progress.step
+        self.guard = StepGuard(plan.options.guards, progress.guard)
+        self.stopped_by: str | None = None
         self.failed_saves = list(progress.run.failed_saves) if progress.run else []
         self.validation_flops = 0.0
         self.meter = IntervalMeter(plan.data.names, layout)
@@ -91,13 +97,24 @@ class RunRecords:
             with contextlib.suppress(OSError):  # already reported
                 logger.close()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps of the run are done."""
+        return self.step >= self.plan.options.train_iters
+
+    def add(self, result: StepResult) -> None:
+        """Count a step."""
+        self.step += 1
+        self.meter.add(result)
+
     def samples_at(self, step: int) -> int:
         """Samples of the first ``step`` steps."""
         return step * self.plan.options.global_batch_size
 
-    def domain_samples(self, step: int) -> dict[str, int]:
-        """Domain -> samples in the global batch of ``step``, without zeros."""
-        before, after = (self.samples.counts(self.samples_at(s)) for s in (step - 1, step))
+    def domain_samples(self) -> dict[str, int]:
+        """Domain -> samples in the global batch of the last step, without zeros."""
+        steps = self.step - 1, self.step
+        before, after = (self.samples.counts(self.samples_at(step)) for step in steps)
         counts = zip(self.plan.data.names, (after - before).tolist(), strict=True)
         return {name: count for name, count in counts if count}
 
@@ -116,11 +133,11 @@ class RunRecords:
             for domain, weight, target in zip(data.domains, weights, targets, strict=True)
         }
 
-    def cost(self, step: int) -> Cost:
-        """Cost of all ranks since this start of the run, up to ``step``."""
-        tokens = (step - self.first_step) * self.plan.tokens_per_step
+    def cost(self) -> Cost:
+        """Cost of all ranks since this start of the run."""
+        tokens = (self.step - self.first_step) * self.plan.tokens_per_step
         flops = training_flops(self.plan.shape, tokens, self.plan.options.seq_length)
-        flops += self.validation_flops + (self._hook.flops if self._hook else 0.0)
+        flops += self.validation_flops + self._hook.flops
         return self._stopwatch.cost(flops, self.layout.world_size)
 
     def last_checkpoint(self, before_step: int | None = None) -> str | None:
@@ -131,31 +148,22 @@ class RunRecords:
             folders = [folder for folder in folders if folder < end]
         return str(folders[-1]) if folders else None
 
-    def read_meter(self, step: int) -> Interval:
-        """The measurements of the interval that ends with ``step``. Collective."""
+    def read_meter(self) -> Interval:
+        """The measurements since the last call. Collective."""
         interval = self.meter.read()
         self._sampled.update(interval.domain_tokens_drawn)
-        self._logged_step = step
+        self._logged_step = self.step
         return interval
 
-    def log(
-        self,
-        step: int,
-        interval: Interval,
-        lr: float,
-        guard: StepGuard,
-        validation_loss: Mapping[str, float],
-    ) -> None:
+    def log(self, interval: Interval, lr: float, validation_loss: Mapping[str, float]) -> None:
         """Print and log an interval, on rank 0; its time is excluded from the speed.
 
         Args:
-            step: steps done.
             interval: measurements since the last log.
             lr: learning rate of the last step.
-            guard: counts of skipped steps.
             validation_loss: domain -> loss; empty without a validation after this step.
         """
-        plan, layout = self.plan, self.layout
+        plan, layout, guard, step = self.plan, self.layout, self.guard, self.step
         phase_seconds, skipped = self.phases.read(), guard.unlogged
         guard.unlogged = []
         flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
@@ -165,7 +173,7 @@ class RunRecords:
         peak = DENSE_BF16_PEAK.get(device_name(layout.device)) if plan.options.bf16 else None
         mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
         seconds = self._stopwatch.seconds()
-        hook = self._hook.metrics() if self._hook else {}
+        hook = self._hook.metrics()
         figures = {
             "tokens": step * plan.tokens_per_step,
             "lr": lr,
@@ -209,11 +217,68 @@ class RunRecords:
                         warnings.warn(f"cannot write metrics of step {step}: {error}", stacklevel=2)
         self.meter.restart_clock()
 
-    def checkpoint(
-        self, step: int, guard: dict[str, Any], hook: HookState | None
-    ) -> CheckpointRecord:
-        """The record of the checkpoint after ``step`` steps, all of which are logged."""
-        plan, samples = self.plan, self.samples_at(step)
+    def print(self, message: str) -> None:
+        """Print ``message`` on rank 0."""
+        if self.layout.is_main:
+            print(message)
+
+    def start_message(self) -> str:
+        """What is trained, and with which mixture."""
+        plan, layout, step = self.plan, self.layout, self.step
+        options, size, schedule = plan.options, plan.shape.size, self.samples.schedule
+        name = options.model_size or f"{size.num_layers} layers of width {size.hidden_size}"
+        epochs = planned_epochs(plan.data, schedule, plan.num_samples, options.seq_length)
+        weights = (
+            f"{name} {domain.weight:.3f} ({epochs[name]:.2f} epochs)"
+            for name, domain in self.sampled().items()
+        )
+        phases = [
+            f"from step {phase.first_sample // options.global_batch_size}: "
+            + ", ".join(f"{n} {w:.3f}" for n, w in zip(plan.data.names, phase.weights, strict=True))
+            for phase in schedule.phases
+            if phase.first_sample >= max(self.samples_at(step), 1)
+        ]
+        lines = [
+            f"{f'resuming at step {step}' if step else 'training'}: {name}, "
+            f"{plan.shape.num_parameters:,} parameters, "
+            f"{options.train_iters} steps of {plan.tokens_per_step:,} tokens on "
+            f"{layout.world_size} x {device_name(layout.device)} (tensor {layout.tensor_size}, "
+            f"pipeline {layout.pipeline_size}, data {layout.data_size})",
+            *(
+                [f"initial weights: {plan.pretrained.where}", *plan.pretrained.left_out]
+                if plan.pretrained and not step
+                else []
+            ),
+            f"mixture {plan.mixture.method}: {', '.join(weights)}",
+            *phases,
+        ]
+        return "\n".join(lines)
+
+    def end_message(self) -> str:
+        """Tokens and cost so far, and the next command to run."""
+        options, cost = self.plan.options, self.cost()
+        lines = [
+            f"trained to step {self.step} in {format_duration(cost.wall_seconds)}, "
+            f"{cost.flops:.2e} FLOPs",
+            *(
+                f"  {name}: {tokens.actual:,} tokens sampled (target {tokens.target:,.0f}), "
+                f"{tokens.epochs:.2f} epochs"
+                for name, tokens in self.sampled().items()
+            ),
+            f"checkpoint: {step_folder(options.run_dir, self.step)}"
+            if self.guard.updates
+            else f"no checkpoint: none of the {self.step} steps has updated the model",
+            f"stopped by {self.stopped_by} at step {self.step} of {options.train_iters}; "
+            "run the same command again to resume"
+            if self.stopped_by
+            else "next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
+            f"--corpus {options.corpus or 'CORPUS'} --checkpoint {options.run_dir}",
+        ]
+        return "\n".join(lines)
+
+    def checkpoint(self, hook: HookState | None) -> CheckpointRecord:
+        """The record of a checkpoint after the last step, which is logged."""
+        plan, step, samples = self.plan, self.step, self.samples_at(self.step)
         counts = self.samples.counts(samples).tolist()
         return CheckpointRecord(
             root=step_folder(plan.options.run_dir, step),
@@ -221,7 +286,7 @@ class RunRecords:
             step=step,
             samples=samples,
             domain_samples=dict(zip(plan.data.names, counts, strict=True)),
-            mixture_phases=self._phases(step),
+            mixture_phases=self._phases(),
             domain_tokens=dict(self._sampled),
             tokenizer_hash=plan.data.tokenizer.sha256,
             corpus_hash=plan.data.hash,
@@ -229,14 +294,12 @@ class RunRecords:
             layout=self.layout.describe(),
             files={},
             provenance=plan.provenance,
-            guard=guard,
+            guard=self.guard.state(),
             hook=hook,
             order_version=self.samples.order_version,
         )
 
-    def write_run(
-        self, step: int, status: Status, skipped_steps: int, stopped_by: str | None = None
-    ) -> None:
+    def write_run(self, status: Status) -> None:
         """Update run.json, on rank 0.
 
         Raises:
@@ -249,20 +312,20 @@ class RunRecords:
         run = TrainingRun(
             root=run_dir,
             status=status,
-            step=step,
+            step=self.step,
             train_iters=plan.options.train_iters,
-            tokens=step * plan.tokens_per_step,
+            tokens=self.step * plan.tokens_per_step,
             model=dataclasses.asdict(plan.shape),
             parameters=plan.shape.num_parameters,
             mixture={name: domain.weight for name, domain in sampled.items()},
-            mixture_phases=self._phases(step),
+            mixture_phases=self._phases(),
             mixture_method=plan.mixture.method,
             domain_tokens=sampled,
             checkpoints=[str(path.relative_to(run_dir)) for path in checkpoint_folders(run_dir)],
             provenance=plan.provenance,
-            cost=self._cost_before + self.cost(step),
-            skipped_steps=skipped_steps,
-            stopped_by=stopped_by,
+            cost=self._cost_before + self.cost(),
+            skipped_steps=self.guard.skipped,
+            stopped_by=self.stopped_by,
             failed_saves=self.failed_saves,
         )
         try:
@@ -272,12 +335,12 @@ class RunRecords:
                 raise
             warnings.warn(f"{error}; the previous record is kept", stacklevel=2)
 
-    def _phases(self, step: int) -> list[MixturePhase]:
-        """Mixture phases of the first ``step`` steps."""
+    def _phases(self) -> list[MixturePhase]:
+        """Mixture phases of the steps done."""
         names = self.plan.data.names
         return [
             MixturePhase(phase.first_sample, dict(zip(names, phase.weights, strict=True)))
-            for phase in self.samples.schedule.until(self.samples_at(step))
+            for phase in self.samples.schedule.until(self.samples_at(self.step))
         ]
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step: forward, backward, loss and update of one global batch."""
+"""Forward and backward passes over one global batch, and their losses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import get_pp_last_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_chameleon.blend.boundaries import document_mask
-from megatron_chameleon.blend.sampler import Batch
+from megatron_chameleon.blend.sampler import Batch, check_batch_sizes
 from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.options import ModelOptions
 
 # Return value of a loss function in Megatron's schedules: (loss, logged tensors) for a mean,
 # (loss, number of tokens, logged tensors) for a sum over tokens.
@@ -44,32 +43,6 @@ class StepResult:
     skipped: bool = False
 
 
-def train_step(
-    model: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    forward_backward: Callable[[], torch.Tensor],
-) -> StepResult:
-    """Forward, backward and update.
-
-    Args:
-        model: this rank's model chunks, one per virtual pipeline stage.
-        optimizer: optimizer of all chunks.
-        scheduler: learning-rate scheduler.
-        forward_backward: fills the gradient buffers from the next global batch, and returns
-            ``domain_sums`` of :class:`StepResult`.
-    """
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-    # Before the update, so that the first step does not run at rate 0; and before the passes,
-    # because a hook may need the learning rate of their update.
-    scheduler.step(1)
-    domain_sums = forward_backward()
-    updated, grad_norm, _ = optimizer.step()
-    return StepResult(domain_sums, float(grad_norm or 0.0), skipped=not updated)
-
-
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
     """Micro-batches of a global batch on each data-parallel rank."""
@@ -77,6 +50,19 @@ class BatchShape:
     num_microbatches: int
     micro_batch_size: int
     seq_length: int
+
+    @classmethod
+    def of(cls, options: ModelOptions, data_parallel_size: int) -> BatchShape:
+        """The shape that ``options`` name on each of ``data_parallel_size`` ranks.
+
+        Raises:
+            UserError: if the ranks cannot share the batch equally, or the pipeline schedule cannot
+                run that many micro-batches.
+        """
+        check_batch_sizes(options.global_batch_size, options.micro_batch_size, data_parallel_size)
+        count = options.global_batch_size // (options.micro_batch_size * data_parallel_size)
+        options.parallel.check_microbatches(count)
+        return cls(count, options.micro_batch_size, options.seq_length)
 
 
 @dataclasses.dataclass(frozen=True)

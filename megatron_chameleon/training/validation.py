@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
-from megatron_chameleon.blend.sampler import Batch, read_ahead
+from megatron_chameleon.blend.sampler import Batch, micro_batches, read_ahead
 from megatron_chameleon.blend.token_data import DomainData, corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
@@ -23,7 +23,7 @@ from megatron_chameleon.training.step import Passes, domain_sums
 
 
 class Validation:
-    """Loss on fixed windows of every domain's valid split.
+    """Loss on fixed windows of every domain's valid split, which are read as training samples are.
 
     Windows ignore document boundaries and are scored as by tools/evaluate.py. Validation uses no
     random numbers and reads no training samples.
@@ -49,13 +49,31 @@ class Validation:
             if text is not None
             for window in range(len(text.windows))
         ]
+        shape = passes.shape
+        self._global_batch_size = shape.num_microbatches * shape.micro_batch_size * layout.data_size
 
-    @property
-    def num_batches(self) -> int:
-        """Number of global batches of one validation."""
-        shape = self._passes.shape
-        size = shape.num_microbatches * shape.micro_batch_size * self._layout.data_size
-        return math.ceil(len(self._rows) / size)
+    def __len__(self) -> int:
+        """Number of windows, rounded up to whole global batches."""
+        return math.ceil(len(self._rows) / self._global_batch_size) * self._global_batch_size
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The windows with these numbers, as training samples; those past the last have no loss."""
+        count, length = len(indices), self._passes.shape.seq_length
+        batch = {
+            "tokens": torch.zeros(count, length, dtype=torch.int64),
+            "labels": torch.zeros(count, length, dtype=torch.int64),
+            "loss_mask": torch.zeros(count, length),
+            "position_ids": torch.arange(length).repeat(count, 1),
+            "domain": torch.zeros(count, dtype=torch.int64),
+        }
+        for place, index in enumerate(indices):
+            if index < len(self._rows):
+                domain, text, window = self._rows[index]
+                *parts, _ = text.arrays(window, window + 1)
+                for name, part in zip(("tokens", "labels", "loss_mask"), parts, strict=True):
+                    batch[name][place] = torch.from_numpy(part[0])
+                batch["domain"][place] = domain
+        return batch
 
     def flops(self, shape: ModelShape) -> float:
         """Forward FLOPs of one validation over all ranks, for a model of ``shape``."""
@@ -66,46 +84,27 @@ class Validation:
 
         Losses are the same in every layout, up to rounding.
         """
-        for chunk in self._passes.model:
+        passes, layout = self._passes, self._layout
+        for chunk in passes.model:
             chunk.eval()
-        sums = torch.zeros(len(self._names), 3, dtype=torch.float64, device=self._passes.device)
-        micro_batches = (
-            batch for number in range(self.num_batches) for batch in self.micro_batches(number)
+        sums = torch.zeros(len(self._names), 3, dtype=torch.float64, device=passes.device)
+        own = micro_batches(
+            self,
+            self._global_batch_size,
+            passes.shape.micro_batch_size,
+            layout.data_rank,
+            layout.data_size,
         )
-        with read_ahead(micro_batches, self._passes.device) as ahead:
-            for _ in range(self.num_batches):
-                batches = list(itertools.islice(ahead, self._passes.shape.num_microbatches))
-                losses = self._passes.token_losses(batches)  # empty but on the last stage
+        with read_ahead(own, passes.device) as ahead:
+            while batches := list(itertools.islice(ahead, passes.shape.num_microbatches)):
+                losses = passes.token_losses(batches)  # empty but on the last stage
                 for batch, token_losses in zip(batches, losses, strict=bool(losses)):
                     masked = token_losses * batch["loss_mask"]
                     sums += domain_sums(batch, len(self._names), masked)
-        for chunk in self._passes.model:
+        for chunk in passes.model:
             chunk.train()
-        total, tokens, _ = sum_over_ranks(sums, self._layout).cpu().T.tolist()
+        total, tokens, _ = sum_over_ranks(sums, layout).cpu().T.tolist()
         return mean_losses(self._names, total, tokens)
-
-    def micro_batches(self, number: int) -> Iterator[Batch]:
-        """This rank's micro-batches of global batch ``number``, as in training.
-
-        Micro-batches are assigned to data-parallel ranks round-robin; padding rows have no loss.
-        """
-        shape, layout = self._passes.shape, self._layout
-        size, length = shape.micro_batch_size, shape.seq_length
-        for turn in range(number * shape.num_microbatches, (number + 1) * shape.num_microbatches):
-            first = (turn * layout.data_size + layout.data_rank) * size
-            batch = {
-                "tokens": torch.zeros(size, length, dtype=torch.int64),
-                "labels": torch.zeros(size, length, dtype=torch.int64),
-                "loss_mask": torch.zeros(size, length),
-                "position_ids": torch.arange(length).repeat(size, 1),
-                "domain": torch.zeros(size, dtype=torch.int64),
-            }
-            for place, (domain, text, window) in enumerate(self._rows[first : first + size]):
-                *parts, _ = text.arrays(window, window + 1)
-                for name, part in zip(("tokens", "labels", "loss_mask"), parts, strict=True):
-                    batch[name][place] = torch.from_numpy(part[0])
-                batch["domain"][place] = domain
-            yield batch
 
 
 def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:

@@ -33,7 +33,8 @@ from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
 from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training import step as step_module
+from megatron_chameleon.training.optimizer import TrainedModel
+from megatron_chameleon.training.step import StepResult
 from megatron_chameleon.training.trainer import pretrain
 from tests.distributed import methods, readings
 from tests.distributed.cases import (
@@ -189,15 +190,16 @@ def train_bad(places: Places, name: str) -> None:
 @contextlib.contextmanager
 def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator[None]:
     """Call ``before(model)`` before each training step of the block; remove the hook it returns."""
+    original = TrainedModel.step
 
-    def train_step(model: Sequence[torch.nn.Module], *others: Any) -> Any:
-        handle = before(model)
-        result = step_module.train_step(model, *others)
+    def step(model: TrainedModel, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
+        handle = before(model.chunks)
+        result = original(model, forward_backward)
         if handle:
             handle.remove()
         return result
 
-    with mock.patch("megatron_chameleon.training.trainer.train_step", train_step):
+    with mock.patch.object(TrainedModel, "step", step):
         yield
 
 

@@ -22,9 +22,8 @@ from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.hook import GlobalBatch
-from megatron_chameleon.training.optimizer import batch_shape
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.step import Passes
+from megatron_chameleon.training.step import BatchShape, Passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,8 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         load_weights(self._reference.checkpoint, model)
         for chunk in model:
             chunk.eval().requires_grad_(False)
-        self._passes = Passes(model, batch_shape(self._plan, layout), len(self.names))
+        shape = BatchShape.of(options, layout.data_size)
+        self._passes = Passes(model, shape, len(self.names))
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
         """Update the weights by the excess losses of ``batch``, and weigh its tokens by them.

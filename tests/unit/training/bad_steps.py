@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
-from megatron_chameleon.training import step, trainer
+from megatron_chameleon.training.optimizer import TrainedModel
 
 
 def run_out(*_arguments, **_more):
@@ -14,13 +16,13 @@ def run_out(*_arguments, **_more):
 
 def before_steps(patched, actions):
     """Call ``actions[n](model)`` before the n-th step of the next run, counted from 1."""
-    steps = iter(range(1, 1000))
+    steps, original = itertools.count(1), TrainedModel.step
 
-    def train_step(model, *arguments, **more):
-        actions.get(next(steps), lambda _model: None)(model)
-        return step.train_step(model, *arguments, **more)
+    def step(model, forward_backward):
+        actions.get(next(steps), lambda _model: None)(model.chunks)
+        return original(model, forward_backward)
 
-    patched.setattr(trainer, "train_step", train_step)
+    patched.setattr(TrainedModel, "step", step)
 
 
 def poison(factor):

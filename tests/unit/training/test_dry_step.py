@@ -24,7 +24,6 @@ from megatron_chameleon.training.memory import dry_first_step
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.step import train_step
 from megatron_chameleon.training.trainer import pretrain
 from tests.peak_memory import peak_bytes
 from tests.unit.training.bad_steps import run_out
@@ -98,7 +97,7 @@ def test_dry_step_peaks_at_the_memory_of_real_steps(pretrain_options, tmp_path, 
 
         def two_steps():
             for _ in range(2):
-                train_step(real.chunks, real.optimizer, real.scheduler, passes)
+                real.step(passes)
 
         assert taken == pytest.approx(peak_bytes(two_steps), rel=TOLERANCE)
 
