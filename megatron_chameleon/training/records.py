@@ -24,8 +24,13 @@ from megatron_chameleon.model.flops import DENSE_BF16_PEAK, model_flops_utilizat
 from megatron_chameleon.parallel.layout import Layout, device_name
 from megatron_chameleon.training.guard import StepGuard
 from megatron_chameleon.training.hook import TrainingHook
-from megatron_chameleon.training.loggers import Logger, open_loggers
-from megatron_chameleon.training.metrics import Interval, IntervalMeter, PhaseTimers
+from megatron_chameleon.training.metrics import (
+    Interval,
+    IntervalMeter,
+    Logger,
+    PhaseTimers,
+    open_loggers,
+)
 from megatron_chameleon.training.plan import TrainingPlan, planned_epochs
 from megatron_chameleon.training.step import StepResult
 

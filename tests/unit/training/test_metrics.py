@@ -9,12 +9,12 @@ import math
 import pytest
 import torch
 
-from megatron_chameleon.training.loggers import (
+from megatron_chameleon.training.metrics import (
+    IntervalMeter,
     JsonLinesLogger,
     TensorBoardLogger,
     open_loggers,
 )
-from megatron_chameleon.training.metrics import IntervalMeter
 from megatron_chameleon.training.options import LoggingOptions
 from megatron_chameleon.training.step import StepResult
 from tests.full_disk import largest_file_size
