@@ -41,9 +41,9 @@ from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.records import Progress, RunRecords
 from megatron_chameleon.training.run_folder import FRESH_START
 
-# Options that affect results, and must not change on resume. The hashes of the corpus, the initial
-# mixture and the pretrained weights are compared too, and mixture changes and the hook with those
-# in the checkpoint.
+# Options that affect results, and so must not change on resume. The hashes of the corpus, the
+# initial mixture and the pretrained weights are compared too, as are the mixture changes and the
+# hook in the checkpoint.
 FIXED_OPTIONS = (
     "model_size",
     "seq_length",
@@ -81,7 +81,7 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
     checkpoint, problems = newest_verified_checkpoint(plan.options.run_dir, layout)
     sharded = plan.options.parallel.use_distributed_optimizer
     if checkpoint and bool(checkpoint.layout.get("use_distributed_optimizer")) != sharded:
-        # megatron has two formats of the optimizer's state.
+        # megatron saves the state of the distributed optimizer in a format of its own.
         raise UserError(
             f"{checkpoint.root} has another format of the optimizer's state; "
             f"{'leave out' if sharded else 'pass'} --use-distributed-optimizer to resume from it"
@@ -90,10 +90,10 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
 
 
 def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
-    """The existing run in the folder; None for a new run. Nothing is written.
+    """Read the run that exists in the folder; None if there is none. Nothing is written.
 
     Raises:
-        UserError: if it is a run with other options, corpus or mixture.
+        UserError: if that run has other options, another corpus or another mixture.
     """
     folder = plan.options.run_dir
     if not TrainingRun.exists(folder):
@@ -148,7 +148,7 @@ def verify_files(record: Corpus | CheckpointRecord, what: str, layout: Layout) -
 def newest_verified_checkpoint(
     run_dir: Path, layout: Layout
 ) -> tuple[CheckpointRecord | None, list[str]]:
-    """The newest checkpoint whose hashes verify, if any, and the errors of newer ones. Collective.
+    """Find the newest checkpoint whose hashes verify, and the errors of newer ones. Collective.
 
     Raises:
         UserError: on every rank, if there are checkpoints and all of them are damaged.
@@ -171,10 +171,11 @@ def newest_verified_checkpoint(
 
 
 def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) -> MixtureSchedule:
-    """Mixture schedule of the checkpoint up to its step, then that of the plan.
+    """Join the checkpoint's mixture phases and the plan's phases after the checkpoint.
 
     Raises:
-        UserError: if a planned change before the checkpoint is not in the checkpoint.
+        UserError: if the plan changes the mixture before the checkpoint, and the checkpoint lacks
+            this change.
     """
     if checkpoint is None:
         return plan.schedule
@@ -221,8 +222,8 @@ def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> 
 def roll_back(progress: Progress, run_dir: Path) -> None:
     """Roll the run in ``run_dir`` back to the step of ``progress``, on rank 0.
 
-    Later metrics are dropped; newer checkpoints are renamed, with a :class:`CheckpointWarning` if
-    they are damaged.
+    Metrics of later steps are deleted. Newer checkpoints are renamed; a :class:`CheckpointWarning`
+    reports damaged ones.
 
     Raises:
         UserError: if the folder cannot be written.

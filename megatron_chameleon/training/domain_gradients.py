@@ -53,7 +53,7 @@ class DomainGradients:
         self._present = to_device(present, domain_tokens.device)
 
     def keep(self, domain: int) -> None:
-        """Copy the gradient buffers as the gradient of ``domain``, one of those present."""
+        """Store the gradient buffers as the gradient of ``domain``, one of ``present``."""
         for bucket in self._buckets:
             bucket.rows[self.present.index(domain)].copy_(bucket.gradient)
 
@@ -136,7 +136,8 @@ class GradientBucket:
 
     Attributes:
         gradient: [n] float32 view of the bucket, or of this rank's shard of it.
-        spans: ranges of it that this rank counts in dot products; other ranks count the rest.
+        spans: ranges of ``gradient`` that this rank counts in dot products; other ranks count the
+            rest.
         rows: [k, n] float32 copies.
     """
 
@@ -176,8 +177,8 @@ def _buckets(model: Sequence[DistributedDataParallel], count: int) -> Iterator[G
             ]
             for bucket in buffer.buckets:
                 numel = bucket.grad_data.numel()
-                # This rank's shard. Without shards, data-parallel ranks hold the same gradients,
-                # and each computes the products of this range.
+                # This rank's shard. Without the distributed optimizer, all data-parallel ranks hold
+                # the same gradients, and each counts this range of them.
                 first, last = (numel * r // group.size() for r in (group.rank(), group.rank() + 1))
                 gradient = bucket.grad_data[first:last] if sharded else bucket.grad_data
                 mine = bucket.offset + first, bucket.offset + last
@@ -186,7 +187,7 @@ def _buckets(model: Sequence[DistributedDataParallel], count: int) -> Iterator[G
 
 
 def spans_within(spans: Iterable[Span], within: Span, origin: int) -> list[Span]:
-    """Intersect ``spans`` with ``within``, relative to ``origin``; join adjacent ones."""
+    """Intersect ``spans`` with ``within``, shift them by -``origin``, and join adjacent ones."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         start, stop = max(start, within[0]) - origin, min(stop, within[1]) - origin

@@ -140,7 +140,7 @@ class StepGuard:
 class StepSync:
     """All-reduce of loss and stop flags, without an extra device synchronization.
 
-    Call :meth:`send`, then compute the gradient norm, which synchronizes, then read the results.
+    Call :meth:`send`, compute the gradient norm, which synchronizes, and then read the results.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -154,7 +154,7 @@ class StepSync:
 
         Args:
             domain_sums: [k, 3] float64 on the device, as in :class:`StepResult`.
-            stop_flags: for each of ``REASONS``, positive if this rank has it.
+            stop_flags: result of :meth:`StopRequests.flags`.
         """
         losses = domain_sums if counts_losses(self._layout) else torch.zeros_like(domain_sums)
         mine = torch.cat([losses[:, :2].sum(0), self._on_device(stop_flags)])
@@ -162,19 +162,19 @@ class StepSync:
         self._host.copy_(mine, non_blocking=True)
 
     def loss(self) -> float | None:
-        """Mean loss of the step's tokens; None if none has a loss. Valid after the norm."""
+        """Mean loss of the step's tokens; None if none has a loss. Call it after the norm."""
         loss, tokens = self._host[:2].tolist()
         return loss / tokens if tokens else None
 
     def stop_reasons(self) -> list[str]:
-        """The ``REASONS`` that any rank has. Valid after the norm."""
+        """The ``REASONS`` for which any rank asks to stop. Call it after the norm."""
         flags = self._host[2:].tolist()
         return [reason for reason, flag in zip(REASONS, flags, strict=True) if flag]
 
     def signals(self, stop_flags: Sequence[float]) -> list[str]:
-        """Names of the signals that any rank has received. Blocking; every rank calls this.
+        """Names of the signals that any rank has received. Collective; waits for the device.
 
-        The time limit is ignored here, so that each start of a run makes at least one step.
+        The time limit is ignored here, so that every command makes at least one step.
         """
         mine = self._on_device(stop_flags[: len(SIGNAL_NAMES)])
         dist.all_reduce(mine)

@@ -1,7 +1,7 @@
 """Training hooks: the callback interface for online methods, and the code that calls it.
 
 A method subclasses :class:`TrainingHook` and overrides what it needs. The trainer depends on no
-method; without a hook, none of this runs.
+method; a run without a method has the base class as its hook, which does nothing.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ HookFactory = Callable[[TrainingPlan, Layout], TrainingHook]
 
 
 def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> TrainingHook:
-    """Build the run's hook in its initial state; the base class, which does nothing, if None.
+    """Build the run's hook in its initial state; the base class if ``make`` is None.
 
     Raises:
         UserError: if the hook changes the mixture, but ``--permutation`` does not allow it or
@@ -203,7 +203,7 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
 
 
 def hook_name(hook: TrainingHook) -> str | None:
-    """Name of the hook's class; None for the base class, of a run without a hook."""
+    """Name of the hook's class; None for the base class, which does nothing."""
     return None if type(hook) is TrainingHook else type(hook).__name__
 
 
@@ -309,7 +309,7 @@ class HookRunner:
     def _combine_gradients(
         self, batch: GlobalBatch, loss_weights: torch.Tensor | None, gradients: DomainGradients
     ) -> torch.Tensor:
-        """Compute each domain's gradient, then their sum weighted by the hook."""
+        """Compute the gradient of each domain, then the sum of them weighted by the hook."""
         rows: list[list[int]] = [[] for _ in range(batch.num_domains)]  # samples of each domain
         domains = torch.cat([part["domain"] for part in batch.micro_batches])
         for row, domain in enumerate(domains.tolist()):  # synchronizes once

@@ -28,8 +28,8 @@ MEMORY_HINT = (
     "--bf16, or more ranks with a larger --tensor-model-parallel-size"
 )
 
-# State of megatron's bucket groups that a step changes: the number of gradients that complete a
-# bucket, counted in the first batch, and whether parameters have been gathered.
+# Attributes of megatron's bucket groups that a step changes: the gradient counts that complete a
+# bucket, which the first batch measures, and whether parameters have been gathered.
 BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_gather_dispatched")
 
 
@@ -56,7 +56,7 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
     """Print the estimate for each rank. Returns the exit status: 1 if it does not fit.
 
     Raises:
-        UserError: for a run that could not be started.
+        UserError: if the options do not describe a possible run.
     """
     shape = ModelShape(model_size(options.model_size), options.vocab_size, options.seq_length)
     parallel = options.parallel
@@ -94,7 +94,7 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
 
 @contextlib.contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Turn an out-of-memory error within the block into a UserError with a hint.
+    """Convert an out-of-memory error of torch within the block to a UserError with a hint.
 
     Raises:
         UserError: on the rank that ran out.

@@ -144,8 +144,8 @@ class PhaseTimers:
     """Sum the seconds of each phase of training until they are read.
 
     forward_backward, optimizer and mixture (a hook's mixture change) are measured on the device,
-    by CUDA events on a GPU. data is the time that this process spends on making batches, possibly
-    while a GPU computes. In all other phases this process does nothing else.
+    by CUDA events on a GPU. data is the time in which this process makes batches, possibly while a
+    GPU computes. During all other phases, such as saving, training waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -205,10 +205,10 @@ class PhaseTimers:
 def build_profiler(
     options: PretrainOptions, layout: Layout, first_step: int
 ) -> torch.profiler.profile | None:
-    """Profiler of the steps that the options name; None except on rank 0 with ``--profile``.
+    """Build the profiler of rank 0; None on other ranks and without ``--profile``.
 
-    Enter it before the first step and call its ``step`` after each one. It writes a trace, also if
-    the run ends early; a failure to write is a warning.
+    Enter it before the first step, and call its ``step`` after each step. It writes the trace even
+    if the run ends early; if it cannot, it warns.
 
     Args:
         options: options of the run.
@@ -244,7 +244,7 @@ def build_profiler(
 class JsonLinesLogger:
     """Append one line of JSON per interval to metrics.jsonl.
 
-    Lines that do not fit on a full disk are written with the next ones.
+    Lines that cannot be written to a full disk are kept and written later.
     """
 
     def __init__(self, path: Path) -> None:
@@ -276,11 +276,11 @@ class JsonLinesLogger:
 class TensorBoardLogger:
     """Write event files for TensorBoard.
 
-    Metrics that do not fit on a full disk are dropped; once there is space, a new file follows.
+    Metrics that cannot be written to a full disk are lost; later ones go to a new file.
 
     Args:
         folder: folder of the event files.
-        first_step: steps done; metrics that an earlier start logged of later steps are hidden.
+        first_step: steps done; hides metrics of later steps, which an interrupted run logged.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -306,7 +306,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Log to a Weights & Biases run, which is continued when training is resumed.
+    """Log to a Weights & Biases run; a resumed run logs to the same one.
 
     Raises:
         UserError: if Weights & Biases rejects the run.

@@ -2,8 +2,8 @@
 
 Without Transformer Engine and Apex, megatron-core updates parameters, clips gradients and computes
 their norm tensor by tensor, and copies every tensor's norm to the host: hundreds of
-synchronizations per step. Here the update is one fused kernel, clipping is a few, and the norm is
-copied once.
+synchronizations per step. Here one fused kernel updates, a few kernels clip, and one norm is
+copied.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class GuardedOptimizer(ChainedOptimizer):
 def is_counted(parameter: torch.nn.Parameter) -> bool:
     """Whether megatron's gradient norm counts this rank's copy of the gradient.
 
-    Of a parameter that several ranks hold, one copy is counted: of replicated vectors that of the
-    first tensor-parallel rank, of tied embeddings that of the first pipeline stage.
+    One copy of a replicated parameter is counted: that of the first tensor-parallel rank for
+    replicated vectors, and that of the first pipeline stage for tied embeddings.
     """
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
@@ -265,7 +265,7 @@ def build_trained_model(
     Args:
         plan: plan of the run.
         layout: layout of the ranks.
-        checkpoint: checkpoint to resume from; by default from the initial weights.
+        checkpoint: checkpoint to resume from; None to start from the initial weights.
         combines_gradients: whether a hook combines per-domain gradients.
     """
     options = plan.options

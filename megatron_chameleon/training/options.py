@@ -40,8 +40,8 @@ class CheckpointingOptions(CheckedOptions):
     """How checkpoints are written, and how many are kept."""
 
     async_save: bool = False
-    """Write checkpoints in background processes during training, except the last one of a run.
-    Needs host memory for a second copy of the state."""
+    """Write checkpoints in background processes during training, except the last one of a run. It
+    needs host memory for a second copy of the state."""
     keep_last_checkpoints: int = 5
     """Number of checkpoints to keep; older ones are deleted when a newer one is complete. 0 keeps
     all; with 1 there is no fallback if it is damaged."""
@@ -228,7 +228,7 @@ class ModelOptions(CheckedOptions):
 class EstimateMemoryOptions(ModelOptions):
     """Estimate the memory of each rank of a training run, without starting it.
 
-    The flags are those of tools/pretrain_gpt.py, plus the values that it reads from files.
+    The flags are those of tools/pretrain_gpt.py, plus the values that training reads from files.
     """
 
     model_size: str = "82m"
@@ -257,8 +257,8 @@ class TrainingOptions(ModelOptions):
     """Use deterministic algorithms, some of which are slower on a GPU; the CPU is always
     deterministic."""
     dry_first_step: DryFirstStep = "auto"
-    """Run a step on random tokens without updating the model before the first one, so that a run
-    that does not fit in memory fails at once; auto does so on a GPU."""
+    """Before training, run a step on random tokens without an update, so that a run that does not
+    fit in memory fails at once; auto does so on a GPU."""
     log_interval: Count = 10
     """Steps between two log lines."""
     save_interval: Count = 500
@@ -308,7 +308,7 @@ class PretrainOptions(TrainingOptions, RunOptions):
         if validation.eval_interval > last:
             validation.reject_changed(
                 ["eval_interval", "eval_iters", "eval_tokens", "eval_last_step"],
-                f"--train-iters {last} end before the first validation",
+                f"--train-iters {last} ends before the first validation",
             )
         if validation.eval_tokens is not None and validation.eval_tokens < self.seq_length:
             raise UserError(

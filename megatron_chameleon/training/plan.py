@@ -32,7 +32,7 @@ MANY_EPOCHS = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """The options with the artifacts that they name.
+    """Options of a run, and the artifacts that they name.
 
     Attributes:
         options: options of the run. ``model_size`` is the name of the size, or None if it has
@@ -67,10 +67,10 @@ class TrainingPlan:
 
 
 def plan_training(options: PretrainOptions) -> TrainingPlan:
-    """Read the artifacts that ``options`` name.
+    """Read and check the artifacts that ``options`` name.
 
     Raises:
-        UserError: if the run could not be started.
+        UserError: if an option or an artifact is invalid, or they do not fit together.
     """
     check_overwrite(options)
     if options.model_size is not None:
@@ -128,7 +128,7 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
         options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
     )
     data = data_path_tokens(path, options.data.split, tokenizer.identity)
-    if path.weights is None:  # otherwise its size would make its weight 0
+    if path.weights is None:  # weights are sizes, and a domain that is too small would get 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
     weights = [float(weight) for weight in path.weights or sizes]
@@ -146,10 +146,11 @@ def load_mixture(name: str | None, domains: list[str]) -> Mixture:
 def load_schedule(
     options: PretrainOptions, data: TokenData, weights: list[float]
 ) -> MixtureSchedule:
-    """The schedule that starts with ``weights`` and applies every ``--mixture-change``.
+    """Build the schedule that starts with ``weights`` and applies every ``--mixture-change``.
 
     Raises:
-        UserError: for a change outside the run, two at one step, or one in Megatron's order.
+        UserError: if a change is outside the run, two have the same step, or the sample order is
+            Megatron's.
     """
     changes: dict[int, str] = {}
     for value in options.data.mixture_changes:

@@ -57,9 +57,9 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
         data: its training data.
 
     Raises:
-        UserError: if it is neither a complete checkpoint nor a GPT-2 folder, of another size than
-            --model-size, of another tokenizer or a smaller vocabulary, or was trained on shorter
-            samples.
+        UserError: if the path is neither a complete checkpoint nor a GPT-2 folder, or if its size
+            is not --model-size, its tokenizer differs, its vocabulary is too small, or its samples
+            were shorter.
     """
     path = options.pretrained_checkpoint
     if path is None:
@@ -118,8 +118,8 @@ def _from_huggingface(path: Path, options: PretrainOptions, data: TokenData) -> 
 def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> None:
     """Check that the corpus tokenizer matches the Hugging Face model's.
 
-    The same vocabulary exists in many file formats, and with added tokens; so files that differ
-    are compared token by token. A folder without a tokenizer is not checked.
+    Files of the same vocabulary may differ in format and added tokens, so they are compared token
+    by token. A folder without a tokenizer is not checked.
 
     Raises:
         UserError: if a token has another id.

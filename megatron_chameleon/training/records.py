@@ -37,7 +37,7 @@ from megatron_chameleon.training.step import StepResult
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Progress of a run: its last record and the checkpoint to resume from, if any.
+    """Progress of a run: its run.json and the checkpoint to resume from, if any.
 
     ``problems`` are the errors of newer, damaged checkpoints.
     """
@@ -58,7 +58,7 @@ class Progress:
 
 
 class RunRecords:
-    """Measure a run, and write its records.
+    """Count and measure the steps of a run, and write its log and records.
 
     Attributes:
         step: steps done.
@@ -108,7 +108,7 @@ class RunRecords:
         return self.step >= self.plan.options.train_iters
 
     def add(self, result: StepResult) -> None:
-        """Count a step."""
+        """Count a step, and add its losses."""
         self.step += 1
         self.meter.add(result)
 
@@ -282,7 +282,7 @@ class RunRecords:
         return "\n".join(lines)
 
     def checkpoint(self, hook: HookState | None) -> CheckpointRecord:
-        """The record of a checkpoint after the last step, which is logged."""
+        """The record of a checkpoint; the log must include the last step."""
         plan, step, samples = self.plan, self.step, self.samples_at(self.step)
         counts = self.samples.counts(samples).tolist()
         return CheckpointRecord(

@@ -21,8 +21,8 @@ FRESH_START = (
     "(tools/pretrain_gpt.py: --overwrite)"
 )
 """Hint at the end of messages about a run folder that holds another run."""
-# An overwritten run is moved to this folder within its own, which may be a mount point or a link.
-# Its run.json is moved last and restored first: once it is there, the move is complete.
+# --overwrite moves the old run to this folder inside of the run folder, which may be a mount point
+# or a link. run.json is moved last and restored first: once it has moved, the move is complete.
 _REPLACED = ".replaced"
 
 
@@ -84,7 +84,7 @@ def locked_run_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def starting_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """Context manager for the first writes of a run to ``folder``, which is locked.
+    """Context manager for the first writes of a run to its locked ``folder``.
 
     With ``overwrite``, the old run is moved aside before the block and deleted after it. If the
     block raises, the folder is restored at once; if the process is killed, it is restored when the

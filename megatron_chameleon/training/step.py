@@ -53,7 +53,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, options: ModelOptions, data_parallel_size: int) -> BatchShape:
-        """The shape that ``options`` name on each of ``data_parallel_size`` ranks.
+        """Shape of the options' global batch on each of ``data_parallel_size`` ranks.
 
         Raises:
             UserError: if the ranks cannot share the batch equally, or the pipeline schedule cannot
@@ -220,7 +220,7 @@ def finalize_gradients(
 ) -> None:
     """Bitwise equivalent of megatron's ``finalize_model_grads`` without device synchronization.
 
-    megatron's checks on the host, once per chunk, whether the token count is zero.
+    megatron's function checks on the host, once per chunk, whether the token count is zero.
 
     Args:
         model: this rank's model chunks.

@@ -25,7 +25,7 @@ class StopRequests:
     The first signal only sets a flag: the step is finished, and all ranks stop together. A second
     one raises KeyboardInterrupt. The time limit counts from construction.
 
-    Use it in the main thread only, as Python's signal handlers require.
+    Python allows signal handlers in the main thread only.
     """
 
     def __init__(self, options: StoppingOptions) -> None:
@@ -48,7 +48,7 @@ class StopRequests:
             signal.signal(number, handler)
 
     def flags(self) -> list[float]:
-        """1.0 for each of REASONS that this rank has, else 0.0."""
+        """1.0 for each of ``REASONS`` for which this rank asks to stop, else 0.0."""
         late = self._deadline is not None and time.monotonic() >= self._deadline
         return [float(reason in self._signals) for reason in REASONS[:-1]] + [float(late)]
 

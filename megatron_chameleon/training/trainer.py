@@ -1,4 +1,4 @@
-"""A training run: from options to a finished run on disk."""
+"""Train or resume a run: from its options to its last checkpoint."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def pretrain(
             samples = samples_of(plan, resumed_schedule(plan, progress.checkpoint))
             records = RunRecords(plan, layout, samples, progress, hook)
             if progress.checkpoint and records.is_done:
-                if progress.run and progress.run.status != "finished":  # killed before its record
+                if progress.run and progress.run.status != "finished":  # killed before writing it
                     records.write_run("finished")
                 if layout.is_main:
                     print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")
@@ -154,7 +154,7 @@ class Trainer:
         self.save_is_due = False
 
     def run(self) -> None:
-        """Train to the last step; run.json on disk tracks the progress."""
+        """Train to the last step; run.json records the progress."""
         records = self.records
         signals = self.sync.signals(self.stops.flags())
         if signals:
@@ -179,7 +179,7 @@ class Trainer:
         records.print(records.end_message())
 
     def _start(self) -> None:
-        """Prepare the run folder, on rank 0; nothing is written before."""
+        """Make the first writes to the run folder, on rank 0."""
         with starting_run(self.options.run_dir, overwrite=self.options.overwrite):
             self.records.open_loggers()
             roll_back(self.progress, self.options.run_dir)
@@ -215,7 +215,7 @@ class Trainer:
             self._record_skipped(result)
 
     def _forward_backward(self) -> torch.Tensor:
-        """Run a step's passes, then start the all-reduce of loss and stop flags."""
+        """Compute the gradient of a batch, and start the all-reduce of loss and stop flags."""
         step, samples = self.records.step, self.records.samples
         if self.hook.change_mixture(step, samples, self.options.global_batch_size):
             self.phases.lap("mixture")
@@ -259,7 +259,7 @@ class Trainer:
             )
 
     def _log_and_save(self) -> None:
-        """Log, validate and save where this step is due.
+        """Log, validate and save if they are due after this step.
 
         No checkpoint is written during a streak of skipped steps, so that the one before the streak
         is kept. The exception is the run's last checkpoint, which deletes no other.
@@ -307,7 +307,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         return
     # The larger of the two workspaces that make cuBLAS deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Reduces in a fixed order. By default, NCCL may choose another algorithm in each run.
+    # Rings reduce in a fixed order. By default, NCCL may choose another algorithm in each run.
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's
     before = torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""Validation loss per domain during training, in the training layout."""
+"""Per-domain validation loss during training, in the training layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_chameleon.training.step import Passes, domain_sums
 
 
 class Validation:
-    """Loss on fixed windows of every domain's valid split, which are read as training samples are.
+    """Loss on fixed windows of every domain's valid split. Windows are samples as in training.
 
     Windows ignore document boundaries and are scored as by tools/evaluate.py. Validation uses no
     random numbers and reads no training samples.
@@ -57,7 +57,7 @@ class Validation:
         return math.ceil(len(self._rows) / self._global_batch_size) * self._global_batch_size
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The windows with these numbers, as training samples; those past the last have no loss."""
+        """The windows with these numbers; past the last window, samples without a loss."""
         count, length = len(indices), self._passes.shape.seq_length
         batch = {
             "tokens": torch.zeros(count, length, dtype=torch.int64),
@@ -144,7 +144,7 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
 
 
 def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
-    """Windows spread evenly over the text of ``domain``; None if there is no token to predict."""
+    """Windows at even distances in the text of ``domain``; None without a token to predict."""
     if domain.tokens < 2:
         return None
     file = domain.open()
