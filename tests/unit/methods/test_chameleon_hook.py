@@ -33,7 +33,7 @@ from megatron_chameleon.training.options import OnlineOptions
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS, without_training_text
-from tests.unit.training.bad_steps import before_steps
+from tests.unit.training.runs import before_steps
 from tools import pretrain_gpt
 
 WINDOWS, SEED = 12, 5

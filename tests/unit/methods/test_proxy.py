@@ -32,7 +32,7 @@ from tests.unit.methods.proxies import (
     record_of,
     state_of,
 )
-from tests.unit.training.bad_steps import before_steps, poison, run_out
+from tests.unit.training.runs import before_steps, poison, run_out
 
 for_method = partial(pytest.mark.parametrize, indirect=["name"])
 

@@ -1,7 +1,8 @@
-"""Read the files of nano runs, and find the checkpoint that a command resumes from."""
+"""Inject faults into steps of real runs, and read the files of these runs."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.checkpointing import find_progress, resumed_schedule, roll_back
+from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.records import Progress
@@ -62,3 +64,32 @@ def contents(folder: Path) -> dict[Path, bytes]:
     """Relative path -> bytes of every file except the lock."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != LOCK_NAME]
     return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def run_out(*_arguments, **_more):
+    """Raise the error of a device without free memory."""
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def before_steps(patched, actions):
+    """Call ``actions[n](model)`` before the n-th step of the next run, counted from 1."""
+    steps, original = itertools.count(1), TrainedModel.step
+
+    def step(model, forward_backward):
+        actions.get(next(steps), lambda _model: None)(model.chunks)
+        return original(model, forward_backward)
+
+    patched.setattr(TrainedModel, "step", step)
+
+
+def poison(factor):
+    """Action of ``before_steps``: multiply the first parameter's next gradient by ``factor``."""
+
+    def register(model):
+        def multiply(gradient):
+            handle.remove()
+            return gradient * factor
+
+        handle = next(model[0].parameters()).register_hook(multiply)
+
+    return register

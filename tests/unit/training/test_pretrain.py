@@ -1,7 +1,8 @@
-"""Runs on one rank, end to end: records, exact resume, stop signals, validation, profiler."""
+"""Runs on one rank, end to end: records, exact resume, stop signals, validation, hooks."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -12,6 +13,7 @@ import pytest
 from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
+from megatron_chameleon.blend.sampler import prefetch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
@@ -29,9 +31,8 @@ from megatron_chameleon.training.options import (
 from megatron_chameleon.training.trainer import pretrain
 from tests.device_reads import device_reads
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
-from tests.toy_hooks import MixtureChanger
-from tests.unit.training.bad_steps import before_steps
-from tests.unit.training.runs import contents, losses, metrics, record_at
+from tests.toy_hooks import LossWeigher, MixtureChanger
+from tests.unit.training.runs import before_steps, contents, losses, metrics, record_at
 
 SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
 TOKENS_PER_STEP = 8 * 32
@@ -64,15 +65,23 @@ def test_records_of_a_finished_run(finished_run, corpus):
     assert records[6]["loss"] < records[2]["loss"] - 0.3
 
 
-@pytest.mark.parametrize(("sharded", "bf16"), [(False, False), (True, False), (True, True)])
-def test_killed_run_resumes_exactly(pretrain_options, tmp_path, sharded, bf16):
-    parallel = TrainingParallelOptions(use_distributed_optimizer=sharded)
+OVERLAPPED = TrainingParallelOptions(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "bf16"),
+    [(TrainingParallelOptions(), False), (OVERLAPPED, False), (OVERLAPPED, True)],
+)
+def test_killed_run_resumes_exactly(pretrain_options, tmp_path, parallel, bf16):
+    """The resumed command also makes a dry step, which changes nothing."""
     options = pretrain_options(tmp_path / "run", parallel=parallel, bf16=bf16)
     pretrain(options)
     whole, resumed = tmp_path / "whole", options.run_dir
     shutil.copytree(resumed, whole)
     shutil.rmtree(step_folder(resumed, 6))  # killed after step 3
-    pretrain(options)
+    pretrain(dataclasses.replace(options, dry_first_step="on"))
     assert losses(resumed) == losses(whole)
     assert record_at(resumed, 6).hash == record_at(whole, 6).hash  # weights, moments, schedule
     assert TrainingRun.load(resumed).domain_tokens == TrainingRun.load(whole).domain_tokens
@@ -86,10 +95,9 @@ def test_data_path_trains_as_its_corpus(pretrain_options, finished_run, corpus, 
         tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
         data_cache_path=tmp_path / "cache",
     )
-    for run in ("run", "cached"):
-        pretrain(pretrain_options(tmp_path / run, corpus=None, data=data))
-        found, expected = metrics(tmp_path / run), metrics(finished_run)
-        assert [r["loss"] for r in found.values()] == [r["loss"] for r in expected.values()]
+    pretrain(pretrain_options(tmp_path / "run", corpus=None, data=data))
+    found, expected = metrics(tmp_path / "run"), metrics(finished_run)
+    assert [r["loss"] for r in found.values()] == [r["loss"] for r in expected.values()]
     assert len(list((tmp_path / "cache").iterdir())) == len(DOMAINS)
 
 
@@ -167,16 +175,19 @@ def test_exit_duration_ends_the_run_with_a_checkpoint(pretrain_options, tmp_path
     assert run.checkpoints == ["checkpoints/step-00000001"]
 
 
-def test_deterministic_and_profile_do_not_change_losses(pretrain_options, finished_run, tmp_path):
+def test_deterministic_profile_and_dry_step_change_nothing(
+    pretrain_options, finished_run, tmp_path
+):
     profiling = ProfilingOptions(profile=True, profile_step_start=1, profile_step_end=2)
     run_dir = tmp_path / "run"
-    pretrain(pretrain_options(run_dir, deterministic=True, profiling=profiling))
+    settings = {"deterministic": True, "profiling": profiling, "dry_first_step": "on"}
+    pretrain(pretrain_options(run_dir, **settings))
     assert losses(run_dir) == losses(finished_run)
+    assert record_at(run_dir, 6).hash == record_at(finished_run, 6).hash
     assert (run_dir / "profile" / "steps-2-to-2.json").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch, masked):
+def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch):
     """Including the data loader, the guard and stop requests."""
     waits, run_step = [], trainer.Trainer._run_step
 
@@ -185,7 +196,45 @@ def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch, ma
         waits.append(device_reads(lambda: run_step(trainer), monkeypatch, on_host=host))
 
     monkeypatch.setattr(trainer.Trainer, "_run_step", counting)
-    boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
+    boundaries = DocumentBoundaryOptions(eod_mask_loss=True)
     guards = GuardOptions(spike_factor=6.0)
     pretrain(pretrain_options(tmp_path / "run", boundaries=boundaries, guards=guards))
     assert waits == [1] * 6
+
+
+@pytest.mark.parametrize("other", [None, MixtureChanger])
+def test_run_resumes_only_with_its_own_hook(pretrain_options, tmp_path, monkeypatch, other):
+    options = pretrain_options(tmp_path / "run", data=DataOptions(permutation="epoch"))
+    before_steps(monkeypatch, {2: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
+    pretrain(options, LossWeigher)
+    with pytest.raises(UserError, match="LossWeigher"):
+        pretrain(options, other)
+
+
+def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, monkeypatch):
+    """The same if the run is resumed just before a change."""
+    data = DataOptions(permutation="epoch")
+    plain, ahead = (
+        pretrain_options(tmp_path / name, log_interval=1, data=data)
+        for name in ("plain", "ahead")
+    )
+    pretrain(plain, MixtureChanger)
+    chunks = []
+
+    def read_ahead(batches, device, counts):  # as on a GPU
+        chunks.append(counts)
+        return contextlib.closing(prefetch(batches, device, counts))
+
+    monkeypatch.setattr(trainer, "read_ahead", read_ahead)
+    with monkeypatch.context() as patched:
+        before_steps(patched, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
+        pretrain(ahead, MixtureChanger)
+    pretrain(ahead, MixtureChanger)
+    assert chunks == [[8, 4], [4]]  # two micro-batches per step
+    assert losses(plain.run_dir) == losses(ahead.run_dir)
+    sampled, again = (
+        [line["domain_tokens_drawn"] for line in metrics(options.run_dir).values()]
+        for options in (plain, ahead)
+    )
+    assert sampled == again
+    assert sampled[-1] != sampled[0]

@@ -97,17 +97,14 @@ def truncate(path):
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, Path.unlink])
-def test_damaged_checkpoint_is_skipped_for_the_previous_one(
-    pretrain_options, trained_run, finished_run, damage
-):
+def test_damaged_checkpoint_is_skipped_for_the_previous_one(progress_of, trained_run, damage):
     path = largest_file(step_folder(trained_run, 6))
     damage(path)
     with pytest.warns(CheckpointWarning) as warned:
-        pretrain(pretrain_options(trained_run))
+        assert progress_of(trained_run).step == 3
     (message,) = (str(w.message) for w in warned if w.category is CheckpointWarning)
     assert str(path) in message
-    assert losses(trained_run) == losses(finished_run)
-    assert record_at(trained_run, 6).hash == record_at(finished_run, 6).hash
+    assert list(metrics(trained_run)) == [2, 3]
     assert step_folder(trained_run, 6).with_name("unused-step-00000006").is_dir()
 
 

@@ -112,20 +112,9 @@ def test_full_disk_at_the_start_restores_the_old_run(pretrain_options, trained_r
     assert contents(trained_run) == before
 
 
-def overwrite_in_vain(folder, problem):
-    before = contents(folder)
-    with (
-        locked_run_folder(folder),
-        pytest.raises(UserError, match=problem),
-        starting_run(folder, overwrite=True),
-    ):
-        pytest.fail("the run starts")
-    assert contents(folder) == before
-
-
 @pytest.mark.parametrize("failing", [1, 2, 4])
 def test_run_that_cannot_be_moved_is_restored(trained_run, monkeypatch, failing):
-    original, calls = os.replace, []
+    before, original, calls = contents(trained_run), os.replace, []
 
     def replace(*arguments):
         calls.append(arguments)
@@ -134,4 +123,10 @@ def test_run_that_cannot_be_moved_is_restored(trained_run, monkeypatch, failing)
         original(*arguments)
 
     monkeypatch.setattr(os, "replace", replace)
-    overwrite_in_vain(trained_run, "cannot write")
+    with (
+        locked_run_folder(trained_run),
+        pytest.raises(UserError, match="cannot write"),
+        starting_run(trained_run, overwrite=True),
+    ):
+        pytest.fail("the run starts")
+    assert contents(trained_run) == before

@@ -1,4 +1,4 @@
-"""Training steps compared with plain torch and with megatron's own optimizer functions."""
+"""Training steps compared with plain torch and with megatron's own functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.nn.functional import cross_entropy
 
+from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_mask
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.model.gpt import build_model, build_model_chunks, unwrap
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training.optimizer import data_parallel
@@ -183,3 +186,53 @@ def test_models_are_freed(one_rank, sharded):
     before = models()
     Stepper(dataclasses.replace(one_rank, use_distributed_optimizer=sharded))()
     assert not models() - before
+
+
+FROZEN = OptimizerOptions(lr=1e-12, min_lr=0.0, lr_warmup_iters=0, clip_grad=0.0)
+MASKED_LOSS = DocumentBoundaryOptions(eod_mask_loss=True)
+ENDS: list[list[Sequence[int]]] = [
+    [(3, 9), ()],
+    [(1, 2, 3, 4, 5, 12), range(10)],
+    [range(17), range(17)],  # no token has a loss
+]
+"""Positions of the end-of-document tokens in each sample of each micro-batch."""
+
+
+@pytest.mark.parametrize(
+    "options", [MASKED_LOSS, DocumentBoundaryOptions(True, True, True)], ids=str
+)
+def test_masked_tokens_are_in_neither_gradients_nor_sums(one_rank, options):
+    eod, generator = SHAPE.vocab_size - 1, torch.Generator().manual_seed(7)
+    batches = []
+    for ends, domains in zip(ENDS, [[0, 1], [1, 2], [2, 2]], strict=True):
+        windows = torch.randint(eod, (2, 17), generator=generator)
+        for window, places in zip(windows, ends, strict=True):
+            window[list(places)] = eod
+        tokens, masks = windows[:, :-1], DocumentBoundaries(eod, options)(windows[:, :-1])
+        domain = torch.tensor(domains)
+        batches.append({"tokens": tokens, "labels": windows[:, 1:], **masks, "domain": domain})
+    training = RandomTraining(SHAPE, one_rank, bf16=False, optimizer=FROZEN, per_token_loss=True)
+    passes = training.passes(len(batches), 2, NUM_DOMAINS)
+    result = training.step(lambda: passes.forward_backward(iter(batches)))
+
+    plain = build_model(SHAPE, one_rank, seed=0)
+    total, sums = torch.zeros(()), torch.zeros(NUM_DOMAINS, 3, dtype=torch.float64)
+    for batch in batches:
+        starts = batch.get("document_starts")
+        mask = None if starts is None else document_mask(starts)
+        logits = plain(batch["tokens"], batch["position_ids"], mask)[..., : SHAPE.vocab_size]
+        losses = cross_entropy(logits.mT, batch["labels"], reduction="none")
+        counted = batch["tokens"] != eod
+        total = total + losses[counted].sum()
+        for row, domain in enumerate(batch["domain"].tolist()):
+            loss = losses[row][counted[row]].detach().double().sum()
+            sums[domain] += torch.tensor([loss, counted[row].sum(), 16])
+    assert sums[:, 1].sum() == (2 + 2) * 16 - (2 + 6 + 10)
+    torch.testing.assert_close(result.domain_sums, sums, atol=1e-4, rtol=0)
+    parameters = dict(plain.named_parameters())
+    gradients = torch.autograd.grad(total / sums[:, 1].sum(), list(parameters.values()))
+    assert result.grad_norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item())
+    assert result.grad_norm > 0.1
+    found = dict(unwrap(training.chunks[0]).named_parameters())
+    for name, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(found[name].main_grad, gradient, atol=1e-6, rtol=1e-5, msg=name)
