@@ -88,8 +88,9 @@ def pretrain(
             if progress.checkpoint and records.is_done:
                 if progress.run and progress.run.status != "finished":  # killed before writing it
                     records.write_run("finished")
-                if layout.is_main:
-                    print(f"{options.run_dir} is finished at step {progress.step}; nothing to do")
+                records.print(
+                    f"{options.run_dir} is finished at step {progress.step}; nothing to do"
+                )
                 return
             warn_of_repeats(plan, samples.schedule)
             if progress.checkpoint:
@@ -135,15 +136,14 @@ class Trainer:
             layout.data_size,
             start_step=progress.step,
         )
-        # Prefetch batches, but not across a step at which a hook may change the mixture.
-        self.steps = steps_between_changes(
-            progress.step, options.train_iters, hook.mixture_interval
-        )
         hook.prepare()
         self.model = build_trained_model(
             plan, layout, progress.checkpoint, combines_gradients=hook.combines_gradients
         )
         self.hook = HookRunner(hook, self.model.passes, plan.shape, layout)
+        # Prefetch batches, but not across a step at which a hook may change the mixture.
+        steps = steps_between_changes(progress.step, options.train_iters, hook.mixture_interval)
+        self.prefetched = [count * self.model.passes.shape.num_microbatches for count in steps]
         on_gpu = layout.device.type == "cuda"
         if options.dry_first_step == "on" or (options.dry_first_step == "auto" and on_gpu):
             dry_first_step(plan, layout, self.model)
@@ -187,9 +187,8 @@ class Trainer:
 
     def _train(self) -> None:
         """Run the remaining steps, or until all ranks agree to stop."""
-        records, passes = self.records, self.model.passes
-        chunks = [count * passes.shape.num_microbatches for count in self.steps]
-        with read_ahead(self.batches, passes.device, chunks) as batches:
+        records, device = self.records, self.records.layout.device
+        with read_ahead(self.batches, device, self.prefetched) as batches:
             self.batches = self.phases.timed(batches, "data")
             records.meter.restart_clock()
             while not (records.is_done or records.stopped_by):

@@ -215,8 +215,7 @@ def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, mo
     """The same if the run is resumed just before a change."""
     data = DataOptions(permutation="epoch")
     plain, ahead = (
-        pretrain_options(tmp_path / name, log_interval=1, data=data)
-        for name in ("plain", "ahead")
+        pretrain_options(tmp_path / name, log_interval=1, data=data) for name in ("plain", "ahead")
     )
     pretrain(plain, MixtureChanger)
     chunks = []
