@@ -65,6 +65,15 @@ class TrainingPlan:
         """Samples of the whole run."""
         return self.options.train_iters * self.options.global_batch_size
 
+    def epochs(self, schedule: MixtureSchedule) -> dict[str, float]:
+        """Domain -> target epochs of the whole run with ``schedule``."""
+        targets = schedule.target_samples(self.num_samples)
+        shares = {
+            name: target / self.num_samples
+            for name, target in zip(self.data.names, targets, strict=True)
+        }
+        return implied_epochs(self.data.tokens, shares, self.num_samples * self.options.seq_length)
+
 
 def plan_training(options: PretrainOptions) -> TrainingPlan:
     """Read and check the artifacts that ``options`` name.
@@ -176,7 +185,7 @@ def load_schedule(
 
 def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
     """Warn of every domain that ``schedule`` repeats more than ``MANY_EPOCHS`` times."""
-    epochs = planned_epochs(plan.data, schedule, plan.num_samples, plan.options.seq_length)
+    epochs = plan.epochs(schedule)
     for name, tokens in plan.data.tokens.items():
         if epochs[name] > MANY_EPOCHS:
             warnings.warn(
@@ -185,15 +194,6 @@ def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
                 MixtureWarning,
                 stacklevel=2,
             )
-
-
-def planned_epochs(
-    data: TokenData, schedule: MixtureSchedule, num_samples: int, seq_length: int
-) -> dict[str, float]:
-    """Domain -> target epochs of the whole run."""
-    targets = schedule.target_samples(num_samples)
-    shares = {name: n / num_samples for name, n in zip(data.names, targets, strict=True)}
-    return implied_epochs(data.tokens, shares, num_samples * seq_length)
 
 
 def check_overwrite(options: PretrainOptions) -> None:

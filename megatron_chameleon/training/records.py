@@ -31,7 +31,7 @@ from megatron_chameleon.training.metrics import (
     PhaseTimers,
     open_loggers,
 )
-from megatron_chameleon.training.plan import TrainingPlan, planned_epochs
+from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import StepResult
 
 
@@ -232,7 +232,7 @@ class RunRecords:
         plan, layout, step = self.plan, self.layout, self.step
         options, size, schedule = plan.options, plan.shape.size, self.samples.schedule
         name = options.model_size or f"{size.num_layers} layers of width {size.hidden_size}"
-        epochs = planned_epochs(plan.data, schedule, plan.num_samples, options.seq_length)
+        epochs = plan.epochs(schedule)
         weights = (
             f"{name} {domain.weight:.3f} ({epochs[name]:.2f} epochs)"
             for name, domain in self.sampled().items()
