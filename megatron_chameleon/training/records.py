@@ -147,10 +147,9 @@ class RunRecords:
 
     def last_checkpoint(self, before_step: int | None = None) -> str | None:
         """Folder of the run's last checkpoint, optionally the last before a step, if any."""
-        folders = checkpoint_folders(self.plan.options.run_dir)
-        if before_step is not None:
-            end = step_folder(self.plan.options.run_dir, before_step)
-            folders = [folder for folder in folders if folder < end]
+        run_dir = self.plan.options.run_dir
+        end = step_folder(run_dir, before_step or self.step + 1)
+        folders = [folder for folder in checkpoint_folders(run_dir) if folder < end]
         return str(folders[-1]) if folders else None
 
     def read_meter(self) -> Interval:
