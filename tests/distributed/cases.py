@@ -124,6 +124,7 @@ RUNS_CHANGING = {
     "dp2-changing": Case(2, permutation="epoch"),
 }
 """Runs whose mixture weights change before and after the checkpoint in their middle."""
+UNINTERRUPTED = {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING}
 
 DRY_RUN = "dp2-sharded-dry"
 """A run of DP2_SHARDED whose first step is preceded by a dry run."""

@@ -38,22 +38,9 @@ from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.checkpointing import verify_files
 from megatron_chameleon.training.guard import StepSync
 from megatron_chameleon.training.metrics import memory_bytes, most_memory_bytes
+from tests.distributed import cases
 from tests.distributed import launch as launching
-from tests.distributed.cases import (
-    DP2_SHARDED,
-    KILLED_RUN,
-    KILLS,
-    MISTAKES,
-    MORE_BYTES,
-    SAVING_INTERVAL,
-    STOPPED_ITERS,
-    STOPPED_RUN,
-    STOPS,
-    TP2,
-    Places,
-    saving_options,
-    training_options,
-)
+from tests.distributed.cases import Places
 from tests.distributed.launch import REPOSITORY, fork_ranks, wait_for_step
 from tests.distributed.ranks import around_steps
 from tests.small_corpus import write_small_corpus
@@ -90,7 +77,7 @@ def kill_at(places: Places, moment: str) -> None:
     "in-async-save": before step 10, while the checkpoint of step 9 is being written.
     """
     status = launch(places, f"killed-{moment}", partial(train_and_be_killed, places, moment))
-    run = TrainingRun.load(places.run(KILLED_RUN))
+    run = TrainingRun.load(places.run(cases.KILLED_RUN))
     left = sorted(path.name for path in (run.root / FOLDER_NAME).iterdir())
     found = {"status": status, "left": left, "run_status": run.status, "step": run.step}
     record(places, f"killed-{moment}", **found)
@@ -99,8 +86,9 @@ def kill_at(places: Places, moment: str) -> None:
 def train_and_be_killed(places: Places, moment: str) -> None:
     is_mine = os.environ["RANK"] == str(KILLED_RANK)
     is_async = moment == "in-async-save"
-    done = len(checkpoint_folders(places.run(KILLED_RUN))) * SAVING_INTERVAL
+    done = len(checkpoint_folders(places.run(cases.KILLED_RUN))) * cases.SAVING_INTERVAL
     steps = itertools.count(done + 1)
+    options = cases.saving_options(places, cases.KILLED_RUN, cases.DP2_SHARDED, async_save=is_async)
 
     def kill_before_step_10(_model: object) -> None:
         if next(steps) == 10:
@@ -114,7 +102,7 @@ def train_and_be_killed(places: Places, moment: str) -> None:
             stack.enter_context(instead_of_hashing(9, slow))
         if is_mine and is_async:
             stack.enter_context(around_steps(kill_before_step_10))
-        training.pretrain(saving_options(places, KILLED_RUN, DP2_SHARDED, async_save=is_async))
+        training.pretrain(options)
 
 
 def kill_myself() -> None:
@@ -139,14 +127,14 @@ def instead_of_hashing(step: int, act: Callable[[], None]) -> Iterator[None]:
 
 def stopped_flags(places: Places) -> list[str]:
     """A long run on two ranks that saves only when it is stopped."""
-    options = training_options(places, STOPPED_RUN, TP2)
-    options = dataclasses.replace(options, train_iters=STOPPED_ITERS, save_interval=10_000)
+    options = cases.training_options(places, cases.STOPPED_RUN, cases.TP2)
+    options = dataclasses.replace(options, train_iters=cases.STOPPED_ITERS, save_interval=10_000)
     return launching.flags(options)
 
 
 def stop_by(places: Places, reason: str) -> None:
     """Start or resume the run, and stop it two steps later."""
-    run_dir, log = places.run(STOPPED_RUN), places.root / f"stopped-{reason}.log"
+    run_dir, log = places.run(cases.STOPPED_RUN), places.root / f"stopped-{reason}.log"
     before = TrainingRun.load(run_dir).step if TrainingRun.exists(run_dir) else 0
     arguments = stopped_flags(places)
     if reason.startswith("--"):
@@ -194,7 +182,7 @@ def agree(places: Places) -> None:
 
 def record_agreement(root: Path) -> None:
     with distributed(ParallelOptions(), seed=0) as layout:
-        taken = torch.ones(layout.rank * MORE_BYTES // 4)
+        taken = torch.ones(layout.rank * cases.MORE_BYTES // 4)
         found: dict[str, Any] = {
             "most memory": most_memory_bytes(layout.device),
             "memory": memory_bytes(layout.device),
@@ -211,12 +199,12 @@ def record_agreement(root: Path) -> None:
 def launch_faults(places: Places) -> None:
     """Run every launch, forked from this process."""
     agree(places)
-    for name, arguments in MISTAKES.items():
+    for name, arguments in cases.MISTAKES.items():
         flags = [argument.format(root=places.root) for argument in arguments]
         corpus = ["--corpus", str(places.corpus), "--tensor-model-parallel-size", "2"]
         work = partial(run_tool, "pretrain_gpt.py", [*corpus, *flags])
         record(places, f"mistake-{name}", status=launch(places, f"mistake-{name}", work))
-    for moment in KILLS:
+    for moment in cases.KILLS:
         kill_at(places, moment)
-    for reason in STOPS:
+    for reason in cases.STOPS:
         stop_by(places, reason)

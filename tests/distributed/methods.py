@@ -16,21 +16,13 @@ from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
 from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
-from tests.distributed.cases import (
-    DISCOVERING,
-    NORMED_LAYER,
-    NUM_WINDOWS,
-    READINGS,
-    Case,
-    Places,
-    reading_layout,
-    training_options,
-)
+from tests.distributed import cases
+from tests.distributed.cases import Case, Places
 
 
 def proxy_options(places: Places, name: str, case: Case) -> ProxyOptions:
     """Proxy options equal to those of the run of every layout."""
-    run = training_options(places, name, case)
+    run = cases.training_options(places, name, case)
     fields = [field.name for field in dataclasses.fields(ProxyOptions)]
     return ProxyOptions(**{field: getattr(run, field) for field in fields})
 
@@ -72,24 +64,24 @@ def discover(places: Places, name: str) -> None:
         embedding=DocumentEmbeddingOptions(
             windows_per_document=2, fit_windows=100, embedding_batch_size=16
         ),
-        parallel=reading_layout(DISCOVERING[name]),
+        parallel=cases.reading_layout(cases.DISCOVERING[name]),
     )
     discover_domains(options)
 
 
 def chameleon(places: Places, name: str, layer: int) -> ChameleonOptions:
     """Options to embed one layer of the run 'one' in the layout of a reading."""
-    reading = READINGS[name]
+    reading = cases.READINGS[name]
     return ChameleonOptions(
         corpus=places.corpus,
         checkpoint=places.run("one"),
         output=places.mixture(name, layer),
         extraction=ExtractionOptions(
             layer=layer,
-            final_norm=layer == NORMED_LAYER,
-            num_windows=NUM_WINDOWS,
+            final_norm=layer == cases.NORMED_LAYER,
+            num_windows=cases.NUM_WINDOWS,
             embedding_batch_size=reading.batch_size,
         ),
         weighting=RecipeOptions(bootstrap_resamples=20),
-        parallel=reading_layout(reading.case),
+        parallel=cases.reading_layout(reading.case),
     )

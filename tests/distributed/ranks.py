@@ -36,46 +36,8 @@ from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.step import StepResult
 from megatron_chameleon.training.trainer import pretrain
-from tests.distributed import methods, readings
-from tests.distributed.cases import (
-    BAD,
-    BAD_STEPS,
-    DISCOVERING,
-    DOGE,
-    DOGE_AGAIN,
-    DOREMI,
-    DOREMI_AGAIN,
-    DOWNSTREAM,
-    DP2_SHARDED,
-    DRY_RUN,
-    FULL_FROM,
-    FULL_UNTIL,
-    MAX_RANKS,
-    ONE,
-    ONLINE,
-    ONLINE_AGAIN,
-    PEAKS,
-    READINGS,
-    RESUMED,
-    REWRITTEN,
-    RUNS,
-    RUNS_APART,
-    RUNS_BF16,
-    RUNS_CHANGING,
-    SAVE_INTERVAL,
-    SAVING,
-    SLOW,
-    TUNED,
-    TUNED_FROM_CHECKPOINT,
-    Again,
-    Case,
-    Places,
-    bad_options,
-    online_options,
-    saving_options,
-    training_options,
-    tuning_options,
-)
+from tests.distributed import cases, methods, readings
+from tests.distributed.cases import Again, Case, Places
 from tests.full_disk import largest_file_size
 from tests.peak_memory import peak_of_training
 
@@ -95,42 +57,42 @@ class Section:
 
 def all_sections() -> Iterator[Section]:
     """Yield all sections; each comes after those whose results it reads."""
-    for name, case in {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING}.items():
+    for name, case in cases.UNINTERRUPTED.items():
         yield Section(name, case.ranks, run(train, name, case))
-    dry = dataclasses.replace(DP2_SHARDED, dry_first_step="on")
-    yield Section(DRY_RUN, dry.ranks, run(train, DRY_RUN, dry))
-    for name, case in BAD.items():
+    dry = dataclasses.replace(cases.DP2_SHARDED, dry_first_step="on")
+    yield Section(cases.DRY_RUN, dry.ranks, run(train, cases.DRY_RUN, dry))
+    for name, case in cases.BAD.items():
         yield Section(name, case.ranks, run(train_bad, name))
     trainings: list[tuple[Callable[..., None], dict[str, Case], Again]] = [
-        (train_online, ONLINE, ONLINE_AGAIN),
-        (methods.doremi, DOREMI, DOREMI_AGAIN),
-        (methods.doge, DOGE, DOGE_AGAIN),
-        (train, {}, RESUMED),
+        (train_online, cases.ONLINE, cases.ONLINE_AGAIN),
+        (methods.doremi, cases.DOREMI, cases.DOREMI_AGAIN),
+        (methods.doge, cases.DOGE, cases.DOGE_AGAIN),
+        (train, {}, cases.RESUMED),
     ]
-    for work, cases, resumed in trainings:
-        for name, case in cases.items():
+    for work, whole, resumed in trainings:
+        for name, case in whole.items():
             yield Section(name, case.ranks, run(work, name, case))
         for name, (origin, case) in resumed.items():
             yield Section(name, case.ranks, run(work, name, case, cut=origin))
-    for name, saving in SAVING.items():
-        yield Section(name, RUNS[saving.origin].ranks, run(train_saving, name))
-    for name, case in PEAKS.items():
+    for name, saving in cases.SAVING.items():
+        yield Section(name, cases.RUNS[saving.origin].ranks, run(train_saving, name))
+    for name, case in cases.PEAKS.items():
         yield Section(name, case.ranks, run(measure_peak, name))
     yield Section("reference", 1, run(readings.write_reference))
-    for name, reading in READINGS.items():
+    for name, reading in cases.READINGS.items():
         yield Section(f"read-{name}", reading.case.ranks, run(readings.read, name))
-    for name, case in DISCOVERING.items():
+    for name, case in cases.DISCOVERING.items():
         yield Section(name, case.ranks, run(methods.discover, name))
     yield Section("convert-one", 1, run(readings.convert_one))
-    for name, case in {TUNED_FROM_CHECKPOINT: ONE, **TUNED}.items():
+    for name, case in {cases.TUNED_FROM_CHECKPOINT: cases.ONE, **cases.TUNED}.items():
         yield Section(name, case.ranks, run(train_tuned, name))
-    for name, case in REWRITTEN.items():
+    for name, case in cases.REWRITTEN.items():
         yield Section(f"rewrite-{name}", case.ranks, run(readings.rewrite, name))
         yield Section(f"convert-{name}", 1, run(readings.convert_rewritten, name))
     yield Section("read-converted", 1, run(readings.read_converted))
     yield Section("downstream-one", 1, run(answer_downstream))
-    for name in DOWNSTREAM:
-        yield Section(f"downstream-{name}", MAX_RANKS, run(answer_downstream, name))
+    for name in cases.DOWNSTREAM:
+        yield Section(f"downstream-{name}", cases.MAX_RANKS, run(answer_downstream, name))
 
 
 def run(
@@ -155,10 +117,10 @@ def run(
 
 def train(places: Places, name: str, case: Case) -> None:
     """Train, or resume the run in the folder."""
-    pretrain(training_options(places, name, case))
+    pretrain(cases.training_options(places, name, case))
 
 
-def cut_run(origin: Path, target: Path, step: int = SAVE_INTERVAL) -> None:
+def cut_run(origin: Path, target: Path, step: int = cases.SAVE_INTERVAL) -> None:
     """Copy a finished run on rank 0, as if it had been killed after saving ``step``.
 
     The metrics are copied whole: a killed run leaves lines beyond its last checkpoint.
@@ -175,16 +137,16 @@ def cut_run(origin: Path, target: Path, step: int = SAVE_INTERVAL) -> None:
 def train_bad(places: Places, name: str) -> None:
     """Train with a NaN gradient in BAD_STEPS, on the last rank only."""
     steps = itertools.count(1)
-    on_last_rank = int(os.environ["RANK"]) == BAD[name].ranks - 1
+    on_last_rank = int(os.environ["RANK"]) == cases.BAD[name].ranks - 1
 
     def poison(model: Sequence[torch.nn.Module]) -> Any:
-        if next(steps) not in BAD_STEPS or not on_last_rank:
+        if next(steps) not in cases.BAD_STEPS or not on_last_rank:
             return None
         matrix = [p for p in model[-1].parameters() if p.dim() == 2][-1]  # sharded
         return matrix.register_hook(lambda gradient: gradient * float("nan"))
 
     with around_steps(poison):
-        pretrain(bad_options(places, name))
+        pretrain(cases.bad_options(places, name))
 
 
 @contextlib.contextmanager
@@ -205,32 +167,32 @@ def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator
 
 def train_saving(places: Places, name: str) -> None:
     """Train while the disk of one rank is full from FULL_FROM until before FULL_UNTIL."""
-    saving = SAVING[name]
+    saving = cases.SAVING[name]
     is_mine = saving.full_rank == int(os.environ["RANK"])
     steps = itertools.count(1)
     with contextlib.ExitStack() as full:
 
         def fill(_model: object) -> None:
             step = next(steps)
-            if is_mine and step == FULL_FROM:
+            if is_mine and step == cases.FULL_FROM:
                 full.enter_context(largest_file_size(SMALLER_THAN_WEIGHTS))
-            if is_mine and step == FULL_UNTIL:
+            if is_mine and step == cases.FULL_UNTIL:
                 full.close()
 
         with around_steps(fill):
-            case = RUNS[saving.origin]
-            pretrain(saving_options(places, name, case, async_save=saving.async_save))
+            case = cases.RUNS[saving.origin]
+            pretrain(cases.saving_options(places, name, case, async_save=saving.async_save))
 
 
 def peak_setup(name: str) -> TrainingSetup:
     """A model whose layers and logits take more memory than its parameters."""
-    parallel = PEAKS[name].parallel
+    parallel = cases.PEAKS[name].parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     size = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=128, ffn_hidden_size=512)
     return TrainingSetup(
         shape=ModelShape(size, vocab_size=1000, max_sequence_length=256),
         parallel=parallel,
-        data_parallel_size=PEAKS[name].ranks // model_ranks,
+        data_parallel_size=cases.PEAKS[name].ranks // model_ranks,
         micro_batch_size=4,
         num_microbatches=2,
         bf16=False,
@@ -249,11 +211,11 @@ def measure_peak(places: Places, name: str) -> None:
 
 
 def train_online(places: Places, name: str, case: Case) -> None:
-    pretrain(online_options(places, name, case), OnlineChameleon)
+    pretrain(cases.online_options(places, name, case), OnlineChameleon)
 
 
 def train_tuned(places: Places, name: str) -> None:
-    pretrain(tuning_options(places, name))
+    pretrain(cases.tuning_options(places, name))
 
 
 def answer_downstream(places: Places, name: str | None = None) -> None:
@@ -308,7 +270,7 @@ def run_sections(places: Places, *, with_slow: bool) -> None:
     open_output()  # as the tools do: a rank with a full disk cannot write its log either
     ranks = Ranks()
     for section in all_sections():
-        if section.name in SLOW and not with_slow:
+        if section.name in cases.SLOW and not with_slow:
             continue
         if not ranks.join(section):
             continue

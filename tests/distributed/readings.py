@@ -32,20 +32,8 @@ from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
-from tests.distributed import methods
-from tests.distributed.cases import (
-    ADDED_ROWS,
-    LAYERS,
-    NARROW,
-    NARROW_MULTIPLE,
-    NORMED_LAYER,
-    NUM_WINDOWS,
-    OVERLAP,
-    READINGS,
-    REWRITTEN,
-    Places,
-    reading_layout,
-)
+from tests.distributed import cases, methods
+from tests.distributed.cases import Places
 
 
 def read(
@@ -60,7 +48,7 @@ def read(
         checkpoint: that of the run 'one' if None.
     """
     output, checkpoint = output or name, checkpoint or places.run("one")
-    for layer in LAYERS:
+    for layer in cases.LAYERS:
         options = dataclasses.replace(
             methods.chameleon(places, name, layer),
             checkpoint=checkpoint,
@@ -71,13 +59,13 @@ def read(
         corpus=places.corpus,
         checkpoint=checkpoint,
         output=places.evaluation(output),
-        evaluation_batch_size=READINGS[name].batch_size,
-        parallel=reading_layout(READINGS[name].case),
+        evaluation_batch_size=cases.READINGS[name].batch_size,
+        parallel=cases.reading_layout(cases.READINGS[name].case),
     )
     by_document = dataclasses.replace(
         packed,
         packing="documents",
-        overlap=OVERLAP,
+        overlap=cases.OVERLAP,
         output=places.evaluation(output, "documents"),
     )
     evaluate_perplexities([packed, by_document])
@@ -98,7 +86,7 @@ def convert_one(places: Places) -> None:
     weights, config = padded / "model.safetensors", padded / "config.json"
     tensors = load_file(weights)
     rows = tensors["transformer.wte.weight"]
-    more_rows = torch.cat([rows, torch.ones(ADDED_ROWS, rows.size(1))])
+    more_rows = torch.cat([rows, torch.ones(cases.ADDED_ROWS, rows.size(1))])
     save_file({**tensors, "transformer.wte.weight": more_rows}, weights)
     body = json.loads(config.read_text())
     config.write_text(json.dumps({**body, "vocab_size": more_rows.size(0)}))
@@ -107,11 +95,11 @@ def convert_one(places: Places) -> None:
 def rewrite(places: Places, name: str) -> None:
     """Load the converted checkpoint over other initial weights in a layout, and save it again."""
     record = CheckpointRecord.load(places.from_huggingface("one"))
-    is_narrow = name == NARROW
-    narrow = mock.patch("megatron_chameleon.model.gpt.VOCABULARY_MULTIPLE", NARROW_MULTIPLE)
+    is_narrow = name == cases.NARROW
+    narrow = mock.patch("megatron_chameleon.model.gpt.VOCABULARY_MULTIPLE", cases.NARROW_MULTIPLE)
     with (
         narrow if is_narrow else contextlib.nullcontext(),
-        distributed(REWRITTEN[name].parallel, seed=0) as layout,
+        distributed(cases.REWRITTEN[name].parallel, seed=0) as layout,
     ):
         model = build_model_chunks(shape_of(record), layout, seed=1)
         load_weights(record, model)
@@ -139,12 +127,12 @@ def write_reference(places: Places) -> None:
         reader = open_reader(record, layout)
         length = reader.shape.max_sequence_length
         for name in corpus.names:
-            for layer in LAYERS:
+            for layer in cases.LAYERS:
                 found[f"{name}/{layer}"] = embed(reader.model, corpus, name, length, layer)
             found[name] = np.array(mean_loss(reader.model, corpus, name, length))
             found[f"{name}/documents"] = document_sums(reader.model, corpus, name, length)
         tokens = torch.randint(0, corpus.tokenizer.vocab_size, (3, length - 5))
-        for layer in LAYERS:
+        for layer in cases.LAYERS:
             found[f"hidden/{layer}"] = hooked_states(reader.model, tokens, layer).numpy()
             read = reader.hidden_states(tokens, layer)
             assert read is not None
@@ -176,13 +164,13 @@ def embed(
 ) -> NDArray[np.floating]:
     """The mean hidden state of every window of a domain, [n, h], without batches or padding."""
     documents = IndexedDataset(str(corpus.prefix(name, "train")))
-    windows = draw_windows(documents.sequence_lengths, length, NUM_WINDOWS, 0, name)
+    windows = draw_windows(documents.sequence_lengths, length, cases.NUM_WINDOWS, 0, name)
     windows = windows.longest_first()
     vectors = []
     for document, start, count in zip(windows.document, windows.start, windows.length, strict=True):
         tokens = documents.get(int(document), offset=int(start), length=int(count))
         states = hooked_states(model, torch.from_numpy(tokens.astype(np.int64))[None], layer)
-        if layer == NORMED_LAYER:
+        if layer == cases.NORMED_LAYER:
             states = model.decoder.final_layernorm(states).detach()
         vectors.append(states[:, 0].double().mean(dim=0).numpy())
     return np.stack(vectors)
@@ -207,7 +195,7 @@ def document_sums(model: GPTModel, corpus: Corpus, name: str, length: int) -> ND
             losses = token_losses(model, corpus, text[start : start + length + 1])
             total += float(losses[done - start :].sum())
             done = min(start + length, len(text) - 1)
-            start = done - OVERLAP
+            start = done - cases.OVERLAP
         sums.append((total, len(text) - 1))
     return np.array(sums).T
 

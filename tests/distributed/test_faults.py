@@ -9,15 +9,7 @@ import pytest
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import step_folder
-from tests.distributed.cases import (
-    KILLED_RUN,
-    KILLS,
-    MISTAKES,
-    MORE_BYTES,
-    STOPPED_ITERS,
-    STOPS,
-    TRAIN_ITERS,
-)
+from tests.distributed import cases
 from tests.distributed.conftest import metrics_in
 
 FRAME_OF_OURS = re.compile(r'File ".*/(megatron_chameleon|tools)/.*", line')
@@ -42,38 +34,38 @@ def test_a_killed_rank_leaves_the_checkpoints_before(results, moment, saved, par
 
 
 def test_the_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, places):
-    last = results.fault(f"killed-{KILLS[-1]}")
+    last = results.fault(f"killed-{cases.KILLS[-1]}")
     assert last["status"] == 0, last["log"]
-    assert (last["run_status"], last["step"]) == ("finished", TRAIN_ITERS)
+    assert (last["run_status"], last["step"]) == ("finished", cases.TRAIN_ITERS)
     assert last["left"] == ["step-00000006", "step-00000009", "step-00000012"]
-    run_dir = places.run(KILLED_RUN)
+    run_dir = places.run(cases.KILLED_RUN)
     assert not list(run_dir.glob(".*.tmp"))
     assert metrics_in(run_dir) == results.metrics("dp2-sharded")
-    record = CheckpointRecord.load(step_folder(run_dir, TRAIN_ITERS))
+    record = CheckpointRecord.load(step_folder(run_dir, cases.TRAIN_ITERS))
     record.verify()
     expected = results.checkpoint("dp2-sharded")
     assert record.hash == expected.hash
     assert record.domain_tokens == expected.domain_tokens
 
 
-@pytest.mark.parametrize("reason", STOPS)
+@pytest.mark.parametrize("reason", cases.STOPS)
 def test_all_ranks_stop_at_one_step_and_save_it(results, reason):
     launch = results.fault(f"stopped-{reason}")
     assert (launch["run_status"], launch["stopped_by"]) == ("interrupted", reason), launch["log"]
     assert launch["checkpoints"][-1] == f"step-{launch['step']:08d}"
-    assert 2 <= launch["step"] < STOPPED_ITERS
+    assert 2 <= launch["step"] < cases.STOPPED_ITERS
     # The launcher fails if it receives the signal itself.
     assert (launch["status"] == 0) == (reason in ("SIGUSR1", "--exit-duration-in-mins"))
 
 
 def test_each_launch_resumes_where_the_one_before_stopped(results):
-    launches = [results.fault(f"stopped-{reason}") for reason in STOPS]
+    launches = [results.fault(f"stopped-{reason}") for reason in cases.STOPS]
     steps = [launch["step"] for launch in launches]
     assert steps[0] < steps[1] == steps[2] - 1
     assert launches[-1]["steps"] == list(range(1, steps[2] + 1))
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", cases.MISTAKES)
 def test_a_users_mistake_is_one_line_without_a_traceback(places, results, name):
     launch = results.fault(f"mistake-{name}")
     log = launch["log"]
@@ -99,4 +91,4 @@ def test_ranks_agree(places, results):
         assert first[name] == second[name]
     assert first["signals"] == ["SIGUSR1"]  # only rank 1 had one
     assert first["most memory"] == pytest.approx(second["memory"], rel=0.02)
-    assert first["most memory"] > first["memory"] + MORE_BYTES // 2
+    assert first["most memory"] > first["memory"] + cases.MORE_BYTES // 2

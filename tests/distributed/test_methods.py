@@ -9,19 +9,8 @@ import pytest
 
 from megatron_chameleon.artifacts import Corpus, Mixture, TrainingRun
 from megatron_chameleon.artifacts.discovered import DiscoveredDomains
-from tests.distributed.cases import (
-    DISCOVERING,
-    DOGE,
-    DOGE_AGAIN,
-    DOREMI,
-    DOREMI_AGAIN,
-    ONLINE,
-    ONLINE_AGAIN,
-    ONLINE_INTERVAL,
-    TRAIN_ITERS,
-    Again,
-    one_rank,
-)
+from tests.distributed import cases
+from tests.distributed.cases import Again
 from tests.distributed.conftest import params
 from tests.small_corpus import DOMAINS
 
@@ -30,7 +19,7 @@ TOLERANCE, DOGE_TOLERANCE = 5e-6, 1e-5
 
 def others(names: Any, again: Again | None = None) -> list[Any]:
     """Parameters for all sections except the one-rank references."""
-    return params(name for name in (*names, *(again or {})) if name != one_rank(name))
+    return params(name for name in (*names, *(again or {})) if name != cases.one_rank(name))
 
 
 def series(lines: list[dict[str, Any]], *of_hook: str) -> dict[str, np.ndarray]:
@@ -46,7 +35,7 @@ def assert_near(
     found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float = TOLERANCE
 ) -> None:
     for name, values in expected.items():
-        assert len(values) == TRAIN_ITERS
+        assert len(values) == cases.TRAIN_ITERS
         np.testing.assert_allclose(found[name], values, tolerance, tolerance, err_msg=name)
 
 
@@ -56,7 +45,7 @@ def phases_of(run: TrainingRun) -> tuple[list[int], np.ndarray]:
     return [p.first_sample for p in phases], np.array([list(p.weights.values()) for p in phases])
 
 
-@pytest.mark.parametrize("run", others(ONLINE, ONLINE_AGAIN))
+@pytest.mark.parametrize("run", others(cases.ONLINE, cases.ONLINE_AGAIN))
 def test_online_weights_are_those_of_one_rank(results, run):
     found, expected = results.run(run), results.run("online-one")
     starts, weights = phases_of(found)
@@ -67,13 +56,13 @@ def test_online_weights_are_those_of_one_rank(results, run):
     assert_near(series(lines), series(wanted))
     sampled = [[line["domain_tokens_drawn"] for line in each] for each in (lines, wanted)]
     assert sampled[0] == sampled[1]
-    if run in ONLINE:
+    if run in cases.ONLINE:
         assert found.cost.flops == expected.cost.flops
 
 
 def test_online_weights_move_at_every_interval(results):
     starts, weights = phases_of(results.run("online-one"))
-    assert starts == [step * 8 for step in range(0, TRAIN_ITERS, ONLINE_INTERVAL)]
+    assert starts == [step * 8 for step in range(0, cases.TRAIN_ITERS, cases.ONLINE_INTERVAL)]
     assert np.abs(np.diff(weights, axis=0)).max(axis=1).min() > 0.005
 
 
@@ -86,24 +75,24 @@ def doremi_series(results: Any, name: str) -> dict[str, np.ndarray]:
     return series(list(results.run(f"{name}/proxy").metrics()), "weights", "mean_weights", "excess")
 
 
-@pytest.mark.parametrize("name", others(DOREMI, DOREMI_AGAIN))
+@pytest.mark.parametrize("name", others(cases.DOREMI, cases.DOREMI_AGAIN))
 def test_doremi_finds_the_weights_of_one_rank(results, name):
-    one = one_rank(name)
+    one = cases.one_rank(name)
     assert_near(doremi_series(results, name), doremi_series(results, one))
     found, expected = mixture(results, name), mixture(results, one)
     assert found.weights == pytest.approx(expected.weights, abs=TOLERANCE)
     weights = doremi_series(results, one)["weights"]
     assert np.ptp(weights[-1]) > 0.01
-    assert len(np.unique(weights[:, 0])) == TRAIN_ITERS
-    if name in DOREMI:
+    assert len(np.unique(weights[:, 0])) == cases.TRAIN_ITERS
+    if name in cases.DOREMI:
         assert results.run(f"{name}/proxy").cost.flops == results.run(f"{one}/proxy").cost.flops
     runs = [TrainingRun.load(results.places.run(name) / p) for p in found.parameters["made_from"]]
     assert found.parameters["total_cost"]["flops"] == sum(run.cost.flops for run in runs)
 
 
-@pytest.mark.parametrize("name", others(DOGE, DOGE_AGAIN))
+@pytest.mark.parametrize("name", others(cases.DOGE, cases.DOGE_AGAIN))
 def test_doge_finds_the_weights_of_one_rank(results, name):
-    one = one_rank(name)
+    one = cases.one_rank(name)
     found, expected = mixture(results, name), mixture(results, one)
     assert found.weights == pytest.approx(expected.weights, abs=DOGE_TOLERANCE)
     assert found.scores == pytest.approx(expected.scores, abs=10 * DOGE_TOLERANCE)
@@ -112,9 +101,9 @@ def test_doge_finds_the_weights_of_one_rank(results, name):
     proxies = results.run(f"{name}/proxy"), results.run(f"{one}/proxy")
     lines, wanted = (series(list(proxy.metrics()), "weights") for proxy in proxies)
     assert_near(lines, wanted, DOGE_TOLERANCE)
-    if name in DOGE:
+    if name in cases.DOGE:
         flops, plain = (proxy.cost.flops for proxy in proxies)
-        if DOGE[name].parallel.pipeline_model_parallel_size == 1:
+        if cases.DOGE[name].parallel.pipeline_model_parallel_size == 1:
             assert flops == plain
         else:  # micro-batches are padded
             assert plain <= flops < 1.4 * plain
@@ -122,7 +111,7 @@ def test_doge_finds_the_weights_of_one_rank(results, name):
             assert flops > plain
 
 
-@pytest.mark.parametrize("name", others(DISCOVERING))
+@pytest.mark.parametrize("name", others(cases.DISCOVERING))
 def test_every_document_is_in_the_cluster_that_one_rank_finds(results, name):
     results.require("discover-one")
     results.require(name)
@@ -134,5 +123,5 @@ def test_every_document_is_in_the_cluster_that_one_rank_finds(results, name):
     assert corpus.hash == expected.hash
     assert corpus.domains == expected.domains
     assert other.silhouettes == pytest.approx(one.silhouettes, abs=1e-5)
-    assert other.cost.num_devices == DISCOVERING[name].ranks
+    assert other.cost.num_devices == cases.DISCOVERING[name].ranks
     assert other.cost.flops == one.cost.flops

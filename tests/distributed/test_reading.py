@@ -8,19 +8,7 @@ from safetensors.numpy import load_file
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
-from tests.distributed.cases import (
-    DOWNSTREAM,
-    LAYERS,
-    LOSS_ROUNDING,
-    MAX_RANKS,
-    NORM_ROUNDING,
-    NUM_WINDOWS,
-    OVERLAP,
-    READINGS,
-    REWRITTEN,
-    TUNED,
-    TUNED_FROM_CHECKPOINT,
-)
+from tests.distributed import cases
 from tests.distributed.conftest import params
 from tests.small_corpus import VOCAB_SIZE
 
@@ -30,21 +18,21 @@ DOWNSTREAM_TOLERANCE = 1e-4
 
 def test_hidden_states_are_those_of_a_hook_on_the_whole_model(results):
     reference = results.reference()
-    for layer in LAYERS:
+    for layer in cases.LAYERS:
         hooked, read = reference[f"hidden/{layer}"], reference[f"reader/{layer}"]
         assert hooked.std() > 0.05
         np.testing.assert_allclose(read, hooked, rtol=0, atol=TOLERANCE)
-    first, last = (reference[f"hidden/{layer}"] for layer in LAYERS)
+    first, last = (reference[f"hidden/{layer}"] for layer in cases.LAYERS)
     assert np.abs(first - last).max() > 0.1
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("reading", params(READINGS, "read-"))
+@pytest.mark.parametrize("layer", cases.LAYERS)
+@pytest.mark.parametrize("reading", params(cases.READINGS, "read-"))
 def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, reading, layer):
     reference = results.reference()
     for name, vectors in results.vectors(reading, layer).items():
         expected = reference[f"{name}/{layer}"]
-        assert len(expected) == NUM_WINDOWS
+        assert len(expected) == cases.NUM_WINDOWS
         assert expected.std(axis=0).max() > 100 * TOLERANCE  # windows differ by far more
         np.testing.assert_allclose(vectors, expected, rtol=0, atol=TOLERANCE)
     one, other = results.mixture("one", layer), results.mixture(reading, layer)
@@ -52,7 +40,7 @@ def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, r
     assert other.weights == pytest.approx(one.weights, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("reading", params(READINGS, "read-"))
+@pytest.mark.parametrize("reading", params(cases.READINGS, "read-"))
 def test_perplexities_are_those_of_plain_windows(results, reading):
     reference = results.reference()
     for name, domain in results.evaluation(reading).domains.items():
@@ -60,7 +48,7 @@ def test_perplexities_are_those_of_plain_windows(results, reading):
         assert domain.perplexity == pytest.approx(np.exp(reference[name]), rel=TOLERANCE)
         assert domain.loss < np.log(VOCAB_SIZE) - 1.0  # the model has learned something
     by_document = results.evaluation(reading, "documents")
-    assert by_document.protocol.overlap == OVERLAP
+    assert by_document.protocol.overlap == cases.OVERLAP
     for name, domain in by_document.domains.items():
         sums, tokens = reference[f"{name}/documents"]
         assert domain.tokens == tokens.sum()
@@ -89,11 +77,11 @@ def test_the_folder_has_no_padding_and_trained_weights(results):
         assert np.ptp(tensor) > 0, name  # no bias or norm has its initial value
 
 
-@pytest.mark.parametrize("name", params(REWRITTEN, "rewrite-"))
+@pytest.mark.parametrize("name", params(cases.REWRITTEN, "rewrite-"))
 def test_every_layout_writes_the_same_folder_to_the_bit(results, name):
     expected, found = tensors(results, "one"), tensors(results, name)
     layout = CheckpointRecord.load(results.places.from_huggingface(name)).layout
-    parallel = REWRITTEN[name].parallel
+    parallel = cases.REWRITTEN[name].parallel
     for degree in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         assert layout[degree] == getattr(parallel, degree)
     assert found.keys() == expected.keys()
@@ -103,25 +91,25 @@ def test_every_layout_writes_the_same_folder_to_the_bit(results, name):
 
 def test_the_converted_checkpoint_reads_like_the_run(results):
     assert results.evaluation("converted").domains == results.evaluation("one").domains
-    for layer in LAYERS:
+    for layer in cases.LAYERS:
         converted, original = results.mixture("converted", layer), results.mixture("one", layer)
         assert converted.weights == original.weights
 
 
-@pytest.mark.parametrize("name", TUNED)
+@pytest.mark.parametrize("name", cases.TUNED)
 def test_a_run_from_a_folder_is_that_from_its_checkpoint(results, name):
-    expected, found = results.metrics(TUNED_FROM_CHECKPOINT), results.metrics(name)
+    expected, found = results.metrics(cases.TUNED_FROM_CHECKPOINT), results.metrics(name)
     trained, untrained = results.metrics("one")[-1]["loss"], results.metrics("one")[0]["loss"]
     assert expected[0]["loss"] < (trained + untrained) / 2
     for one, other in zip(expected, found, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=0, abs=LOSS_ROUNDING)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=NORM_ROUNDING)
+        assert other["loss"] == pytest.approx(one["loss"], rel=0, abs=cases.LOSS_ROUNDING)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=cases.NORM_ROUNDING)
 
 
 # Downstream.
 
 
-@pytest.mark.parametrize("name", params(DOWNSTREAM, "downstream-"))
+@pytest.mark.parametrize("name", params(cases.DOWNSTREAM, "downstream-"))
 def test_downstream_answers_are_those_of_one_rank(results, name):
     results.require(f"downstream-{name}")
     folder = results.places.downstream
@@ -138,7 +126,7 @@ def test_downstream_answers_are_those_of_one_rank(results, name):
     result, one = (DownstreamResult.load(folder / f"{each}.json") for each in (name, "one"))
     assert result.tasks == one.tasks
     assert result.gaps == []
-    assert result.cost.num_devices == MAX_RANKS
-    assert result.cost.device_seconds == pytest.approx(MAX_RANKS * result.cost.wall_seconds)
+    assert result.cost.num_devices == cases.MAX_RANKS
+    assert result.cost.device_seconds == pytest.approx(cases.MAX_RANKS * result.cost.wall_seconds)
     # The padding of rows depends on the batches.
     assert result.cost.flops == pytest.approx(one.cost.flops, rel=0.2)

@@ -9,32 +9,22 @@ import pytest
 
 from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, checkpoint_folders, step_folder
 from megatron_chameleon.errors import UserError
+from tests.distributed import cases
 from tests.distributed.cases import (
-    BAD,
-    BAD_STEPS,
-    DP2,
-    DP2_SHARDED,
-    DRY_RUN,
-    EVAL_INTERVAL,
     LOSS_ROUNDING,
     NORM_ROUNDING,
-    PEAKS,
-    RESUMED,
-    RUNS,
-    RUNS_APART,
-    RUNS_BF16,
     SAVE_INTERVAL,
-    SAVING,
     SMALLEST_ERROR,
     TRAIN_ITERS,
     one_rank,
-    training_options,
 )
 from tests.distributed.conftest import params
 
 BF16_TOLERANCE = 5e-3
-OTHER_LAYOUTS = [n for n in (*RUNS, *RUNS_APART, "dp2-changing") if n != one_rank(n)]
-SAME_LAYOUT = [name for name, (origin, _) in RESUMED.items() if name == f"{origin}-to-{origin}"]
+OTHER_LAYOUTS = [n for n in (*cases.RUNS, *cases.RUNS_APART, "dp2-changing") if n != one_rank(n)]
+SAME_LAYOUT = [
+    name for name, (origin, _) in cases.RESUMED.items() if name == f"{origin}-to-{origin}"
+]
 
 
 def test_the_run_would_show_an_error(results):
@@ -69,7 +59,7 @@ def test_every_step_is_that_of_one_rank(results, name):
 
 def test_bf16_losses_are_those_of_one_rank_in_bf16(results):
     """bfloat16 has 8 bits: sums in another order differ far more than in float32."""
-    one, other = (results.metrics(name) for name in RUNS_BF16)
+    one, other = (results.metrics(name) for name in cases.RUNS_BF16)
     losses = [step["loss"] for step in one]
     assert [step["loss"] for step in other] == pytest.approx(losses, rel=0, abs=BF16_TOLERANCE)
 
@@ -83,19 +73,19 @@ def assert_identical(results, name, origin, steps=(TRAIN_ITERS,)):
 
 @pytest.mark.slow
 def test_a_dry_step_changes_nothing(results):
-    assert_identical(results, DRY_RUN, "dp2-sharded", (SAVE_INTERVAL, TRAIN_ITERS))
+    assert_identical(results, cases.DRY_RUN, "dp2-sharded", (SAVE_INTERVAL, TRAIN_ITERS))
     steps = (SAVE_INTERVAL, TRAIN_ITERS)
     assert len({results.checkpoint("dp2-sharded", step).hash for step in steps}) == 2
 
 
 @pytest.mark.parametrize("name", params(SAME_LAYOUT))
 def test_the_same_layout_resumes_bit_identically(results, name):
-    assert_identical(results, name, RESUMED[name][0])
+    assert_identical(results, name, cases.RESUMED[name][0])
 
 
-@pytest.mark.parametrize("name", params(RESUMED))
+@pytest.mark.parametrize("name", params(cases.RESUMED))
 def test_any_layout_resumes_as_if_never_interrupted(results, name):
-    origin, case = RESUMED[name]
+    origin, case = cases.RESUMED[name]
     for before, after in zip(results.metrics(origin), results.metrics(name), strict=True):
         for field in ("step", "tokens", "domain_tokens", "drawn", "lr"):
             assert after[field] == before[field]
@@ -120,7 +110,7 @@ def test_weights_that_change_resume_each_domains_stream(results):
     assert results.checkpoint(name, SAVE_INTERVAL).mixture_phases == after.mixture_phases[:2]
 
 
-@pytest.mark.parametrize(("run", "case"), [("dp2-sharded", DP2), ("dp2", DP2_SHARDED)])
+@pytest.mark.parametrize(("run", "case"), [("dp2-sharded", cases.DP2), ("dp2", cases.DP2_SHARDED)])
 def test_the_other_form_of_optimizer_state_is_rejected(results, run, case):
     from megatron_chameleon.parallel.layout import distributed
     from megatron_chameleon.parallel.options import ParallelOptions
@@ -128,7 +118,7 @@ def test_the_other_form_of_optimizer_state_is_rejected(results, run, case):
     from megatron_chameleon.training.plan import plan_training
 
     results.require(run)
-    plan = plan_training(training_options(results.places, run, case))
+    plan = plan_training(cases.training_options(results.places, run, case))
     with (
         distributed(ParallelOptions(), seed=0) as layout,
         pytest.raises(UserError, match="--use-distributed-optimizer"),
@@ -141,35 +131,38 @@ def test_the_other_form_of_optimizer_state_is_rejected(results, run, case):
 NEW_FIELDS = ("validation_loss", "skipped_steps", "skipped")
 
 
-@pytest.mark.parametrize("name", params(BAD))
+@pytest.mark.parametrize("name", params(cases.BAD))
 def test_validation_changes_no_loss(results, name):
     plain, found = results.metrics(name.removesuffix("-bad")), results.metrics(name)
-    for one, other in zip(plain[: BAD_STEPS[0] - 1], found, strict=False):
+    for one, other in zip(plain[: cases.BAD_STEPS[0] - 1], found, strict=False):
         assert {k: v for k, v in other.items() if k not in NEW_FIELDS} == {
             k: v for k, v in one.items() if k not in NEW_FIELDS
         }
     steps = [line["step"] for line in found if "validation_loss" in line]
-    assert steps == list(range(EVAL_INTERVAL, TRAIN_ITERS + 1, EVAL_INTERVAL))
+    assert steps == list(range(cases.EVAL_INTERVAL, TRAIN_ITERS + 1, cases.EVAL_INTERVAL))
     validated = [sum(found[step - 1]["validation_loss"].values()) for step in steps]
     assert validated[-1] < validated[0]
 
 
-@pytest.mark.parametrize("name", params(BAD))
+@pytest.mark.parametrize("name", params(cases.BAD))
 def test_one_ranks_nan_gradient_skips_the_step_on_all(results, name):
     lines = results.metrics(name)
     skipped = [step for line in lines for step in line.get("skipped", [])]
-    assert [step["step"] for step in skipped] == list(BAD_STEPS)
+    assert [step["step"] for step in skipped] == list(cases.BAD_STEPS)
     assert all("norm" in step["reason"] for step in skipped)
     assert [line["skipped_steps"] for line in lines] == [0] * 5 + [1] + [2] * 6
     run = results.run(name)
     assert (run.status, run.skipped_steps) == ("finished", 2)
-    steps = (BAD_STEPS[-1] + 1, TRAIN_ITERS)  # the checkpoint is saved after a good step
+    steps = (
+        cases.BAD_STEPS[-1] + 1,
+        TRAIN_ITERS,
+    )  # the checkpoint is saved after a good step
     assert checkpoint_folders(run.root) == [step_folder(run.root, step) for step in steps]
     for one, other in zip(results.metrics("one-bad"), lines, strict=True):
         assert (other["drawn"], other["lr"]) == (one["drawn"], one["lr"])
         losses, expected = other.get("validation_loss", {}), one.get("validation_loss", {})
         assert losses == pytest.approx(expected, rel=0, abs=1e-5)
-        if other["step"] in BAD_STEPS:
+        if other["step"] in cases.BAD_STEPS:
             assert other["loss"] is None
         else:
             assert other["loss"] == pytest.approx(one["loss"], rel=0, abs=1e-5)
@@ -186,14 +179,14 @@ def test_data_parallel_ranks_share_the_writing(results):
     assert 0.4 < sizes[0] / sum(sizes) < 0.6
 
 
-@pytest.mark.parametrize("name", params(SAVING))
+@pytest.mark.parametrize("name", params(cases.SAVING))
 def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(results, name):
-    assert_identical(results, name, SAVING[name].origin)
+    assert_identical(results, name, cases.SAVING[name].origin)
     record = results.checkpoint(name)
     record.verify()
-    if SAVING[name].async_save:
+    if cases.SAVING[name].async_save:
         assert {file for file in record.files if file.startswith("__1_")}  # both ranks wrote
-    run, rank = results.run(name), SAVING[name].full_rank
+    run, rank = results.run(name), cases.SAVING[name].full_rank
     assert run.status == "finished"
     assert {save.step for save in run.failed_saves} == {6}
     assert all(f"rank {rank}" in save.problem for save in run.failed_saves)
@@ -204,7 +197,7 @@ def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(results, name):
 # Memory.
 
 
-@pytest.mark.parametrize("name", params(PEAKS))
+@pytest.mark.parametrize("name", params(cases.PEAKS))
 def test_the_memory_estimate_is_near_the_peak_of_every_rank(results, name):
     from megatron_chameleon.model.memory import estimate_memory
     from tests.distributed.ranks import peak_setup
@@ -212,7 +205,7 @@ def test_the_memory_estimate_is_near_the_peak_of_every_rank(results, name):
     results.require(name)
     measured = json.loads(results.places.peaks(name).read_text())
     stages = estimate_memory(peak_setup(name))
-    assert len(measured) == PEAKS[name].ranks
+    assert len(measured) == cases.PEAKS[name].ranks
     for rank, peak in enumerate(measured):
         stage = stages[rank // (len(measured) // len(stages))]
         # The documented bound is 10%.
