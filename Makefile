@@ -58,14 +58,16 @@ quickstart: $(STAMP)
 
 # tests/conftest.py groups the tests. The folders with long groups come first, so that the workers
 # finish together.
+TWO_WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
+
 test: $(STAMP)
-	$(BIN)/python -m pytest tests --ignore tests/gpu -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest tests --ignore tests/gpu $(TWO_WORKERS)
 
 test-numeric: $(STAMP)
-	$(BIN)/python -m pytest $(NUMERIC_TESTS) -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(NUMERIC_TESTS) $(TWO_WORKERS) $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests $(TWO_WORKERS) $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
