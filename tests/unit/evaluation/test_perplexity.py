@@ -142,32 +142,26 @@ def losses_by_document(corpus, finished_run, name, protocol):
     return sums, tokens
 
 
+SEPARATE = {"packing": "documents", "overlap": 7, "window_length": 20}
+
+
 @pytest.mark.parametrize(
-    ("changes", "protocol"),
+    ("options", "protocol"),
     [
-        ({}, Protocol("test", 32)),
-        ({"overlap": 24, "evaluation_batch_size": 1}, Protocol("test", 32, overlap=24)),
+        ({}, {}),
+        ({"overlap": 24, "evaluation_batch_size": 1}, {"overlap": 24}),
+        ({"packing": "documents"}, {"packing": "documents", "first_token": "after-eod"}),
         (
-            {"packing": "documents"},
-            Protocol("test", 32, packing="documents", first_token="after-eod"),
-        ),
-        (
-            {
-                "packing": "documents",
-                "overlap": 7,
-                "first_token": "not-scored",
-                "score_end_of_document": False,
-                "window_length": 20,
-                "evaluation_batch_size": 3,
-            },
-            Protocol("test", 20, packing="documents", end_of_document=False, overlap=7),
+            {**SEPARATE, "first_token": "not-scored", "score_end_of_document": False},
+            {**SEPARATE, "end_of_document": False},
         ),
     ],
 )
 def test_loss_and_standard_error_equal_a_plain_loop(
-    evaluate, corpus, finished_run, changes, protocol
+    evaluate, corpus, finished_run, options, protocol
 ):
-    result = evaluate(**changes)
+    result = evaluate(**options)
+    protocol = Protocol(**{"split": "test", "window_length": 32, **protocol})
     assert result.protocol == protocol
     sums, tokens = losses_by_document(corpus, finished_run, "code", protocol)
     domain = result.domains["code"]
