@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
 CAPABILITIES = (80, 90, 100)
 """Of the A100, the H100 and H200, and the B200."""
 
 
 def interpreted(module: str) -> None:
-    """Run the checks of ``module`` with kernels in the interpreter.
+    """Run the checks of ``module`` with kernels in the interpreter, in a fork of this process."""
+    process = multiprocessing.get_context("fork").Process(target=_interpret, args=(module,))
+    process.start()
+    process.join(280)
+    process.kill()
+    assert process.exitcode == 0
 
-    They run in another process: Triton reads the variable when a kernel is defined.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+
+def _interpret(module: str) -> None:
+    """Import Triton and the kernels again: both read the variable when they are imported."""
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in list(sys.modules):
+        package, _, last = name.rpartition(".")
+        if last.endswith("_kernels"):
+            delattr(sys.modules[package], last)
+            del sys.modules[name]
+        elif name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
+    runpy.run_module(module, run_name="__main__")
 
 
 @dataclasses.dataclass(frozen=True)
