@@ -30,7 +30,7 @@ def trainer_of(layout, seed=1, *, bf16=False):
 
 
 def train(trainer, first, last):
-    """Optimizer steps ``first`` to ``last`` on random gradients that depend on the step."""
+    """Take optimizer steps ``first`` to ``last`` on random gradients that depend on the step."""
     (model,), optimizer, scheduler = trainer
     for step in range(first, last + 1):
         model.zero_grad_buffer()
@@ -43,7 +43,7 @@ def train(trainer, first, last):
 
 
 class PickledCode:
-    """Creates a folder when unpickled: the trace that code was run."""
+    """Creates the folder ``trace`` when unpickled, which shows that code was run."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

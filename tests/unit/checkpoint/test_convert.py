@@ -101,7 +101,7 @@ def to_folder(checkpoint: Path, output: Path, **options: Any) -> Path:
     return output
 
 
-def test_there_and_back_by_the_tool_is_bit_equal(made, tmp_path, converted, monkeypatch, capsys):
+def test_a_round_trip_by_the_tool_is_bit_identical(made, tmp_path, converted, monkeypatch, capsys):
     def tool(*arguments):
         monkeypatch.setattr(sys, "argv", ["tools/convert_checkpoint.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:

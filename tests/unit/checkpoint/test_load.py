@@ -132,7 +132,7 @@ def test_a_file_missing_from_the_record_is_not_read(one_rank, record):
 
 
 def sample():
-    """The next numbers of the default generator, and of megatron's within tensor parallelism."""
+    """The next numbers of the default generator, and of megatron's for tensor-parallel ranks."""
     with get_cuda_rng_tracker().fork():
         tracked = torch.rand(3)
     return torch.cat([torch.rand(3), tracked])
@@ -279,7 +279,7 @@ EMPTY = METADATA + b"BytesStorageMetadata\n)\x81"
         (b"ctorch.serialization\n_get_layout\n}}\x86b.", "it changes a function"),
         (b"ctorch\nfloat32\n}}\x86b.", "it changes a dtype"),
         (EMPTY + b"}X\x04\x00\x00\x00sizeK\x01sb}b.", "it changes a BytesStorageMetadata"),
-        (EMPTY + b"N}\x86b.", "does not have"),  # by slots
+        (EMPTY + b"N}\x86b.", "does not have"),  # state of slots
         (EMPTY + b"}X\x0c\x00\x00\x00__setstate__K\x01sb.", "does not have"),
         (b"ctorch\nload\n.", "it references torch.load"),
     ],

@@ -1,7 +1,7 @@
 """Fixes for saving and loading optimizer state.
 
 The Adam of Transformer Engine needs a GPU. GroupStepAdam has the state layout and the loading rules
-of its FusedAdam, and torch's arithmetic, so that a resumed run has to be the uninterrupted one.
+of its FusedAdam, and torch's arithmetic, so that a resumed run must equal an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNEVEN = ModelShape(ModelSize(2, 2, 36, 72), vocab_size=100, max_sequence_length
 
 @pytest.fixture
 def bucketed(one_rank, monkeypatch):
-    """A sharded optimizer of several buckets, with other moments for each parameter."""
+    """A sharded optimizer of several buckets, with different moments for each parameter."""
 
     def with_small_buckets(**settings):
         return DistributedDataParallelConfig(**settings, bucket_size=3000)
@@ -70,7 +70,7 @@ def test_parameters_behind_padding_are_in_their_place(bucketed):
     # Should this fail after an update of megatron-core, the fix has become unnecessary.
     assert misplaced(bucketed) > 0
     gather_with_padding(bucketed)
-    gather_with_padding(bucketed)  # the same as once
+    gather_with_padding(bucketed)  # a second call changes nothing
     assert misplaced(bucketed) == 0
 
 

@@ -1,4 +1,4 @@
-"""FLOPs by formula against torch's counts, and the paper's figures by its rule."""
+"""FLOPs by formula compared with torch's counts, and by the paper's rule with its figures."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def tensors():
     return theirs_of(SHAPE).state_dict()
 
 
-def test_older_folders_are_read_too(tensors):
+def test_tensors_of_older_folders_are_accepted(tensors):
     """Names have no prefix; there are causal masks, but no tied output layer."""
     expected = checked_tensors(tensors, SHAPE, "there")
     del tensors["lm_head.weight"]

@@ -1,4 +1,4 @@
-"""Hidden states and losses that a reader returns, against the whole model's."""
+"""Hidden states and losses of a reader, compared with those of the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's findings: active features, NVIDIA's Apex, and CUDA coverage."""
+"""The report of tools/doctor.py: active features, NVIDIA's Apex, and CUDA coverage."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _stand_in():
-    """Install it, as any other test of this process may have done before."""
+    """Install the stand-in, unless another test of this process already has."""
     assert cpu.install_cpu_stand_in() is True
 
 
 def test_cuda_tensors_are_made_on_the_cpu(monkeypatch):
     installed = torch.zeros
     assert cpu.install_cpu_stand_in() is True
-    assert torch.zeros is installed  # once
+    assert torch.zeros is installed  # installed once
     for device in ("cuda", "cuda:1", torch.device("cuda", 0)):
         assert torch.tensor([1.5], device=device).device == CPU
     assert torch.zeros(2, device="meta").device.type == "meta"
@@ -31,7 +31,7 @@ def test_cuda_tensors_are_made_on_the_cpu(monkeypatch):
 
 
 def test_fp32_is_not_tf32_whatever_the_container_sets():
-    torch.set_float32_matmul_precision("high")  # as NVIDIA's containers do by a variable
+    torch.set_float32_matmul_precision("high")  # the default in NVIDIA's containers
     assert layout._prepare_device() == CPU
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -61,7 +61,7 @@ def test_streams_of_megatrons_tracker_are_independent_of_the_default_stream(capl
 
 
 def test_functions_are_not_compiled():
-    """Compiled ones would run their code only once."""
+    """A compiled function would run its Python code only once."""
     calls = []
 
     @torch.compile

@@ -1,4 +1,4 @@
-"""Layouts that cannot run, and the device and precision that a rank gets."""
+"""Layouts that cannot run, and the device of a rank."""
 
 from __future__ import annotations
 
