@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import itertools
 import os
 import shutil
 import statistics
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import get_blend_from_list
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ from megatron_chameleon.blend.order import BlendOrder
 from megatron_chameleon.corpus.gigatoken import with_gigatoken
 from megatron_chameleon.corpus.indexed import HEADER, MAGIC, TYPE_CODES, VERSION, IndexedWriter
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
+from tests.unit.blend.inputs import dataset_config
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE, EOD, EOD_TOKEN = 50_257, 50_256, "<|endoftext|>"
@@ -79,14 +80,15 @@ def main() -> None:
 
 # Blended index: Megatron's helper in C++, ours, and the closed form up to 15T tokens.
 
-# Domains -> samples. With 1000 domains the compiled helper takes a microsecond per sample.
+# Number of domains -> number of samples. With 1000 domains, the compiled helper takes a microsecond
+# per sample.
 BLENDS = {7: 20_000_000, 17: 20_000_000, 1000: 2_000_000}
 INDEX_REPEATS = 9
 LOCATED_AT_ONCE = 8192
 
 
 def measure_index() -> Iterator[Row]:
-    """Time all of them, after compiling the kernels and checking the outputs."""
+    """Time the three orders, after compiling the kernels and checking the outputs."""
     for num_domains, num_samples in BLENDS.items():
         yield time_megatron_order(num_domains, num_samples)
     for num_domains in (*BLENDS, 5000):
@@ -94,7 +96,7 @@ def measure_index() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         permutations: tuple[Permutation, ...] = ("epoch", "feistel")
         small = sparse_domains(Path(folder), 3, 15 * 10**9, 1000)
-        for permutation in permutations:  # to load the kernels
+        for permutation in permutations:  # load the kernels
             time_first_and_last(small, permutation)
         large = sparse_domains(Path(folder), 1000, 15 * 10**12, 1_000_000)
         for permutation in permutations:
@@ -202,7 +204,7 @@ def sparse_domains(
 
 
 def random_weights(num_domains: int) -> NDArray[np.float64]:
-    """Weights of a fixed seed."""
+    """Random weights that are the same for each number of domains."""
     return np.random.default_rng(0).dirichlet(np.ones(num_domains))
 
 
@@ -215,9 +217,9 @@ def touched_arrays(num_samples: int) -> BlendedIndex:
 
 
 def measure_batches() -> Iterator[Row]:
-    """One gather per batch, compared with Megatron's collated items.
+    """Time reading a batch in one gather, compared with collating Megatron's items.
 
-    On one thread, with all tokens in the page cache; the batches are compared.
+    Both run on one thread, with all tokens in the page cache. Their batches must be equal.
     """
     batch_size, batches, repeats = 64, 40, 7
     num_samples = batch_size * batches * (repeats + 1)
@@ -236,20 +238,21 @@ def measure_batches() -> Iterator[Row]:
                     [samples[i] for i in ids]
                 ),
             }
-            for start in range(0, batch_size * batches, batch_size):  # these warm up, too
+            for start in range(0, batch_size * batches, batch_size):  # warms up, too
                 found, expected = (r(range(start, start + batch_size)) for r in readers.values())
                 assert torch.equal(found["domain"], expected.pop("dataset_id"))
                 for name, part in expected.items():
                     assert torch.equal(found[name], part), name
-            # Each repeat reads the next batches, as training does.
-            nexts = {name: iter(range(batches, batches * (repeats + 1))) for name in readers}
 
-            def repeat(name: str, readers: Any = readers, nexts: Any = nexts) -> None:
-                for _ in range(batches):
-                    first = next(nexts[name]) * batch_size
-                    readers[name](range(first, first + batch_size))
+            def repeat(read: Callable[[range], Any], starts: Iterator[int]) -> None:
+                """Read the next batches, as training does."""
+                for first in itertools.islice(starts, batches):
+                    read(range(first, first + batch_size))
 
-            runs = {name: partial(repeat, name) for name in readers}
+            runs = {
+                name: partial(repeat, read, itertools.count(batch_size * batches, batch_size))
+                for name, read in readers.items()
+            }
             row = compared(
                 f"batches of {batch_size} at sequence {seq_length}", interleaved(runs, repeats)
             )
@@ -259,10 +262,10 @@ def measure_batches() -> Iterator[Row]:
 
 
 def measure_build() -> Iterator[Row]:
-    """From .bin/.idx files in the page cache to a dataset; samples are compared.
+    """Time building a dataset from .bin/.idx files in the page cache, and compare samples.
 
-    Megatron's builder writes its indices to a folder; ours keeps them in memory, and is also timed
-    with such a folder.
+    Megatron's builder writes its indices to a folder. Our dataset keeps them in memory; it is also
+    timed with a cache folder.
     """
     num_documents, num_samples, seq_length = 1_000_000, 20_000_000, 512
     # Short documents: the time to build depends on their number, not on their tokens.
@@ -332,32 +335,15 @@ def our_samples(
     return BlendedTokens(data, schedule, num_samples, seq_length, seed=1234, cache=cache)
 
 
-@dataclasses.dataclass(frozen=True)
-class MegatronTokenizer:
-    """The tokenizer attributes that Megatron's datasets read."""
-
-    eod: int = EOD
-    vocab_size: int = VOCAB_SIZE
-
-    @property
-    def unique_identifiers(self) -> dict[str, Any]:
-        """What identifies it in Megatron's cache."""
-        return dataclasses.asdict(self)
-
-
 def megatron_samples(data_path: str, num_samples: int, seq_length: int, cache: Path) -> Any:
     """The train split of ``data_path`` by Megatron's own BlendedMegatronDatasetBuilder."""
-    config = GPTDatasetConfig(
+    config = dataset_config(
+        IDENTITY,
         random_seed=1234,
         sequence_length=seq_length,
         blend=get_blend_from_list(data_path.split()),
         split="1",
         path_to_cache=str(cache),
-        tokenizer=MegatronTokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
     )
     sizes = [num_samples, 0, 0]
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
@@ -392,7 +378,7 @@ def measure_preprocess(num_bytes: int = 200_000_000, repeats: int = 5) -> Iterat
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(repeats):
             for name, command in commands.items():
-                os.sync()  # or this run waits for the other's dirty pages
+                os.sync()  # otherwise this run would wait for dirty pages of the last one
                 seconds[name].append(seconds_of(command))
         peaks = {name: peak_bytes_of(command) / 1e6 for name, command in commands.items()}
         yield compared(
@@ -408,7 +394,7 @@ def measure_preprocess(num_bytes: int = 200_000_000, repeats: int = 5) -> Iterat
 
 
 def compare_documents(corpus_folder: Path, their_prefix: Path) -> int:
-    """Check that each of their documents is the next one in one of our splits; return their tokens.
+    """Check that our splits hold their documents in their order; return the number of tokens.
 
     The texts are all different, so the split of each document is unambiguous.
 

@@ -10,13 +10,11 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megatron_chameleon.artifacts.files import write_json
+from megatron_chameleon.artifacts.provenance import machine_info, package_versions
 from megatron_chameleon.errors import STOPPED_STATUS
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -79,23 +77,17 @@ def compared(what: str, seconds: Mapping[str, Sequence[float]], **more: Any) -> 
 
 
 def format_row(row: Mapping[str, Any]) -> str:
-    """A row on one line."""
+    """Format a row on one line."""
     parts = [f"{name} {times:.1f}x" for name, times in row["times_faster"].items()]
     return f"{row['what']}: {', '.join(parts)}; theirs {row['seconds']['theirs']:.3g} s"
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the cores this process may use, memory, and software versions."""
-    with open("/proc/cpuinfo", encoding="utf-8") as stream:
-        models = [line.split(":", 1)[1].strip() for line in stream if line.startswith("model name")]
-    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    """The machine, software versions, and the load average before the measurement."""
     return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9),
-        "system": platform.platform(),
+        **machine_info(),
         "python": platform.python_version(),
-        "packages": {name: installed.get(name) for name in PACKAGES},
+        "packages": package_versions(PACKAGES),
         "load_at_start": os.getloadavg()[0],
     }
 

@@ -21,7 +21,7 @@ LINES_AT_ONCE = 32
 
 
 class Encoder:
-    """The work of a worker process, which opens the tokenizer once."""
+    """Encodes documents in a worker process, which opens the tokenizer once."""
 
     tokenizer: tokenizers.Tokenizer
     eod_id: int

@@ -53,7 +53,7 @@ def run_within(
         return None
     finally:
         _stop_marked(mark)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the process is stuck in a driver
             process.wait(1)
 
 

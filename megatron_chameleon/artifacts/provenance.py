@@ -64,6 +64,18 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def machine_info() -> dict[str, Any]:
+    """Processor, cores that this process may use, memory in GB, and operating system."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+        "system": platform.platform(),
+    }
+
+
 def git_commit() -> str | None:
     """Commit of the source tree, "+changes" if it is modified; None outside a checkout."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]

@@ -11,9 +11,6 @@ import datetime
 import functools
 import itertools
 import math
-import os
-import platform
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from scipy.special import stdtrit
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
+from megatron_chameleon.artifacts.provenance import machine_info
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import figures, tables
 from megatron_chameleon.report.comparison import require_same_evaluation
@@ -488,17 +486,12 @@ def _record(compared: MethodComparison) -> dict[str, Any]:
     layout = CheckpointRecord.load(checkpoint_folders(runs[0].root)[-1]).layout
     commits = dict.fromkeys(run.provenance.git_commit for run in runs)
     seconds = compared.options.wall_seconds
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    model = re.search(r"^model name\s*: (.*)", cpu, re.MULTILINE)
     return {
         "date": datetime.date.today().isoformat(),
         "machine": {
             "device": layout["device"],
             "devices_of_a_base_run": layout["world_size"],
-            "processor": model[1] if model else platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-            "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-            "system": platform.platform(),
+            **machine_info(),
         },
         "versions": runs[0].provenance.versions,
         "git_commits": [commit for commit in commits if commit],

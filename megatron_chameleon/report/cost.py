@@ -172,8 +172,8 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
             row.append(text if ratio else MISSING)
         rows.append([*row, format_flops(mixture.paper_flops)] if by_paper else row)
     notes = [
-        "Includes the proxies and embeddings that a mixture was made from. What several mixtures "
-        "share counts for each of them here, and once in the total of the run."
+        "Costs include the proxies and embeddings that a mixture was made from. Inputs of several "
+        "mixtures count for each of them here, and once in the total of the run."
     ]
     if by_paper:
         header.append("FLOPs as the paper counts")

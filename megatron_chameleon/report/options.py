@@ -66,7 +66,7 @@ class CompareMethodsOptions(CheckedOptions):
                 )
         if self.record is not None:
             if self.command is None:
-                raise UserError("--record also needs --command, the line that made the runs")
+                raise UserError("--record needs --command, the command line that made the runs")
             if self.record.suffix != ".json":
                 raise UserError(f"--record {self.record}: the name must end in .json")
 

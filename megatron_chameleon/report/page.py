@@ -67,8 +67,11 @@ SECTIONS = {
     "weights": ("Weights", "Each domain's share of the training tokens."),
     "downstream": ("Downstream tasks", "Accuracy of each model on benchmark tasks."),
     "cost": ("Cost", "The cost to obtain each mixture, and that of every stage."),
-    "curves": ("Loss curves", "The loss during training, over all domains and on each."),
-    "tokens": ("Target and actual tokens", "Tokens by weight, and as sampled in training."),
+    "curves": ("Loss curves", "The loss during training, over all domains and per domain."),
+    "tokens": (
+        "Target and actual tokens",
+        "Target tokens by weight, and tokens sampled in training.",
+    ),
     "affinity": ("Affinity", "Similarity of the domains' embeddings."),
     "stability": ("Stability", "Change of the weights over the hyperparameters of the sweep."),
     "windows": ("Map of windows", "The embedded windows of text, in two dimensions."),
@@ -249,10 +252,12 @@ def _origins_section(
     cells = []
     for name in names:
         run, result = folder.base_runs.get(name), folder.evaluations.get(name)
-        counts = [f"{run.parameters:,}", f"{run.tokens:,}"] if run else []
-        trained = [run.mixture_method, *counts, run.status] if run else [MISSING] * 4
-        evaluated = [f"{result.step:,}", result.checkpoint_hash[:HASH_DIGITS]] if result else []
-        cells.append([name, labels[name], *trained, *(evaluated or [MISSING] * 2)])
+        trained, evaluated = [MISSING] * 4, [MISSING] * 2
+        if run is not None:
+            trained = [run.mixture_method, f"{run.parameters:,}", f"{run.tokens:,}", run.status]
+        if result is not None:
+            evaluated = [f"{result.step:,}", result.checkpoint_hash[:HASH_DIGITS]]
+        cells.append([name, labels[name], *trained, *evaluated])
     header = ["run", "label", "method", "parameters", "training tokens", "status"]
     header += ["evaluated at step", "checkpoint"]
     return Section(

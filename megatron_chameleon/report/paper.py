@@ -33,16 +33,16 @@ from megatron_chameleon.report.tables import (
     formatted,
 )
 
-# Before the titles of tables with columns of both sides, and before the headings of the paper's.
+# Prefixes of the titles of tables with columns of both sides, and of the paper's columns.
 TITLE, PAPER = "Next to the paper: ", "paper: "
-# The paper does not print the training tokens of its base models; these are the assumptions of
-# examples/hyperparameters.sh. The 10,000 steps are the paper's for fine-tuning.
+# The paper does not print the training tokens of its base models. These values are assumed, as in
+# examples/hyperparameters.sh; for fine-tuning, the paper prints the 10,000 steps.
 ASSUMED_STEPS, ASSUMED_SEQ_LENGTH = 10_000, 1024
 # Runs with half to twice as many tokens match the setting.
 TOKEN_FACTOR = 2.0
 SHOTS = [0, 1, 2, 3, 4, 5]
 PREFIXES = ("redpajama", "slimpajama", "thepile", "pile", "wiki40b", "thestack", "stack")
-# Methods that the paper's columns name differently.
+# Method of a mixture -> the paper's name of it, where they differ.
 PAPER_METHODS = {"chameleon-pretrain": "chameleon"}
 
 
@@ -85,7 +85,7 @@ class Setting:
         return ASSUMED_STEPS * self.batch_size * ASSUMED_SEQ_LENGTH
 
     def matches(self, run: TrainingRun | None) -> bool:
-        """Whether ``run`` has this model, about as many tokens, and started likewise."""
+        """Whether ``run`` has this model, about as many tokens, and the same kind of start."""
         if run is None or run.model.get("size") != self.model:
             return False
         is_near = self.tokens / TOKEN_FACTOR <= run.tokens <= self.tokens * TOKEN_FACTOR
@@ -124,7 +124,7 @@ def printed_figures(table: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def paper_names(setting: Setting, domains: Iterable[str]) -> dict[str, str] | None:
-    """Domain -> the paper's name of it; None unless they are all of its domains, each once."""
+    """Domain -> the paper's name of it; None unless all of the paper's domains occur once."""
 
     def plain(name: str) -> str:
         return "".join(sign for sign in name.casefold() if sign.isalnum() or sign == "+")
@@ -136,7 +136,7 @@ def paper_names(setting: Setting, domains: Iterable[str]) -> dict[str, str] | No
     names = {}
     for domain in domains:
         name = plain(domain)
-        # Without the name of the data set in front.
+        # The name of the data set in front is ignored.
         prefix = next((p for p in PREFIXES if name.startswith(p)), "")
         names[domain] = known.get(name) or known.get(name.removeprefix(prefix)) or ""
     return names if sorted(names.values()) == sorted(column.printed) else None
@@ -229,12 +229,12 @@ def _both_sides(
     """The runs' columns, then the paper's, with averages and counts over the same rows.
 
     Args:
-        noun: for a row, domain or task.
-        setting: of the paper.
+        noun: what a row is, "domain" or "task".
+        setting: setting of the paper.
         sides: figures of the runs by label, and of the paper by method, with the same rows.
         both: the rows in averages and counts.
         baseline: label of the runs' baseline, if there is one.
-        notes: after that on the paper.
+        notes: notes that follow the one on the paper.
     """
     form, best = (format_perplexity, min) if noun == "domain" else ("{:.1f}".format, max)
     (printed, *_), title = (

@@ -50,7 +50,6 @@ def weight_tables(folder: RunFolder) -> list[Table]:
     """
     found, shown = [], set()
     modes = {name: mode_of(name, mixture) for name, mixture in folder.mixtures.items()}
-    pretrain = [name for name, mode in modes.items() if mode == "pretrain"]
     finetune = [name for name, mode in modes.items() if mode == "finetune"]
     for name in finetune:
         mixture, columns = folder.mixtures[name], Columns()
@@ -62,7 +61,7 @@ def weight_tables(folder: RunFolder) -> list[Table]:
         }
         # Its pretraining partner is the mixture of the same name.
         partner = name.replace("finetune", "pretrain")
-        if partner in pretrain:
+        if modes.get(partner) == "pretrain":
             other = folder.mixtures[partner]
             columns |= weight_columns("pretraining", other.weights, other)
             shown.add(partner)
@@ -125,8 +124,8 @@ def token_tables(folder: RunFolder) -> list[Table]:
         gap = percent(actual.sum() / goal - 1) if goal else MISSING
         total = ["total", count(goal), count(actual.sum()), gap, ""]
         notes = [
-            "Targets are the weights times all steps done; epochs are passes over the domain's "
-            "training tokens."
+            "Targets are the weights times the tokens of all completed steps; epochs are passes "
+            "over the domain's training tokens."
         ]
         if len(run.mixture_phases) > 1:
             notes.append("The weights changed during training.")
