@@ -98,10 +98,9 @@ class ScorerLM(TemplateLM):
         texts = list(dict.fromkeys(t for c, more in pairs for t in (c.rstrip(), c + more)))
         self._encoded = dict(zip(texts, self._encode(texts), strict=True))
         try:
-            found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+            return super().loglikelihood(requests, disable_tqdm=True)
         finally:
             self._encoded = {}
-        return found
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False

@@ -68,7 +68,7 @@ def evaluate(perplexity_options):
     st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))),
     st.integers(1, 200),
 )
-def test_chosen_windows_fit_the_limit_and_are_spread(sizes, window, more):
+def test_chosen_windows_fit_the_limit_and_are_evenly_spaced(sizes, window, more):
     ends = np.cumsum(sizes)
     windows = cut_windows(ends - sizes, np.array(sizes), *window)
     max_tokens = window[0] + more

@@ -67,7 +67,7 @@ def test_resamples_with_warnings_are_counted():
 
 
 @pytest.mark.parametrize("offset", [8, 32])
-def test_weights_are_the_same_wherever_the_vectors_lie(offset):
+def test_weights_do_not_depend_on_memory_alignment(offset):
     """Bit-identical, so that a repeated command writes the same mixture."""
     windows = windows_of([40, 33, 7, 130], h=37)
     moved = [at_offset(vectors, offset) for vectors in windows]

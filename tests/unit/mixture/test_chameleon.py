@@ -101,7 +101,7 @@ def test_float32_embeddings_with_a_large_mean_keep_their_differences():
 
 
 @pytest.mark.parametrize("scale", [1e-200, 1.0, 1e200])
-def test_the_nearest_are_those_of_the_largest_cosines(scale):
+def test_nearest_rows_have_the_largest_cosines(scale):
     features = np.random.default_rng(1).normal(size=(8, 5))
     norms = np.linalg.norm(features, axis=1)
     cosines = features @ features.T / np.outer(norms, norms)
@@ -153,7 +153,7 @@ def centred_domains_with_norms(squared_norms: np.ndarray, width: int) -> np.ndar
     ("column", "mode"),
     [(SLIMPAJAMA, "pretrain"), (PILE, "pretrain"), (WIKI40B, "finetune"), (STACK, "finetune")],
 )
-def test_the_reference_recipe_reaches_the_printed_tables(column, mode):
+def test_reference_recipe_reproduces_the_papers_tables(column, mode):
     temperature = 5.0 if mode == "pretrain" else 0.2
     scores = scores_behind(column, mode, temperature)
     assert scores.min() > 0
@@ -177,7 +177,7 @@ def test_scaled_equals_the_reference_at_seven_domains_and_the_same_ridge():
 
 
 @pytest.mark.parametrize("mode", ["pretrain", "finetune"])
-def test_scaled_stays_spread_over_three_thousand_domains(mode):
+def test_scaled_weights_of_three_thousand_domains_are_not_one_hot(mode):
     rng = np.random.default_rng(11)
     spectrum, tails = np.arange(1, 129) ** -0.75, np.exp(rng.normal(size=(3000, 1)))
     weights = weigh(rng.normal(size=(3000, 128)) * spectrum * tails, mode, "scaled").weights
@@ -186,7 +186,7 @@ def test_scaled_stays_spread_over_three_thousand_domains(mode):
 
 @settings(deadline=None, max_examples=25)
 @given(seeds, recipes, modes, st.floats(1e-6, 1e6))
-def test_rotation_and_permutation_carry_over_and_scaled_has_no_units(seed, recipe, mode, factor):
+def test_weights_under_rotation_permutation_and_change_of_units(seed, recipe, mode, factor):
     rng = np.random.default_rng(seed)
     embeddings = rng.normal(size=(8, 10)) + rng.normal(size=10)
     rotation = np.linalg.qr(rng.normal(size=(10, 10)))[0]
@@ -235,7 +235,7 @@ def test_scores_and_weights_are_those_of_the_definition(seed, recipe, mode):
 
 
 @given(seeds, recipes, modes, st.floats(1e-300, 1e300))
-def test_equal_priors_give_the_plain_weights_to_the_bit(seed, recipe, mode, value):
+def test_equal_priors_give_bit_identical_weights(seed, recipe, mode, value):
     embeddings, _ = problem(seed)
     plain = weigh(embeddings, mode, recipe)
     same = weigh(embeddings, mode, recipe, np.full(len(embeddings), value))

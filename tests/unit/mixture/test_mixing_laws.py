@@ -62,7 +62,7 @@ def test_the_objective_is_the_penalised_mean_huber_loss_and_has_its_gradient():
         np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_laws_that_made_the_losses_are_found():
+def test_fit_recovers_the_laws_that_generated_the_losses():
     mixtures, losses = runs()
     found = fit_mixing_laws(mixtures, losses, LawSettings(ridge=0.0))
     others, expected = runs(seed=9)
@@ -73,8 +73,8 @@ def test_laws_that_made_the_losses_are_found():
     np.testing.assert_allclose(found.constant, TRUE.constant, atol=0.05)
 
 
-def test_leaving_one_out_does_not_make_a_law_of_noise_look_good():
-    """Ten runs, ten unknowns, no ridge: fits that start near the full fit must not leak it."""
+def test_cross_validation_exposes_a_fit_to_noise():
+    """Ten runs, ten unknowns, no ridge: starting near the full fit must not leak held-out runs."""
     rng = np.random.default_rng(80)
     mixtures = rng.dirichlet(np.full(8, 0.4), 10)
     losses = 3 + rng.normal(0, 0.1, (10, 1))
@@ -124,7 +124,7 @@ def curves(count=6, exponent=0.55, noise=0.0, seed=0):
     return constant, start, losses + noise * rng.normal(size=losses.shape)
 
 
-def test_each_curve_has_the_least_squares_at_the_shared_exponent():
+def test_power_laws_are_least_squares_fits_with_a_shared_exponent():
     """Compared with a general solver of non-negative least squares, also for rising curves."""
     constant, start, plain = curves()
     law = fit_power_laws(STEPS, plain)
@@ -148,7 +148,7 @@ def random_laws(rng, num_losses, num_domains):
     )
 
 
-def test_bounds_between_the_points_of_the_grid_still_give_a_mixture():
+def test_optimum_if_no_grid_point_lies_within_the_bounds():
     laws, shares = random_laws(np.random.default_rng(0), 2, 40), np.array([1.0, 0.0])
     low, high, start = np.full(40, 0.02), np.full(40, 0.04), np.full(40, 1 / 40)
     found = law_optimum(laws, shares, low, high, start)

@@ -78,7 +78,7 @@ def test_capped_weights_have_the_smallest_divergence(seed):
 
 @pytest.mark.parametrize("k", [2, 7, 59])
 def test_caps_that_sum_to_one_up_to_rounding_are_accepted(k):
-    """The budget is all of the text."""
+    """This happens if the token budget is all of the text."""
     caps = np.ones(k) * (1.0 / k) * (1 - 1e-15)
     found = capped_weights(np.full(k, 1 / k), caps)
     np.testing.assert_allclose(found, caps, rtol=1e-12)
