@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import glob
 import os
 import re
 import secrets
@@ -366,7 +365,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
         except OSError:  # a disk without locks
             is_alone = False
         if is_alone:  # remove staging directories of killed processes of this machine
-            for stale in staging.parent.glob(f"{glob.escape(host)}-*"):
+            for stale in staging.parent.glob("*"):
                 if stale.name.rsplit("-", 2)[0] == host:
                     shutil.rmtree(stale, ignore_errors=True)
         try:

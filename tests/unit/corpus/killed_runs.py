@@ -69,6 +69,7 @@ def main(folder: Path, shard_bytes: int) -> None:
         encoding=EncoderOptions(encoder="own"),  # without the time that comparing takes
         split="60,20,20",
         shard_bytes=shard_bytes,
+        workers=1,
     )
     output = folder / "killed"
     killed = dataclasses.replace(options, output=output)

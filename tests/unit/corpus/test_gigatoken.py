@@ -118,7 +118,8 @@ def test_the_own_library_encodes_a_corpus_where_ids_disagree(
     def corpus(encoder):
         source, encoding = source_options(f"a={path}"), EncoderOptions(encoder=encoder)
         options = PreprocessOptions(source, tmp_path / encoder, tmp_path / "x", encoding=encoding)
-        return make_corpus(dataclasses.replace(options, split="60,20,20", shard_bytes=256))
+        small = dataclasses.replace(options, split="60,20,20", shard_bytes=256)
+        return make_corpus(dataclasses.replace(small, workers=1))
 
     own = corpus("own")
     with pytest.warns(UserWarning, match="differently"):
