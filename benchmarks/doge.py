@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from benchmarks.measure import device_file, interleaved, machine, put_row
-from megatron_chameleon.methods.doge.hook import GradientAlignment
+from megatron_chameleon.methods.doge.compute import GradientAlignment
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed

@@ -41,7 +41,7 @@ from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.windows import draw_windows
-from megatron_chameleon.methods.chameleon.options import ExtractionOptions
+from megatron_chameleon.methods.chameleon import ExtractionOptions
 from megatron_chameleon.model.sizes import model_size
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import ParallelOptions

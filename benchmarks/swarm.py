@@ -62,7 +62,7 @@ def measured(
     import numpy as np
 
     from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
-    from megatron_chameleon.methods.swarm.options import SwarmOptions
+    from megatron_chameleon.methods.swarm import SwarmOptions
     from megatron_chameleon.methods.swarm.swarm import train_swarm
     from tests.small_corpus import write_small_corpus
 

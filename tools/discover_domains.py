@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron_chameleon.cli import run_tool
-from megatron_chameleon.methods.discovery.options import DiscoverOptions
+from megatron_chameleon.methods.discovery import DiscoverOptions
 
 
 def main(options: DiscoverOptions) -> None:

@@ -7,7 +7,7 @@ import os
 
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import STOPPED_STATUS
-from megatron_chameleon.methods.sweep.options import SweepOptions
+from megatron_chameleon.methods.sweep import SweepOptions
 
 
 def main(options: SweepOptions) -> int | None:

@@ -74,7 +74,7 @@ def discover_methods() -> DiscoveredMethods:
         file_name = f"{module.name}/" if module.ispkg else f"{module.name}.py"
         try:
             imported = importlib.import_module(f"{methods.__name__}.{module.name}")
-        except Exception as error:  # a user's file may raise anything
+        except Exception as error:  # a user's module may raise any exception
             frames = traceback.extract_tb(error.__traceback__)
             lines = [f.lineno for f in frames if f.filename.endswith(f"/{module.name}.py")]
             where = f" (line {lines[-1]})" if lines else ""

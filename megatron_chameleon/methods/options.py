@@ -37,7 +37,7 @@ class ChosenDomainsOptions(MethodOptions):
     """Options of a method that can weigh a subset of the corpus's domains."""
 
     domains: str | None = None
-    """Domains to weigh, a,b,c; the others get weight 0. All of them by default."""
+    """Domains to weigh, a,b,c; the others get weight 0. Default: all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,28 @@ class ProxyOptions(TrainingOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProxyMethodOptions(MethodOptions):
-    """Options of a method whose mixture is computed by a proxy's training hook."""
+class TrainingMethodOptions(MethodOptions):
+    """Options of a method that trains proxies."""
 
     work_dir: Path | None = None
-    """Folder of the runs of the method; --output without .json by default."""
+    """Folder of the method's runs; default: --output without .json."""
+
+    @property
+    def runs_folder(self) -> Path:
+        """``--work-dir``, or its default.
+
+        Raises:
+            UserError: for the default if ``output`` does not end with .json.
+        """
+        if self.work_dir is not None:
+            return self.work_dir
+        if self.output.suffix != ".json":
+            raise UserError(f"--output {self.output}: must end with .json")
+        return self.output.with_suffix("")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProxyMethodOptions(TrainingMethodOptions):
+    """Options of a method whose mixture is computed by a proxy's training hook."""
+
     proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)

@@ -1,4 +1,4 @@
-"""Shared by the methods: selected domains, the epoch limit, the mixture file and its table."""
+"""Functions that methods share: domain selection, epoch limit, mixture file and table."""
 
 from __future__ import annotations
 
@@ -26,13 +26,23 @@ from megatron_chameleon.methods.options import ChosenDomainsOptions, MethodOptio
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.weights import capped_weights
 
-# A table of more domains than MAX_ROWS shows the heaviest and the lightest.
+# With more than MAX_ROWS domains, a table shows only the heaviest and the lightest.
 MAX_ROWS = 40
 HEAVIEST, LIGHTEST = 25, 10
 SMALL_WEIGHT = 1e-3
-# A larger weight is nearly all of the mixture.
+# A mixture with a weight above this consists almost only of that domain.
 ONE_HOT = 0.95
 MAX_NAMES = 10
+
+
+def warn(message: str) -> None:
+    """Warn that a mixture should be used with care."""
+    warnings.warn(message, MixtureWarning, stacklevel=3)
+
+
+def by_name(names: Iterable[str], values: Array) -> dict[str, Any]:
+    """Name -> value, or list of values, for JSON."""
+    return dict(zip(names, values.tolist(), strict=True))
 
 
 def format_names(names: Sequence[str]) -> str:
@@ -77,29 +87,43 @@ def require_training_tokens(corpus: Corpus, names: Iterable[str], purpose: str) 
             )
 
 
-def parse_share(item: str, target: str, names: Sequence[str]) -> tuple[str, float]:
-    """Split an item of ``--target``, ``a`` or ``a=2``, into its name and its share (default 1).
+def parse_shares(
+    target: str, names: Sequence[str], match: Callable[[str], str | None], hint: str = ""
+) -> Array:
+    """The shares [k] of ``names`` in a ``--target`` such as ``a`` or ``a=2,b=1``; 0 for the others.
 
     Args:
-        item: one of the comma-separated items of ``target``.
-        target: the whole value of ``--target``.
-        names: known names, which may contain an equals sign.
+        target: value of the option; an item without a share has share 1.
+        names: the k names to choose from, which may contain an equals sign.
+        match: returns the one of ``names`` that the user means; None for an unknown one.
+        hint: end of the message on a name that is unknown or repeated.
 
     Raises:
-        UserError: for a share that is not finite and > 0.
+        UserError: for an unknown or repeated name, no name, or a share that is not finite and > 0.
     """
-    if item in names or "=" not in item:
-        return item, 1.0
-    name, _, number = item.rpartition("=")
-    try:
-        share = float(number)
-    except ValueError:
-        share = math.nan
-    if not 0 < share < math.inf:
-        raise UserError(
-            f"--target {target}: share '{number.strip()}' of '{name.strip()}' must be finite, > 0"
-        )
-    return name.strip(), share
+    shares = dict.fromkeys(names, 0.0)
+    for item in filter(None, map(str.strip, target.split(","))):
+        name, number = item, "1"
+        if item not in names and "=" in item:
+            name, _, number = map(str.strip, item.rpartition("="))
+        try:
+            share = float(number)
+        except ValueError:
+            share = math.nan
+        if not 0 < share < math.inf:
+            raise UserError(
+                f"--target {target}: share '{number}' of '{name}' must be finite and > 0"
+            )
+        known = match(name)
+        if known is None or shares[known]:
+            problem = "unknown name" if known is None else "duplicate name"
+            raise UserError(
+                f"--target {target}: {problem} '{name}'; choose from {format_names(names)}{hint}"
+            )
+        shares[known] = share
+    if not any(shares.values()):
+        raise UserError(f"--target {target}: no name; choose from {format_names(names)}")
+    return np.array(list(shares.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +176,7 @@ class EpochLimit:
             unconstrained: [num_domains] float64 weights without the limit.
         """
         names, limited = list(self.tokens), self.apply(unconstrained)
-        weights = dict(zip(names, limited.tolist(), strict=True))
+        weights = by_name(names, limited)
         if self.token_budget is None:
             return {"weights": weights}
         epochs = implied_epochs(self.tokens, weights, self.token_budget)
@@ -161,18 +185,12 @@ class EpochLimit:
             return fields
         capped = [names[i] for i in np.flatnonzero((unconstrained > 0) & (limited == self.caps))]
         if capped:
-            warnings.warn(
+            warn(
                 f"--max-epochs {self.max_epochs:g} caps {format_names(capped)} in "
-                f"{self.token_budget:,} tokens, and raises the other weights",
-                MixtureWarning,
-                stacklevel=2,
+                f"{self.token_budget:,} tokens, and raises the other weights"
             )
-        before = dict(zip(names, unconstrained.tolist(), strict=True))
-        return fields | {
-            "max_epochs": self.max_epochs,
-            "unconstrained": before,
-            "capped": capped,
-        }
+        before = by_name(names, unconstrained)
+        return {**fields, "max_epochs": self.max_epochs, "unconstrained": before, "capped": capped}
 
 
 def epoch_limit(options: MethodOptions, corpus: Corpus, names: Sequence[str]) -> EpochLimit:
@@ -257,7 +275,7 @@ def write_and_print(mixture: Mixture, options: MethodOptions, heading: str, *clo
 
     Args:
         mixture: complete, with its cost.
-        options: of the method.
+        options: options of the method.
         heading: the line above the table: the method and its main settings.
         closing: lines under the table.
     """

@@ -5,21 +5,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import os
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from megatron_chameleon.artifacts import (
-    Corpus,
-    Mixture,
-    MixtureWarning,
-    Stopwatch,
-    TrainingRun,
-    provenance,
-)
+from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, TrainingRun, provenance
 from megatron_chameleon.artifacts.checkpoint import (
     CheckpointRecord,
     checkpoint_folders,
@@ -28,7 +20,14 @@ from megatron_chameleon.artifacts.checkpoint import (
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.options import ProxyMethodOptions, ProxyOptions
-from megatron_chameleon.methods.output import ONE_HOT, cost_totals, epoch_limit, write_and_print
+from megatron_chameleon.methods.output import (
+    ONE_HOT,
+    by_name,
+    cost_totals,
+    epoch_limit,
+    warn,
+    write_and_print,
+)
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import DogeState
 from megatron_chameleon.mixture.doremi import DoremiState
@@ -36,7 +35,7 @@ from megatron_chameleon.model.sizes import name_of
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.checkpointing import check_run_folder
-from megatron_chameleon.training.hook import HookFactory, TrainingHook
+from megatron_chameleon.training.hook import HookFactory, TrainingHook, load_hook
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import TrainingPlan, plan_training
 from megatron_chameleon.training.run_folder import FRESH_START
@@ -48,21 +47,9 @@ PROXY = "proxy"
 # Total-variation distance between the last and the mean weights above which a warning is issued.
 UNSETTLED_DISTANCE = 0.25
 MAX_TRAJECTORY_POINTS = 50
+T = TypeVar("T")
 State = TypeVar("State", DogeState, DoremiState)
 Options = TypeVar("Options", bound=ProxyMethodOptions)
-
-
-def resolve_work_dir(output: Path, work_dir: Path | None) -> Path:
-    """``--work-dir``, by default the path of the mixture without .json.
-
-    Raises:
-        UserError: if ``work_dir`` is None and ``output`` does not end with .json.
-    """
-    if work_dir is not None:
-        return work_dir
-    if output.suffix != ".json":
-        raise UserError(f"--output {output}: must end with .json")
-    return output.with_suffix("")
 
 
 def training_options(
@@ -77,6 +64,20 @@ def forward_only(options: ParallelOptions) -> ParallelOptions:
     """The parallelism of a model that is only evaluated: without interleaved pipeline stages."""
     names = [field.name for field in dataclasses.fields(ParallelOptions)]
     return ParallelOptions(**{name: getattr(options, name) for name in names})
+
+
+def on_rank_0(options: ParallelOptions, make: Callable[[], T]) -> T:
+    """Create process groups, call ``make`` on rank 0 and return its result on every rank.
+
+    Args:
+        options: parallelism of the runs that are trained before or after.
+        make: a function whose result can be pickled.
+
+    Raises:
+        UserError: on every rank, if ``make`` raises it.
+    """
+    with distributed(forward_only(options), seed=0):
+        return from_main(make)
 
 
 def train_proxy(
@@ -107,8 +108,7 @@ def train_proxy(
             pretrain(options, hook_factory=make_hook, stops=stops)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
-    with distributed(forward_only(options.parallel), seed=0):
-        return from_main(lambda: is_finished(options.run_dir))
+    return on_rank_0(options.parallel, lambda: is_finished(options.run_dir))
 
 
 def is_finished(run_dir: Path) -> bool:
@@ -130,14 +130,20 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
         self, names: Sequence[str], weighted: Sequence[int], state: State, settings: dict[str, Any]
     ) -> None:
         super().__init__()
-        self.names, self.weighted, self.settings = list(names), weighted, settings
+        self.names, self.weighted, self.settings = list(names), list(weighted), settings
         self.state: State = state
+
+    def of_domains(self, weights: Array) -> dict[str, float]:
+        """Domain -> weight; 0 for domains that are not in ``weighted``."""
+        every = np.zeros(len(self.names))
+        every[self.weighted] = weights
+        return by_name(self.names, every)
 
     def metrics(self) -> dict[str, Any]:
         """Weights after the last step, their mean, and the total distance they moved."""
         return {
-            "weights": by_name(self.names, self.weighted, self.state.weights),
-            "mean_weights": by_name(self.names, self.weighted, self.state.mean),
+            "weights": self.of_domains(self.state.weights),
+            "mean_weights": self.of_domains(self.state.mean),
             "moved": self.state.moved,
         }
 
@@ -171,12 +177,6 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
             ) from None
 
 
-def by_name(names: Sequence[str], weighted: Sequence[int], weights: Array) -> dict[str, float]:
-    """Domain -> weight; 0 for domains that are not in ``weighted``."""
-    found = dict(zip(weighted, weights.tolist(), strict=True))
-    return {name: found.get(position, 0.0) for position, name in enumerate(names)}
-
-
 class ProxyMethod(abc.ABC, Generic[Options, State]):
     """Base class of methods whose mixture is the mean of the weights in a proxy's training hook.
 
@@ -186,7 +186,6 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
     Attributes:
         options: options of the method.
         corpus: corpus whose domains are weighed.
-        weighted: positions of the domains that get a weight; all by default.
         work_dir: folder of the runs.
         run: training options of the proxy.
         plan: training plan of the proxy.
@@ -197,13 +196,11 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    hook: ClassVar[type[MeanWeightsHook[Any]]]
 
     def __init__(self, options: Options) -> None:
         self.options, self.corpus = options, Corpus.load(options.corpus)
-        self.weighted: Sequence[int] = range(len(self.corpus.names))
         check_output(options.output, Mixture.KIND)
-        self.work_dir = resolve_work_dir(options.output, options.work_dir)
+        self.work_dir = options.runs_folder
         self.run = training_options(options.proxy, options.corpus, self.work_dir / PROXY)
         self.plan = plan_training(self.run)
 
@@ -223,16 +220,13 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
                 training; later, for errors of the training.
         """
         stops = stops or StopRequests(options.proxy.stopping)
-        parallel = forward_only(options.proxy.parallel)
-        with distributed(parallel, seed=0):
-            method = from_main(lambda: cls(options))
-        proxy = f"{cls.title}'s proxy"
+        parallel, proxy = options.proxy.parallel, f"{cls.title}'s proxy"
+        method = on_rank_0(parallel, lambda: cls(options))
         if not method.prepare(stops) or not train_proxy(
             method.run, stops, method.make_hook, name=proxy
         ):
             return False
-        with distributed(parallel, seed=0):
-            from_main(method.write_mixture)
+        on_rank_0(parallel, method.write_mixture)
         return True
 
     def prepare(self, stops: StopRequests) -> bool:
@@ -261,39 +255,34 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             except UserError:  # damaged: training reports it and resumes from the one before
                 continue
             try:
-                self.load_state(record)
+                self.load_hook(record)
             except UserError as error:
                 raise UserError(f"{self.run.run_dir}: {error}") from None
             return
 
-    def finished(self) -> tuple[TrainingRun, str, State]:
-        """The finished run, the hash of its weights, and the final state of its hook.
+    def finished(self) -> tuple[TrainingRun, MeanWeightsHook[State], dict[str, str]]:
+        """The finished run, its hook, and the name and hash of its weights for the provenance.
 
         Raises:
             UserError: if it was trained with another hook.
         """
         run = TrainingRun.load(self.run.run_dir)
         record = CheckpointRecord.load(step_folder(run.root, run.step))
-        return run, record.hash, self.load_state(record)
+        return run, self.load_hook(record), {"proxy": record.hash}
 
-    def load_state(self, record: CheckpointRecord) -> State:
-        """The state of the hook in a checkpoint.
+    def load_hook(self, record: CheckpointRecord) -> MeanWeightsHook[State]:
+        """The hook with its state in a checkpoint.
 
         Raises:
-            UserError: if it belongs to another hook, or was produced by other settings.
+            UserError: if the state is of another hook, or was produced by other settings.
         """
-        if record.hook is None or record.hook.name != self.hook.__name__:
-            other = f"the hook {record.hook.name}" if record.hook else "no hook"
-            raise UserError(
-                f"the proxy was trained with {other}, not one of {self.title}; {FRESH_START}"
-            )
         hook = self.make_hook(self.plan, None)
-        hook.load_state_dict(record.hook.state)
-        return hook.state
+        load_hook(hook, record)
+        return hook
 
     def write_mean_weights(
         self,
-        state: State,
+        hook: MeanWeightsHook[State],
         steps: int,
         runs: Sequence[TrainingRun],
         *,
@@ -309,7 +298,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         Warns if the weights collapsed onto a domain, or had not converged at the end.
 
         Args:
-            state: final state of the hook.
+            hook: the proxy's hook, in its final state.
             steps: number of steps, without skipped ones.
             runs: runs trained for the mixture, the proxy last.
             settings: parameters of the method, for the mixture file.
@@ -320,36 +309,31 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             hint: end of the warnings: options to change.
         """
         stopwatch, options, names = Stopwatch(), self.options, self.corpus.names
-        last = by_name(names, self.weighted, state.weights)
-        mean = by_name(names, self.weighted, state.mean)
+        last, mean = hook.of_domains(hook.state.weights), hook.of_domains(hook.state.mean)
         changes = {name: abs(last[name] - mean[name]) for name in names}
-        last_from_mean, per_step = sum(changes.values()) / 2, state.moved / max(steps, 1)
+        last_from_mean, per_step = sum(changes.values()) / 2, hook.state.moved / max(steps, 1)
         heaviest, farthest = max(names, key=mean.__getitem__), max(names, key=changes.__getitem__)
         if mean[heaviest] > ONE_HOT:
-            warnings.warn(
+            warn(
                 f"'{heaviest}' has {mean[heaviest]:.0%} of the weight, so the other domains are "
-                f"hardly trained on; {hint}",
-                MixtureWarning,
-                stacklevel=2,
+                f"hardly trained on; {hint}"
             )
         if last_from_mean > UNSETTLED_DISTANCE:
-            warnings.warn(
+            warn(
                 f"the weights have not converged: the total-variation distance of the last ones "
                 f"from their mean is {last_from_mean:.2f} ('{farthest}': {last[farthest]:.3f}, "
-                f"mean {mean[farthest]:.3f}); {hint}, or train for more steps",
-                MixtureWarning,
-                stacklevel=2,
+                f"mean {mean[farthest]:.3f}); {hint}, or train for more steps"
             )
-        logged = [
-            (line["step"], line["hook"]["weights"])
+        logged = {
+            line["step"]: line["hook"]["weights"]
             for line in runs[-1].metrics()
             if "weights" in (line.get("hook") or {})
-        ]
+        }
+        later = list(logged.values())[len(logged) // 2 :]
         stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
-        shown = logged[::-stride][::-1]  # includes the last step
-        later = [weights for _step, weights in logged[len(logged) // 2 :]]
+        shown = list(logged)[::-stride][::-1]  # includes the last step
         own = stopwatch.cost(num_devices=runs[-1].cost.num_devices)
-        total = sum((run.cost for run in runs), own)
+        size = {"model_size": name_of(self.plan.shape.size), "train_iters": self.run.train_iters}
         mixture = Mixture(
             **epoch_limit(options, self.corpus, names).mixture_fields(
                 np.array(list(mean.values()))
@@ -357,10 +341,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             method=self.name,
             parameters={
                 **settings,
-                "proxy": {
-                    "model_size": name_of(self.plan.shape.size),
-                    "train_iters": self.run.train_iters,
-                },
+                "proxy": size,
                 "last_weights": last,
                 "last_from_mean": last_from_mean,
                 "moved_per_step": per_step,
@@ -370,15 +351,15 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
                     if later
                 },
                 "trajectory": {
-                    "steps": [step for step, _weights in shown],
-                    "weights": {name: [w[name] for _step, w in shown] for name in names},
+                    "steps": shown,
+                    "weights": {name: [logged[step][name] for step in shown] for name in names},
                 },
-                "steps_averaged": state.counted,
+                "steps_averaged": hook.state.counted,
                 "made_from": [os.path.relpath(run.root, options.output.parent) for run in runs],
-                "total_cost": cost_totals(total),
+                "total_cost": cost_totals(sum((run.cost for run in runs), own)),
                 "paper_flops": paper_flops,
             },
-            scores=dict(zip(names, scores.tolist(), strict=True)),
+            scores=by_name(names, scores),
             provenance=provenance(options, {"corpus": self.corpus.hash, **inputs}),
             cost=own,
         )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_chameleon.methods.chameleon.options import (
+from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
     ExtractionOptions,
     RecipeOptions,
 )
+from megatron_chameleon.methods.discovery import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.methods.discovery.discover import discover_domains
-from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
+from megatron_chameleon.methods.doge import DogeOptions, DogeRule
 from megatron_chameleon.methods.doge.compute import Doge
-from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
+from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.doremi.compute import Doremi
-from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
 from tests.distributed import cases
 from tests.distributed.cases import Case, Places

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 from megatron_chameleon.cli import parse_options, take_values
 from megatron_chameleon.evaluation.options import DownstreamOptions, PerplexityToolOptions
 from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
-from megatron_chameleon.methods.sweep.options import SweepOptions
+from megatron_chameleon.methods.sweep import SweepOptions
 from megatron_chameleon.report.options import CompareMethodsOptions, ReportOptions
 from megatron_chameleon.training.options import PretrainOptions
 

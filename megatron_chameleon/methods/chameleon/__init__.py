@@ -5,8 +5,135 @@ Xie, Tonin, Cevher: Chameleon, ICML 2025.
 
 from __future__ import annotations
 
-from megatron_chameleon.methods.chameleon.options import ChameleonOptions
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.options import ChosenDomainsOptions
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.ranges import (
+    CheckedOptions,
+    Count,
+    InsideUnit,
+    Positive,
+    Seed,
+    SeveralRepetitions,
+)
+
+if TYPE_CHECKING:
+    from megatron_chameleon.mixture import Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingOptions(CheckedOptions):
+    """Embedding of text windows with a proxy."""
+
+    layer: int | None = None
+    """Use hidden states after this many layers; default: the middle layer."""
+    window_length: Count | None = None
+    """Maximum tokens per window; default: the proxy's sequence length."""
+    embedding_batch_size: Count = 32
+    """Windows per forward pass and rank; does not change the result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtractionOptions(EmbeddingOptions):
+    """Sampling and embedding of text windows; an embedding store holds one set of these options."""
+
+    final_norm: bool = False
+    """Apply the proxy's final layer norm to the hidden states before averaging them; the authors'
+    code does not."""
+    num_windows: Count = 4096
+    """Windows sampled per domain (paper: 4k)."""
+    cross_documents: bool = False
+    """Let windows cross document boundaries, as in the authors' code."""
+    extraction_seed: Seed = 0
+    """Random seed of the sampled windows."""
+    embedding_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The proxy's compute precision. 'bfloat16' is faster where the device supports it, but less
+    exact; means over tokens and windows are taken in float32 either way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeOptions(CheckedOptions):
+    """From domain embeddings to weights."""
+
+    recipe: Literal["reference", "paper", "scaled"] = "reference"
+    """'reference': as in the authors' code; 'paper': as in the paper's equations; 'scaled': for
+    many domains."""
+    ridge: Positive | None = None
+    """Ridge regularization of the leverage scores; default: the recipe's."""
+    temperature: Positive | None = None
+    """Softmax temperature; default: the recipe's."""
+    center: bool | None = None
+    """Subtract the mean of the domain embeddings; default: the recipe's choice."""
+    normalize: bool | None = None
+    """Divide the scores by their sum; default: the recipe's choice."""
+    bootstrap_resamples: SeveralRepetitions = 1000
+    """Bootstrap resamples of the windows for the confidence intervals."""
+    confidence: InsideUnit = 0.95
+    """Confidence level of the intervals."""
+    precision: Positive = 0.01
+    """Desired half width of the intervals, for the printed estimate of the windows needed."""
+
+    def resolve(self) -> Recipe:
+        """The named recipe with user-supplied hyperparameters.
+
+        Raises:
+            UserError: for a combination that no recipe can have.
+        """
+        from megatron_chameleon.mixture.chameleon import resolve_recipe
+
+        try:
+            return resolve_recipe(
+                self.recipe,
+                center=self.center,
+                normalize=self.normalize,
+                ridge=self.ridge,
+                # A user-supplied ridge or temperature is absolute.
+                ridge_relative=None if self.ridge is None else False,
+                temperature_pretrain=self.temperature,
+                temperature_finetune=self.temperature,
+                temperature_relative=None if self.temperature is None else False,
+            )
+        except ValueError as error:
+            raise UserError(f"--recipe {self.recipe}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChameleonOptions(ChosenDomainsOptions):
+    """Embed every domain with a proxy model and turn leverage scores into domain weights."""
+
+    checkpoint: Path
+    """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
+    mode: Literal["pretrain", "finetune"] = "pretrain"
+    """'pretrain' upweights broad domains, 'finetune' distinct ones."""
+    store: Path | None = None
+    """Embedding store to reuse and extend; default: the folder 'embeddings' next to the output."""
+    keep: Path | None = None
+    """A mixture whose domains keep their relative weights. A new domain gets the weight that it has
+    among all domains."""
+    target: str | None = None
+    """Target of the mixture: domains (a,b; with shares: a=2,b=1) or a text file (.txt, or .jsonl
+    with documents in the field "text"). A text is embedded like the domains, and those nearest to
+    it gain weight. In pretraining the effect is largest with a small ridge, in fine-tuning with a
+    large one."""
+    target_strength: InsideUnit | None = None
+    """Strength of --target, above 0 (no effect) and below 1 (--target alone); default: 0.5."""
+    explain: bool = False
+    """Print the scores and nearest domains of each domain, and the effect of each
+    hyperparameter."""
+    extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
+    weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
+    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a strength without a target."""
+        super().__post_init__()
+        if self.target is None:
+            self.reject_changed(["target_strength"], "has no effect without --target")
 
 
 def run(options: ChameleonOptions) -> None:

@@ -45,16 +45,18 @@ from megatron_chameleon.embedding.embed import (
     sample_windows,
 )
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOptions
 from megatron_chameleon.methods.chameleon.explain import explain
-from megatron_chameleon.methods.chameleon.options import ChameleonOptions, ExtractionOptions
 from megatron_chameleon.methods.output import (
     ONE_HOT,
+    by_name,
     epoch_limit,
     format_names,
     format_weight,
-    parse_share,
+    parse_shares,
     require_training_tokens,
     select_domains,
+    warn,
     write_and_print,
 )
 from megatron_chameleon.mixture import (
@@ -82,7 +84,7 @@ from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
 if TYPE_CHECKING:
-    from megatron_chameleon.methods.discovery.options import DiscoverOptions
+    from megatron_chameleon.methods.discovery import DiscoverOptions
 
 TEXT_SUFFIXES = (".txt", ".jsonl")
 # Seeds the window sampling of a target text, which has no domain name.
@@ -97,10 +99,10 @@ class Target:
     """A parsed ``--target``.
 
     Attributes:
-        value: of the option.
-        strength: in (0, 1).
-        shares: [k], share of each domain in a target of domains.
-        text: the file of a target text.
+        value: value of ``--target``.
+        strength: effect of the target, in (0, 1).
+        shares: [k] share of each domain in a target of domains.
+        text: file of a target text.
         vector: [h] float64, the text's embedding: the mean over its windows.
         windows: number of windows of the text.
     """
@@ -126,10 +128,10 @@ class EmbeddingPlan:
     """A corpus and the proxy that embeds it, both checked.
 
     Attributes:
-        corpus: the corpus.
-        names: the selected domains.
-        checkpoint: of the proxy.
-        shape: of the proxy.
+        corpus: corpus whose domains are embedded.
+        names: selected domains.
+        checkpoint: checkpoint of the proxy.
+        shape: model shape of the proxy.
         embedding: recipe of the embedding store.
     """
 
@@ -145,12 +147,12 @@ class MixturePlan(EmbeddingPlan):
     """Checked options with their artifacts.
 
     Attributes:
-        options: of the method.
-        kept: the mixture of ``--keep``, whose domains retain their ratios.
-        target: of the mixture.
-        recipe: with user-supplied hyperparameters.
+        options: options of the method.
+        kept: mixture of ``--keep``, whose domains keep their relative weights.
+        target: target of the mixture, if any.
+        recipe: recipe of the weights, with user-supplied hyperparameters.
         store: folder of the embedding store.
-        provenance: of the mixture.
+        provenance: provenance of the mixture.
     """
 
     options: ChameleonOptions
@@ -216,7 +218,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
 
 
 def plan_mixture(options: ChameleonOptions) -> MixturePlan:
-    """Load and check what ``options`` name; nothing is written.
+    """Load and check the artifacts that ``options`` name. Writes nothing.
 
     Raises:
         UserError: for the first mistake found.
@@ -304,19 +306,9 @@ def parse_target(value: str | None, strength: float | None, names: Sequence[str]
         if not Path(value).is_file():
             raise UserError(f"--target {value}: no such file; pass a text file or domains")
         return Target(value, strength, text=Path(value))
-    shares: dict[str, float] = {}
-    for item in filter(None, map(str.strip, value.split(","))):
-        name, share = parse_share(item, value, names)
-        if name not in names or name in shares:
-            problem = "duplicate" if name in shares else "unknown"
-            raise UserError(
-                f"--target {value}: {problem} domain '{name}'; choose among {format_names(names)}, "
-                f"or pass a file that ends with {' or '.join(TEXT_SUFFIXES)}"
-            )
-        shares[name] = share
-    if not shares:
-        raise UserError(f"--target {value}: no domain; choose among {format_names(names)}")
-    return Target(value, strength, shares=np.array([shares.get(name, 0.0) for name in names]))
+    hint = f", or pass a file that ends with {' or '.join(TEXT_SUFFIXES)}"
+    shares = parse_shares(value, names, lambda name: name if name in names else None, hint)
+    return Target(value, strength, shares=shares)
 
 
 def read_text(path: Path, corpus: Corpus) -> TokenFile:
@@ -358,11 +350,11 @@ def weigh_means(
     Args:
         means: [k, h] float64, the domain embeddings.
         mode: "pretrain" or "finetune".
-        recipe: with user-supplied hyperparameters.
+        recipe: recipe of the weights, with user-supplied hyperparameters.
         prior: domain embeddings -> prior [k]; None without a target.
     """
     with warnings.catch_warnings():
-        # The warning gives positions; the caller warns with the domains' names.
+        # This warning lists positions; the caller's warning lists the domains' names.
         warnings.simplefilter("ignore", DegenerateScoreWarning)
         return chameleon_weights(means, mode, recipe, prior=prior and prior(means))
 
@@ -375,25 +367,24 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
 
     Args:
         plan: checked options; a target text is embedded.
-        store: with the vectors of ``plan.names``.
+        store: embedding store that holds the vectors of ``plan.names``.
 
     Returns:
-        The mixture, and lines on its certainty and, with ``--explain``, its causes.
+        The mixture, and lines to print: its uncertainty and the tables of ``--explain``.
 
     Raises:
         UserError: if a file of the store is damaged.
     """
     options, names, target = plan.options, plan.names, plan.target
     seed, weighting = options.extraction.extraction_seed, options.weighting
-    most = max(store.domains[name].windows for name in names)
-    group = group_size(len(names), most, store.hidden_size)
-    rows, resampled, counts = [], [], []
+    windows = {name: store.domains[name].windows for name in names}
+    group = group_size(len(names), max(windows.values()), store.hidden_size)
+    rows, resampled = [], []
     for name in names:
         vectors = store.vectors(name)
         rows.append(vectors.mean(axis=0, dtype=np.float64))
         resampled.append(grouped_windows(vectors, group, seed))
-        counts.append(len(vectors))
-    means = np.stack(rows)
+    means, fewest = np.stack(rows), min(windows.values())
     prior = target.prior if target else None
     result = weigh_means(means, options.mode, plan.recipe, prior)
     untargeted = weigh_means(means, options.mode, plan.recipe) if target else result
@@ -426,7 +417,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     flops = paper_flops(  # includes the proxy's training, even if several mixtures use it
         plan.shape.size,
         trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
-        embedded_tokens=sum(counts) * plan.embedding.window_length,
+        embedded_tokens=sum(windows.values()) * plan.embedding.window_length,
     )
     recipe = dataclasses.asdict(plan.recipe)
     parameters: dict[str, Any] = {
@@ -437,7 +428,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         "effective_ridge": result.effective_ridge,
         "effective_temperature": result.effective_temperature,
         "effective_dimension": result.effective_dimension,
-        "windows": dict(zip(names, counts, strict=True)),
+        "windows": windows,
         "bootstrap_resamples": resamples,
         "bootstrap_group": group,
         "paper_flops": flops,
@@ -447,17 +438,16 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         parameters["target"] = {
             "given": target.value,
             "strength": target.strength,
-            "prior": dict(zip(names, target.prior(means).tolist(), strict=True)),
-            "weights_without": dict(zip(names, without.tolist(), strict=True)),
+            "prior": by_name(names, target.prior(means)),
+            "weights_without": by_name(names, without),
             **({} if target.windows is None else {"windows": target.windows}),
         }
-    ends = zip(bootstrap.low.tolist(), bootstrap.high.tolist(), strict=True)
     mixture = Mixture(
         **fields,
         method=f"chameleon-{options.mode}",
         parameters=parameters,
-        scores=dict(zip(names, result.scores.tolist(), strict=True)),
-        intervals=dict(zip(names, ends, strict=True)),
+        scores=by_name(names, result.scores),
+        intervals=by_name(names, np.column_stack([bootstrap.low, bootstrap.high])),
         confidence=weighting.confidence,
         outweighs=outweighs,
         affinity=result.affinity.tolist() if len(names) <= MAX_AFFINITY_DOMAINS else None,
@@ -471,10 +461,10 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         )
     half_width = float((bootstrap.high - bootstrap.low).max()) / 2
     # The standard error of a mean over n windows goes with n^-1/2.
-    needed = math.ceil(min(counts) * (half_width / weighting.precision) ** 2)
+    needed = math.ceil(fewest * (half_width / weighting.precision) ** 2)
     grouped = f" (bootstrap over means of {group})" if group > 1 else ""
     lines.append(
-        f"widest interval: +-{format_weight(half_width)} with {min(counts):,} windows per "
+        f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
         f"domain{grouped}; +-{weighting.precision:g} takes about {needed:,}"
     )
     if options.explain:
@@ -484,7 +474,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
 
 
 def warn_degenerate(names: Sequence[str], result: WeightResult, hint: str) -> None:
-    """Warn of domains whose scores were clipped; ``hint`` ends the sentence."""
+    """Warn of domains whose scores were clipped; ``hint`` is the end of the message."""
     if result.degenerate:
         clipped = format_names([f"'{names[position]}'" for position in result.degenerate])
         warnings.warn(
@@ -501,34 +491,31 @@ def _warn_uninformative(
     """Warn of weights that are bounds, uniform or one-hot, and of a target without an effect.
 
     Args:
-        plan: of the mixture.
-        result: the weights, before constraints.
-        untargeted: the result without --target, before constraints.
-        bootstrap: of the constrained weights.
+        plan: plan of the mixture.
+        result: weights before constraints.
+        untargeted: weights without --target, before constraints.
+        bootstrap: bootstrap of the constrained weights.
     """
     hint = "try --recipe scaled or, with --target, a smaller --target-strength; see --explain"
     warn_degenerate(plan.names, result, hint)
     uniform, several = 1.0 / len(plan.names), len(plan.names) > 1
     if several and ((bootstrap.low <= uniform) & (uniform <= bootstrap.high)).all():
-        warnings.warn(
+        warn(
             "no weight differs significantly from uniform: use more windows (--num-windows) or a "
-            "proxy trained for longer, or train uniformly",
-            stacklevel=3,
+            "proxy trained for longer, or train uniformly"
         )
     if several and np.median(bootstrap.weights.max(axis=1)) > ONE_HOT:
-        warnings.warn(
+        warn(
             "one domain has nearly all of the weight, as with an undertrained proxy: train it for "
-            "longer, or use --recipe scaled or a higher --temperature",
-            stacklevel=3,
+            "longer, or use --recipe scaled or a higher --temperature"
         )
     if plan.target is None:
         return
     above = np.zeros(1) if result.prior is None else np.maximum(result.prior - 1.0, 0.0)
     gain = len(above) * float((above * (result.weights - untargeted.weights)).sum())
-    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # equal priors, too: 0 <= 0
+    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # also for equal priors: 0 <= 0
         ridge = "smaller" if plan.options.mode == "pretrain" else "larger"
-        warnings.warn(
+        warn(
             "--target has almost no effect, or the opposite one, with ridge "
-            f"{result.effective_ridge:.3g}: try a {ridge} --ridge, fewer domains, or another text",
-            stacklevel=3,
+            f"{result.effective_ridge:.3g}: try a {ridge} --ridge, fewer domains, or another text"
         )

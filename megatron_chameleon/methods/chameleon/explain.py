@@ -25,8 +25,8 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
 
     Args:
         names: the k domains.
-        recipe: with user-supplied hyperparameters.
-        weigh: the weights of these domains by a recipe.
+        recipe: recipe of the weights, with user-supplied hyperparameters.
+        weigh: computes the weights of these domains by a recipe.
     """
     result = weigh(recipe)
     shown = np.argsort(-result.weights, kind="stable")[:MAX_DOMAINS]

@@ -1,25 +1,23 @@
 """Chameleon during training: the mixture follows the trained model's own domain embeddings.
 
 Xie, Tonin, Cevher: Chameleon, ICML 2025, Algorithm 1, at regular intervals on the model in training
-instead of a proxy. The paper leaves such weights to future work; smoothing is ours.
+instead of a proxy. The paper leaves this to future work; the smoothing is not from the paper.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_chameleon.artifacts import MixtureWarning
 from megatron_chameleon.embedding.embed import embed_windows, windows_flops
 from megatron_chameleon.embedding.windows import load_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.compute import warn_degenerate, weigh_means
-from megatron_chameleon.methods.output import format_names
+from megatron_chameleon.methods.output import by_name, format_names, warn
 from megatron_chameleon.mixture import RECIPES
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.gpt import unwrap
@@ -40,8 +38,8 @@ class OnlineChameleon(TrainingHook):
     of the micro-batch size. Domains with weight 0 in the run's mixture keep weight 0.
 
     Args:
-        plan: of the run, with ``options.online.online_interval``.
-        layout: of the ranks.
+        plan: plan of the run, with ``options.online.online_interval`` set.
+        layout: layout of the ranks.
 
     Raises:
         UserError: for a layer that the model does not have, or fewer than two domains with a
@@ -58,7 +56,7 @@ class OnlineChameleon(TrainingHook):
         self._batch_size = options.micro_batch_size
         self._layer = check_layer(plan.shape, online.online_layer, "--online-layer")
         weights = np.array(plan.schedule.weights_at(0), np.float64)
-        self._weights = dict(zip(plan.data.names, (weights / weights.sum()).tolist(), strict=True))
+        self._weights = by_name(plan.data.names, weights / weights.sum())
         self._names = [name for name, weight in self._weights.items() if weight > 0]
         self._recomputed = 0
         if len(self._names) < 2:
@@ -85,14 +83,10 @@ class OnlineChameleon(TrainingHook):
         try:
             means = self._embed(model)
         except UserError as error:  # hidden states are not finite
-            warnings.warn(
-                f"mixture unchanged at step {step}: {str(error).partition(';')[0]}",
-                MixtureWarning,
-                stacklevel=2,
-            )
+            warn(f"mixture unchanged at step {step}: {str(error).partition(';')[0]}")
             return None
         before = self._rounded()
-        # On one rank: last digits may depend on the processor, but all ranks need the same weights.
+        # On rank 0 only: last digits may differ between processors, but all ranks need the same.
         self._weights = from_main(lambda: self._smoothed(means))
         self._recomputed += 1
         after = self._rounded()
@@ -159,7 +153,7 @@ class OnlineChameleon(TrainingHook):
         hint = "try --online-recipe scaled, or a longer --online-interval"
         warn_degenerate(self._names, result, hint)
         kept = self._online.online_smoothing
-        new = dict(zip(self._names, result.weights.tolist(), strict=True))
+        new = by_name(self._names, result.weights)
         return {
             name: kept * weight + (1 - kept) * new.get(name, 0.0)
             for name, weight in self._weights.items()

@@ -1,1 +1,89 @@
-"""Domains for text without labels: clusters of document embeddings."""
+"""Options of tools/discover_domains.py. Importing them loads no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon import EmbeddingOptions
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.ranges import CheckedOptions, Count, Repetitions, Seed, SeveralRepetitions
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentEmbeddingOptions(EmbeddingOptions):
+    """Windows of the documents that are embedded."""
+
+    windows_per_document: Count = 4
+    """Maximum windows per document, evenly spaced; their mean decides the document's cluster."""
+    fit_windows: SeveralRepetitions = 20_000
+    """Windows sampled from the training text to fit k-means."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DiscoverOptions(CheckedOptions):
+    """Cluster a corpus's documents by a proxy's embeddings, and write a domain per cluster.
+
+    The same command resumes an interrupted run.
+
+    Raises:
+        UserError: for numbers of clusters below 2, or a number out of range.
+    """
+
+    corpus: Path
+    """Folder written by tools/preprocess_data.py; a single domain for all text is enough."""
+    checkpoint: Path
+    """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
+    discover: str
+    """Number of clusters, 2 or more; of several, as in 4,8,16, the one with the best silhouette."""
+    output: Path
+    """The corpus folder to write. Documents stay in their split."""
+    domains: str | None = None
+    """Cluster only these domains, a,b,c; the others are unchanged. Default: all."""
+    cluster_name: str = "cluster"
+    """Prefix of the new domains' names: NAME-00 has the most tokens."""
+    store: Path | None = None
+    """Folder of embeddings to reuse and extend; default: OUTPUT.embeddings. It is kept: other
+    numbers of clusters need no new embeddings."""
+    seed: Seed = 0
+    """Random seed of the sampled windows and of k-means."""
+    restarts: Repetitions = 10
+    """Runs of k-means from different starts; the one with the smallest inertia is kept."""
+    min_tokens_per_split: int = 1
+    """Clusters with fewer tokens in train, valid or test are dissolved: their documents go to the
+    nearest other cluster."""
+    embedding: DocumentEmbeddingOptions = dataclasses.field(
+        default_factory=DocumentEmbeddingOptions
+    )
+    parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.numbers[0] < 2:
+            raise UserError(f"--discover {self.discover}: must be >= 2 clusters")
+        if self.numbers[-1] > self.embedding.fit_windows:
+            raise UserError(
+                f"--fit-windows {self.embedding.fit_windows}: fewer than the {self.numbers[-1]} "
+                "clusters of --discover; raise it"
+            )
+
+    @property
+    def store_folder(self) -> Path:
+        """``--store``, or its default."""
+        return self.store or self.output.with_name(f"{self.output.name}.embeddings")
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of clusters to try, distinct and increasing.
+
+        Raises:
+            UserError: unless they are integers.
+        """
+        try:
+            return sorted({int(part) for part in self.discover.split(",")})
+        except ValueError:
+            raise UserError(
+                f"--discover {self.discover}: pass a number of clusters, or several as in 4,8,16"
+            ) from None

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.cluster import KMeans, MiniBatchKMeans
 from sklearn.metrics import pairwise_distances_argmin, silhouette_score
-from sklearn.preprocessing import StandardScaler, normalize
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import Normalizer, StandardScaler
 
 from megatron_chameleon.artifacts import (
     SPLITS,
@@ -46,9 +47,9 @@ from megatron_chameleon.embedding.embed import (
     open_store,
 )
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon import ExtractionOptions
 from megatron_chameleon.methods.chameleon.compute import EmbeddingPlan, plan_embedding
-from megatron_chameleon.methods.chameleon.options import ExtractionOptions
-from megatron_chameleon.methods.discovery.options import DiscoverOptions
+from megatron_chameleon.methods.discovery import DiscoverOptions
 from megatron_chameleon.methods.output import align_columns
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
@@ -113,8 +114,8 @@ class DiscoverPlan(EmbeddingPlan):
     """Checked options with their artifacts; ``embedding.num_windows`` is that of a document.
 
     Attributes:
-        options: of the tool.
-        provenance: of the new corpus.
+        options: options of the tool.
+        provenance: provenance of the new corpus.
     """
 
     options: DiscoverOptions
@@ -127,16 +128,15 @@ class DiscoverPlan(EmbeddingPlan):
         """
         tokens, seed = self.corpus.train_tokens, self.options.seed
         total = sum(tokens[name] for name in self.names)
-        blocks = []
+        entries = []
         for name in self.names:
             count = max(1, round(self.options.embedding.fit_windows * (tokens[name] / total)))
-            key = f"{name}/windows-{count}-seed{seed}"
             recipe = dataclasses.replace(self.embedding, num_windows=count, seed=seed)
-            blocks.append(StoreEntry(key, name, recipe))
-        return blocks
+            entries.append(StoreEntry(f"{name}/windows-{count}-seed{seed}", name, recipe))
+        return entries
 
     def documents(self) -> list[StoreEntry]:
-        """The documents to cluster, block by block, in the order of the corpus."""
+        """The documents to cluster, as blocks in the order of the corpus."""
         blocks = []
         for name in self.names:
             for split in SPLITS:
@@ -149,7 +149,7 @@ class DiscoverPlan(EmbeddingPlan):
 
 
 def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
-    """Load and check what ``options`` name; nothing is written.
+    """Load and check the artifacts that ``options`` name. Writes nothing.
 
     Raises:
         UserError: for the first mistake found.
@@ -215,23 +215,18 @@ class KMeansFit:
     2 - 2 cos.
 
     Attributes:
-        scaler: means and standard deviations of the windows' features, [h] each.
-        centroids: [k, h] float32, of scaled vectors.
+        scaling: scales vectors [n, h] for comparison; one that equals the mean becomes zero.
+        centroids: [k, h] float32 means of scaled windows.
         inertia: sum of squared distances of the windows to their centroids.
         silhouettes: number of clusters -> mean silhouette, for each number tried.
-        windows: number of windows.
+        windows: number of windows fitted.
     """
 
-    scaler: StandardScaler
+    scaling: Pipeline
     centroids: NDArray[np.float32]
     inertia: float
     silhouettes: dict[int, float]
     windows: int
-
-    def scaled(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-        """``vectors`` [n, h] as they are compared; one that equals the mean becomes zero."""
-        found: NDArray[np.float32] = normalize(self.scaler.transform(vectors))
-        return found
 
 
 def fit_clusters(
@@ -243,15 +238,16 @@ def fit_clusters(
 
     Args:
         vectors: [n, h].
-        numbers: of clusters, increasing; of equal silhouettes (Rousseeuw, 1987), the first wins.
-        seed: of the starts, the mini-batches and the silhouettes' samples.
-        restarts: runs per number; the one with the smallest inertia is kept.
+        numbers: numbers of clusters to try, increasing. The best mean silhouette (Rousseeuw, 1987)
+            decides; if several are equal, the smallest number.
+        seed: seed of the starts, the mini-batches and the windows sampled for the silhouettes.
+        restarts: runs of k-means per number; the one with the smallest inertia is kept.
 
     Raises:
         UserError: if the vectors are too few or too similar for so many clusters.
     """
-    scaler = StandardScaler().fit(vectors)
-    scaled = normalize(scaler.transform(vectors))
+    scaling = make_pipeline(StandardScaler(), Normalizer()).fit(vectors)
+    scaled = scaling.transform(vectors)
     silhouettes: dict[int, float] = {}
     fitted: dict[int, KMeans] = {}
     runs = len(numbers) * restarts
@@ -286,7 +282,7 @@ def fit_clusters(
                     silhouette_score(scaled, labels, sample_size=size, random_state=seed)
                 )
     best = fitted[max(silhouettes, key=lambda number: silhouettes[number])]
-    return KMeansFit(scaler, best.cluster_centers_, float(best.inertia_), silhouettes, len(scaled))
+    return KMeansFit(scaling, best.cluster_centers_, float(best.inertia_), silhouettes, len(scaled))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -294,10 +290,10 @@ class DocumentClusters:
     """The cluster of each document, the largest cluster first.
 
     Attributes:
-        fit: before small clusters were dissolved.
-        labels: (domain, split) -> [num_documents].
-        centroids: [k, h], of the clusters that are left.
-        tokens: [k, domains, splits].
+        fit: the fit, whose clusters include those that were dissolved.
+        labels: (domain, split) -> [num_documents] cluster of each document.
+        centroids: [k, h] centroids of the k remaining clusters.
+        tokens: [k, domains, splits] tokens of each cluster.
         dissolved: number of clusters that were too small.
     """
 
@@ -332,7 +328,7 @@ def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) 
                 here = labels[block.domain, block.split][place]
                 rows = np.flatnonzero(here == dissolved)
                 if rows.size:
-                    scaled = fit.scaled(store.vectors(block.key)[rows])
+                    scaled = fit.scaling.transform(store.vectors(block.key)[rows])
                     here[rows] = left[pairwise_distances_argmin(scaled, fit.centroids[left])]
                     progress.update(len(rows))
         sums = [np.bincount(labels[key], weights=lengths[key], minlength=count) for key in keys]
@@ -376,7 +372,7 @@ def nearest_documents(
             continue
         place = slice(block.documents.start, block.documents.stop)
         labels = clusters.labels[block.domain, block.split][place]
-        scaled = clusters.fit.scaled(store.vectors(block.key))
+        scaled = clusters.fit.scaling.transform(store.vectors(block.key))
         distances = np.linalg.norm(scaled - clusters.centroids[labels], axis=1)
         for number in np.unique(labels).tolist():
             rows = np.flatnonzero(labels == number)
@@ -451,7 +447,8 @@ def _write(
             cost=cost,
         )
         record.save()
-        record.save_centroids(clusters.centroids, fit.scaler.mean_, fit.scaler.scale_)
+        scaler = fit.scaling[0]
+        record.save_centroids(clusters.centroids, scaler.mean_, scaler.scale_)
         folder.publish(made)
     return record
 
@@ -459,13 +456,13 @@ def _write(
 def _preview(plan: DiscoverPlan, domain: str, document: int, tokenizer: Tokenizer) -> str:
     """The beginning of a training document, with unprintable characters escaped."""
     tokens = open_tokens(plan.corpus, domain, "train").get(document)
-    # Without the end-of-document token.
+    # The last token is the end-of-document token.
     text = tokenizer.decode(tokens[:-1][:_PREVIEW_TOKENS].tolist())
     return repr(text[:PREVIEW_CHARACTERS])[1:-1]  # on one line
 
 
 def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
-    """The clusters as a table and one by one, what was written, and the next command."""
+    """The printed summary: a table, each cluster's content, the output, the next command."""
     scores = ", ".join(f"{k}: {score:.3f}" for k, score in made.silhouettes.items())
     rows = [["domain", "documents", *(f"{split} tokens" for split in SPLITS)]]
     described = []

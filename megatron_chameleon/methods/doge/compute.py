@@ -1,4 +1,4 @@
-"""DoGE end to end: train the proxy, write the mixture.
+"""DoGE: train the proxy with its hook, write the mixture.
 
 Fan, Pagliardini, Jaggi: DoGE, ICML 2024, Algorithm 1. The base model is trained with the mixture
 afterwards, by tools/pretrain_gpt.py.
@@ -6,32 +6,83 @@ afterwards, by tools/pretrain_gpt.py.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.doge.hook import GradientAlignment
-from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
-from megatron_chameleon.methods.output import epoch_limit, select_domains
-from megatron_chameleon.methods.proxy import ProxyMethod
-from megatron_chameleon.mixture.doge import DogeRecipe, DogeState, Roles
+from megatron_chameleon.methods.doge import MU, MU_OUT_OF_DOMAIN, DogeOptions
+from megatron_chameleon.methods.output import by_name, epoch_limit, select_domains
+from megatron_chameleon.methods.proxy import MeanWeightsHook, ProxyMethod
+from megatron_chameleon.mixture.doge import (
+    DogeRecipe,
+    DogeState,
+    Roles,
+    clip_factors,
+    gradient_weights,
+)
 from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.plan import TrainingPlan
 
-# The paper's values: all domains are the target, and the target is not trained on.
-MU, MU_OUT_OF_DOMAIN = 0.01, 0.05
+
+class GradientAlignment(MeanWeightsHook[DogeState]):
+    """Weigh the gradient of each domain by its alignment with the gradient of the target.
+
+    Samples always follow the run's mixture; only the weights of their gradients change.
+
+    Args:
+        names: the k domains of the corpus.
+        recipe: parameters of the update rule.
+        roles: which domains are trained on, and which are the target.
+    """
+
+    combines_gradients = True
+
+    def __init__(self, names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> None:
+        settings = {
+            "rule": dataclasses.asdict(recipe),
+            "trained_on": [names[position] for position in roles.train],
+            "target_domains": [names[position] for position in roles.target],
+        }
+        super().__init__(names, roles.train, DogeState.first(len(names), roles), settings)
+        self._recipe, self._roles = recipe, roles
+
+    def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
+        """Update the weights by the gradients' inner products, and weigh the gradients by them.
+
+        Products that are not finite are ignored. If they belong to a training domain, the guard
+        skips the step.
+        """
+        products = gradients.dot_products().cpu().numpy()
+        present, factors = gradients.present, np.ones(len(self.names))
+        if np.isfinite(products).all():
+            factors = clip_factors(products, self._recipe.max_norm)
+            self.state = self.state.after(
+                products, present, gradients.learning_rate, self._recipe, self._roles
+            )
+        return torch.from_numpy(gradient_weights(self.state, factors, present, self._roles))
+
+    def metrics(self) -> dict[str, Any]:
+        """Weights after the last step, their mean, and each domain's alignment."""
+        return {**super().metrics(), "alignment": by_name(self.names, self.state.alignment)}
 
 
 class Doge(ProxyMethod[DogeOptions, DogeState]):
     """DoGE: mean weights of a proxy, updated by the alignment of gradients with the target."""
 
-    name, title, hook = "doge", "DoGE", GradientAlignment
+    name, title = "doge", "DoGE"
 
     def __init__(self, options: DogeOptions) -> None:
         super().__init__(options)
         self.roles = roles_of(options, self.corpus)
-        self.weighted = self.roles.train
         is_trained_on = set(self.roles.target) <= set(self.roles.train)
-        self.recipe = recipe_of(options.rule, MU if is_trained_on else MU_OUT_OF_DOMAIN)
+        self.recipe = options.rule.resolve(MU if is_trained_on else MU_OUT_OF_DOMAIN)
         # A target that is not trained on gets no weight: its tokens do not count.
         trained = [self.corpus.names[position] for position in self.roles.train]
         epoch_limit(options, self.corpus, trained).check()
@@ -43,19 +94,18 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
 
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
-        names, options, recipe = self.corpus.names, self.options, self.recipe
-        run, proxy_hash, state = self.finished()
-        target = "all domains"
+        options, recipe, target = self.options, self.recipe, "all domains"
+        run, hook, inputs = self.finished()
         if options.target is not None:
-            trained = "trained on" if options.train_on_target else "not trained on"
-            target = f"{', '.join(names[position] for position in self.roles.target)} ({trained})"
+            names = ", ".join(self.corpus.names[position] for position in self.roles.target)
+            target = f"{names} ({'' if options.train_on_target else 'not '}trained on)"
         self.write_mean_weights(
-            state,
-            state.counted,
+            hook,
+            hook.state.counted,
             [run],
-            settings=self.make_hook(self.plan, None).settings,
-            scores=state.mean_alignment,
-            inputs={"proxy": proxy_hash},
+            settings=hook.settings,
+            scores=hook.state.mean_alignment,
+            inputs=inputs,
             paper_flops=paper_flops(self.plan.shape.size, trained_tokens=run.tokens),
             heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights "
             f"of {run.step:,} steps; score: mean alignment with the target",
@@ -84,22 +134,3 @@ def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
             f"{subject}: DoGE needs at least 2 domains to weigh, there is {len(roles.train)}; {fix}"
         )
     return roles
-
-
-def recipe_of(rule: DogeRule, mu: float) -> DogeRecipe:
-    """Recipe with the values of ``rule``; ``mu`` is its default.
-
-    Raises:
-        UserError: for values that contradict each other.
-    """
-    try:
-        return DogeRecipe(
-            mu=mu if rule.doge_mu is None else rule.doge_mu,
-            eps=rule.doge_eps,
-            dw_min=rule.doge_dw_min,
-            dw_max=rule.doge_dw_max,
-            max_norm=rule.doge_max_norm,
-        )
-    except ValueError as error:
-        argument, _, problem = str(error).partition(" ")
-        raise UserError(f"--doge-{argument.replace('_', '-')} {problem}") from error

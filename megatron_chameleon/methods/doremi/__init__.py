@@ -5,9 +5,88 @@ Xie et al.: DoReMi, NeurIPS 2023.
 
 from __future__ import annotations
 
-from megatron_chameleon.errors import STOPPED_STATUS
-from megatron_chameleon.methods.doremi.options import DoremiOptions
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.options import ProxyMethodOptions
+from megatron_chameleon.ranges import BelowOne, CheckedOptions, Positive, flag_of
+
+if TYPE_CHECKING:
+    from megatron_chameleon.mixture.doremi import DoremiRecipe
+
+
+@dataclasses.dataclass(frozen=True)
+class DoremiRule(CheckedOptions):
+    """DoReMi's update of the weights by excess losses of the proxy over its reference."""
+
+    doremi_variant: Literal["original", "fork"] = "original"
+    """'original': the authors' code. 'fork': the third-party code of Chameleon's baseline, which
+    clips the mean excess loss of a domain instead of each token's, takes small steps without
+    smoothing, and leaves the initial weights out of the mean."""
+    doremi_eta: Positive | None = None
+    """Step size of the weights (original: 1, fork: 0.1)."""
+    doremi_eps: BelowOne | None = None
+    """Smoothing: share of the uniform distribution mixed into the weights after each step; above 0,
+    no domain drops out (original: 0.001, fork: 0)."""
+    excess_floor: float = 0.0
+    """Lower clipping bound of the excess loss, in nats per token."""
+    excess_ceiling: float | None = None
+    """Upper clipping bound of the excess loss, in nats per token, so that a few tokens do not
+    dominate; unlimited by default."""
+
+    def resolve(self) -> DoremiRecipe:
+        """The recipe of the variant, with user-supplied values.
+
+        Raises:
+            UserError: for values that contradict each other.
+        """
+        from megatron_chameleon.mixture.doremi import RECIPES
+
+        recipe = RECIPES[self.doremi_variant]
+        try:
+            return dataclasses.replace(
+                recipe,
+                eta=recipe.eta if self.doremi_eta is None else self.doremi_eta,
+                eps=recipe.eps if self.doremi_eps is None else self.doremi_eps,
+                floor=self.excess_floor,
+                ceiling=self.excess_ceiling,
+            )
+        except ValueError as error:
+            flags = "--doremi-eta, --doremi-eps, --excess-floor or --excess-ceiling"
+            raise UserError(f"{flags}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoremiOptions(ProxyMethodOptions):
+    """Train a reference, then a proxy that upweights domains by its excess loss over the reference.
+
+    The mixture is the mean of the weights over the proxy's steps. An interrupted command resumes
+    when it is run again.
+    """
+
+    reference: Path | None = None
+    """Finished run to use as the reference, with the same tokenizer and sequence length and of any
+    size; by default one is trained with the options of the proxy."""
+    reference_mixture: str | None = None
+    """Mixture to train the reference with: 'uniform' (default), 'natural' for the domains' shares
+    of the tokens, or the path of a mixture.json."""
+    reference_model_size: str | None = None
+    """Model size of the reference; the proxy's by default."""
+    rule: DoremiRule = dataclasses.field(default_factory=DoremiRule)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for options that contradict each other."""
+        super().__post_init__()
+        for field in ("reference_mixture", "reference_model_size"):
+            value = getattr(self, field)
+            if self.reference is not None and value is not None:
+                raise UserError(
+                    f"{flag_of(field)} {value}: --reference {self.reference} is trained "
+                    "already; leave one of them out"
+                )
 
 
 def run(options: DoremiOptions) -> int | None:

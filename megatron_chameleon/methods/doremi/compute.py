@@ -1,4 +1,4 @@
-"""DoReMi end to end: train the reference and the proxy, write the mixture.
+"""DoReMi: train the reference, then the proxy with its hook, and write the mixture.
 
 Xie et al.: DoReMi, NeurIPS 2023, Algorithm 1. The base model is trained with the mixture
 afterwards, by tools/pretrain_gpt.py.
@@ -7,63 +7,153 @@ afterwards, by tools/pretrain_gpt.py.
 from __future__ import annotations
 
 import dataclasses
-import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_chameleon.artifacts import Mixture, MixtureWarning, TrainingRun
+import numpy as np
+import torch
+
+from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.record import json_values
-from megatron_chameleon.checkpoint.load import require_tokenizer, shape_of
+from megatron_chameleon.blend.sampler import to_device
+from megatron_chameleon.checkpoint.load import load_weights, require_tokenizer, shape_of
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.doremi.hook import ExcessLossReweighting, Reference
-from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
-from megatron_chameleon.methods.output import epoch_limit
+from megatron_chameleon.methods.doremi import DoremiOptions
+from megatron_chameleon.methods.output import by_name, epoch_limit, warn
 from megatron_chameleon.methods.proxy import (
+    MeanWeightsHook,
     ProxyMethod,
-    forward_only,
     is_finished,
+    on_rank_0,
     train_proxy,
     training_options,
 )
-from megatron_chameleon.mixture.doremi import RECIPES, DoremiRecipe, DoremiState
+from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState, token_weights
 from megatron_chameleon.mixture.weights import natural_weights
 from megatron_chameleon.model.flops import paper_flops
-from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.gpt import build_model_chunks, check_model_layout
 from megatron_chameleon.model.sizes import name_of
-from megatron_chameleon.parallel.layout import Layout, distributed, from_main
+from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.training.checkpointing import check_run_folder
+from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import TrainingPlan, plan_training
+from megatron_chameleon.training.step import BatchShape, Passes
 from megatron_chameleon.training.stopping import StopRequests
 
 REFERENCE, NATURAL = "reference", "natural"
 
 
+class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
+    """Weigh the loss of each domain by its excess loss.
+
+    Samples always follow the run's mixture; only their loss weights change. Proxy and reference run
+    forward over the global batch, and the step is trained with the updated weights.
+
+    Args:
+        plan: plan of the proxy's run.
+        layout: layout of the ranks; the reference is sharded like the proxy. None to read a saved
+            state.
+        reference: last checkpoint of the reference, which computes in the precision of the proxy.
+        recipe: parameters of the update rule.
+    """
+
+    def __init__(
+        self,
+        plan: TrainingPlan,
+        layout: Layout | None,
+        reference: CheckpointRecord,
+        recipe: DoremiRecipe,
+    ) -> None:
+        names = plan.data.names
+        first = DoremiState.first(len(names), plan.shape.vocab_size, recipe)
+        settings = {"rule": dataclasses.asdict(recipe), "reference": reference.hash}
+        super().__init__(names, range(len(names)), first, settings)
+        self._plan, self._layout, self._recipe = plan, layout, recipe
+        self._reference, self._reference_shape = reference, shape_of(reference)
+        sampling = np.array(plan.schedule.weights_at(0), np.float64)
+        self._sampling = sampling / sampling.sum()
+        self._passes: Passes | None = None
+
+    def prepare(self) -> None:
+        """Build the frozen reference and load its weights."""
+        options, layout = self._plan.options, self._layout
+        assert layout is not None
+        model: Sequence[torch.nn.Module] = build_model_chunks(
+            self._reference_shape,
+            layout,
+            options.seed,
+            bf16=options.bf16,
+            deterministic=options.deterministic and layout.device.type == "cuda",
+        )
+        load_weights(self._reference, model)
+        for chunk in model:
+            chunk.eval().requires_grad_(False)
+        shape = BatchShape.of(options, layout.data_size)
+        self._passes = Passes(model, shape, len(self.names))
+
+    def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
+        """Update the weights by the excess losses of ``batch``, and weigh its tokens by them.
+
+        Raises:
+            UserError: on every rank, if a loss of the reference is not finite.
+        """
+        assert self._passes is not None, "prepare() builds the reference"
+        recipe, proxy = self._recipe, batch.token_losses()
+        reference = batch.token_losses(self._passes, self._reference_shape)
+        pairs = list(zip(proxy, reference, strict=True))
+        excess = [mine - theirs for mine, theirs in pairs]
+        if recipe.clip_tokens:
+            excess = [each.clamp(recipe.floor, recipe.ceiling) for each in excess]
+        sums = batch.domain_sums(excess)
+        # Check losses before clipping, which would hide an infinite one. Losses are not negative:
+        # the sum over both models is infinite if either is.
+        losses = batch.domain_sums([mine + theirs for mine, theirs in pairs])
+        totals = torch.stack([sums, batch.domain_tokens, losses]).cpu().numpy()
+        tokens = totals[1]
+        if np.isfinite(totals).all():
+            self.state = self.state.after(totals[0], tokens, recipe)
+        else:  # for the proxy, the guard skips the step
+            finite = np.isfinite(batch.domain_sums(reference).cpu().numpy())
+            if not finite.all():
+                raise UserError(
+                    f"the reference {self._reference.root} has a loss that is not "
+                    f"finite on '{self.names[int(finite.argmin())]}'; use another one, for "
+                    "example trained with a lower --lr"
+                )
+        weights = token_weights(self.state.log_weights, self._sampling, tokens)
+        return to_device(torch.from_numpy(weights), sums.device)
+
+    def metrics(self) -> dict[str, Any]:
+        """Weights after the last step, their mean, and excess losses in nats per token."""
+        return {**super().metrics(), "excess": by_name(self.names, self.state.excess)}
+
+
 class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
     """DoReMi: mean weights of a proxy, updated by its excess loss over a reference."""
 
-    name, title, hook = "doremi", "DoReMi", ExcessLossReweighting
+    name, title = "doremi", "DoReMi"
 
     def __init__(self, options: DoremiOptions) -> None:
         super().__init__(options)
-        self.recipe, corpus = recipe_of(options.rule), self.corpus
+        self.recipe, corpus = options.rule.resolve(), self.corpus
         if len(corpus.names) < 2:
             raise UserError(
                 f"{corpus.root}: DoReMi needs at least 2 domains, there is 1; add another"
             )
         epoch_limit(options, corpus, corpus.names).check()
         self.reference_dir = options.reference or self.work_dir / REFERENCE
-        self.reference: Reference | None = None
+        self.reference: CheckpointRecord | None = None
         if options.reference is not None:
             self.reference = self.load_reference()
             self._warn_reference_differences()
+        elif options.reference_mixture == NATURAL:  # its file is written later
+            plan_training(dataclasses.replace(self.reference_run, mixture="uniform"))
         else:
-            run = self.reference_run
-            if options.reference_mixture == NATURAL:  # not written yet
-                plan_training(dataclasses.replace(run, mixture="uniform"))
-            else:
-                check_run_folder(plan_training(run))
+            check_run_folder(plan_training(self.reference_run))
         self.check_proxy()
 
     @property
@@ -81,21 +171,18 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         """Train the reference unless it is user-supplied."""
         if self.options.reference is not None:
             return True
-        run, parallel = self.reference_run, forward_only(self.options.proxy.parallel)
+        run, parallel = self.reference_run, self.options.proxy.parallel
         if self.options.reference_mixture == NATURAL:
-            tokens = self.corpus.train_tokens
-            shares = natural_weights(list(tokens.values())).tolist()
-            mixture = Mixture(dict(zip(tokens, shares, strict=True)), method=NATURAL)
-            with distributed(parallel, seed=0):
-                from_main(lambda: mixture.save(Path(str(run.mixture))))
+            shares = natural_weights(list(self.corpus.train_tokens.values()))
+            mixture = Mixture(by_name(self.corpus.names, shares), method=NATURAL)
+            on_rank_0(parallel, lambda: mixture.save(Path(str(run.mixture))))
         if not train_proxy(run, stops, name="DoReMi's reference"):
             return False
-        with distributed(parallel, seed=0):
-            self.reference = from_main(self.load_reference)
+        self.reference = on_rank_0(parallel, self.load_reference)
         return True
 
-    def load_reference(self) -> Reference:
-        """Load the trained reference.
+    def load_reference(self) -> CheckpointRecord:
+        """Load the last checkpoint of the trained reference.
 
         Raises:
             UserError: if it is not finished, or has another tokenizer or sequence length.
@@ -116,7 +203,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
                 f"proxy has {self.run.seq_length}; use the same, or another --reference"
             )
         check_model_layout(shape.size, self.run.parallel, shape.max_sequence_length)
-        return Reference(record, shape)
+        return record
 
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> ExcessLossReweighting:
         """Construct the hook of the proxy's run."""
@@ -136,25 +223,21 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         if run.provenance.inputs.get("corpus") != self.corpus.hash:
             differences.append("--corpus")
         if differences:
-            warnings.warn(
+            warn(
                 f"--reference {self.reference_dir} was trained with another "
-                f"{' and '.join(differences)}: the excess losses include that difference",
-                MixtureWarning,
-                stacklevel=2,
+                f"{' and '.join(differences)}: the excess losses include that difference"
             )
 
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
-        recipe, variant = self.recipe, self.options.rule.doremi_variant
-        trained = TrainingRun.load(self.reference_dir)
-        run, proxy_hash, state = self.finished()
-        reference = self.reference
+        recipe, reference = self.recipe, self.reference
         assert reference is not None
-        models = (reference.shape.size, trained.tokens), (self.plan.shape.size, run.tokens)
-        flops = [paper_flops(size, trained_tokens=tokens) for size, tokens in models]
+        trained, size = TrainingRun.load(self.reference_dir), shape_of(reference).size
+        run, hook, inputs = self.finished()
+        variant = self.options.rule.doremi_variant
         self.write_mean_weights(
-            state,
-            state.counted - int(recipe.count_first),
+            hook,
+            hook.state.counted - int(recipe.count_first),
             [trained, run],
             settings={
                 "variant": variant,
@@ -163,36 +246,16 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
                 "excess_floor": recipe.floor,
                 "excess_ceiling": recipe.ceiling,
                 "reference": {
-                    "model_size": name_of(reference.shape.size),
+                    "model_size": name_of(size),
                     "train_iters": trained.step,
                     "mixture": trained.mixture,
                 },
             },
-            scores=state.excess,
-            inputs={"reference": reference.checkpoint.hash, "proxy": proxy_hash},
-            paper_flops=sum(flops),
+            scores=hook.state.excess,
+            inputs={"reference": reference.hash, **inputs},
+            paper_flops=paper_flops(size, trained_tokens=trained.tokens)
+            + paper_flops(self.plan.shape.size, trained_tokens=run.tokens),
             heading=f"\nDoReMi, {variant}, eta {recipe.eta:g}, eps {recipe.eps:g}: mean weights of "
             f"{run.step:,} steps, reference {trained.root}; score: last excess loss",
             hint="use a smaller --doremi-eta, a larger --doremi-eps or an --excess-ceiling",
         )
-
-
-def recipe_of(rule: DoremiRule) -> DoremiRecipe:
-    """Recipe of the variant; values set in ``rule`` replace its defaults.
-
-    Raises:
-        UserError: for values that contradict each other.
-    """
-    recipe = RECIPES[rule.doremi_variant]
-    try:
-        return dataclasses.replace(
-            recipe,
-            eta=recipe.eta if rule.doremi_eta is None else rule.doremi_eta,
-            eps=recipe.eps if rule.doremi_eps is None else rule.doremi_eps,
-            floor=rule.excess_floor,
-            ceiling=rule.excess_ceiling,
-        )
-    except ValueError as error:
-        raise UserError(
-            f"--doremi-eta, --doremi-eps, --excess-floor or --excess-ceiling: {error}"
-        ) from error

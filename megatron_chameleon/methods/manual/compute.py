@@ -68,10 +68,10 @@ def read_weights(
     """Read ``--weights``: NAME=WEIGHT pairs, a .csv table, or a mixture.
 
     The parameter ``made_from`` lists a mixture's file, and the paths that the file itself lists.
-    The report follows them to the other costs.
+    The report finds the other costs through these paths.
 
     Args:
-        value: of the option.
+        value: value of ``--weights``.
         output: the mixture to write.
 
     Returns:
@@ -97,8 +97,8 @@ def read_weights(
         if old.get("unknown_costs"):
             parameters["unknown_costs"] = old["unknown_costs"]
         recorded, cost = old.get("total_cost"), None
-        # A Chameleon mixture records the cost of its algebra only; its proxy and store record
-        # theirs.
+        # A Chameleon mixture records only the cost of computing weights; its proxy and its
+        # embedding store record their own.
         by_hash = mixture.provenance is not None and "checkpoint" in mixture.provenance.inputs
         if isinstance(recorded, dict):
             cost = Cost(float(recorded["flops"]), float(recorded["device_seconds"]))
@@ -153,7 +153,7 @@ def match_domains(
     """Known weights by the domains of a corpus; weights of names that map to one domain add up.
 
     Args:
-        source: of the weights, for messages.
+        source: source of the weights, for messages.
         known: weights by the names of their source.
         own_names: other name of a domain -> its name in ``known``.
         renames: values of ``--rename``.

@@ -9,7 +9,7 @@ import dataclasses
 
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.method import Method
-from megatron_chameleon.methods.swarm.options import FitOptions
+from megatron_chameleon.methods.swarm import FitOptions
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.ranges import (
     CheckedOptions,

@@ -6,13 +6,11 @@ target's steps, then to its model size; the mixing laws are fitted to the result
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts import MixtureWarning
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.mixing_laws import (
@@ -20,6 +18,7 @@ from megatron_chameleon.methods.mixing_laws import (
     MixingLawsOptions,
     layer_parameters,
 )
+from megatron_chameleon.methods.output import by_name, warn
 from megatron_chameleon.methods.swarm.fit import (
     SECONDS_WITHOUT_BAR,
     FitMethod,
@@ -52,7 +51,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
 
     @property
     def model_sizes(self) -> Sequence[str]:
-        """The sizes that a power law extrapolates, or the swarm's size."""
+        """``--model-sizes``, without repetitions; the swarm's size if there are none."""
         return list(dict.fromkeys(self.options.laws.model_sizes)) or super().model_sizes
 
     def losses_to_fit(
@@ -97,11 +96,9 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
         options, domains = self.options.laws, self.corpus.names
         unknowns = len(domains) + 2  # a constant, a scale, and an exponent per domain
         if len(table.keys) < unknowns:
-            warnings.warn(
+            warn(
                 f"{len(table.keys)} runs for laws of {unknowns} unknowns each, mostly set by "
-                "--law-ridge: check the error on held-out runs, or train more proxies",
-                MixtureWarning,
-                stacklevel=2,
+                "--law-ridge: check the error on held-out runs, or train more proxies"
             )
         settings = LawSettings(
             huber_delta=options.huber_delta,
@@ -115,7 +112,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
                 laws = fit_mixing_laws(table.mixtures, table.losses, settings, on_fit=bar.update)
             except ValueError as error:
                 raise UserError(f"{error}; leave such columns out of --metrics") from error
-        # Domains without text in any run stay at 0.
+        # Domains that no run sampled keep weight 0.
         low, high = np.zeros(len(domains)), np.any(table.mixtures, axis=0).astype(np.float64)
         if (margin := options.max_extrapolation) is not None:
             low = np.maximum(table.mixtures.min(axis=0) - margin, 0.0) * high
@@ -135,11 +132,11 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
                     metric: {
                         "constant": float(laws.constant[row]),
                         "scale": float(laws.scale[row]),
-                        "exponents": dict(zip(domains, laws.exponents[row].tolist(), strict=True)),
+                        "exponents": by_name(domains, laws.exponents[row]),
                     }
                     for row, metric in enumerate(table.metrics)
                 },
-                "grid_optimum": dict(zip(domains, optimum.grid_weights.tolist(), strict=True)),
+                "grid_optimum": by_name(domains, optimum.grid_weights),
                 "predicted_target": optimum.predicted,
                 "predicted_target_on_grid": optimum.grid_predicted,
             },

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.output import format_weight
+from megatron_chameleon.methods.output import by_name, format_weight
 from megatron_chameleon.methods.regmix import RegmixOptions
 from megatron_chameleon.methods.swarm.fit import (
     SECONDS_WITHOUT_BAR,
@@ -107,10 +107,8 @@ class Regmix(FitMethod[RegmixOptions]):
             refit=lambda mixtures, losses: fit_trees(mixtures, losses, settings),
             folds=folds_of(len(table.keys), trees.folds, trees.fit_seed),
             parameters={
-                "spread_of_the_best": dict(zip(names, optimum.spread.tolist(), strict=True)),
-                "range_of_the_best": dict(
-                    zip(names, np.column_stack([low, high]).tolist(), strict=True)
-                ),
+                "spread_of_the_best": by_name(names, optimum.spread),
+                "range_of_the_best": by_name(names, np.column_stack([low, high])),
                 "predicted_target_of_the_best": optimum.predicted_best,
                 "predicted_target_of_all_draws": optimum.predicted_all,
                 "runs_in_leaf": runs_in_leaf(settings, len(table.keys)),

@@ -1,1 +1,171 @@
-"""Swarms of small proxies, one mixture each, and the methods that fit their losses."""
+"""Options of a swarm of small proxies, and of the methods that fit its losses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from megatron_chameleon.blend.options import Permutation
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.options import TrainingMethodOptions
+from megatron_chameleon.ranges import (
+    BatchSize,
+    BelowOne,
+    CheckedOptions,
+    Count,
+    LargeCount,
+    Minutes,
+    NonNegative,
+    Positive,
+    Repetitions,
+    Seed,
+)
+from megatron_chameleon.training.options import OptimizerOptions, StoppingOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class SwarmOptions(CheckedOptions):
+    """A swarm: one small proxy per mixture, several trained concurrently on each device.
+
+    Members share all settings; they differ in mixture, initial weights and sample order. torchrun's
+    ranks split the members among themselves.
+    """
+
+    model_size: str = "1m"
+    """Name of a member's model size (RegMix: 1m); an unknown name lists them all."""
+    train_iters: Count = 1000
+    """Optimizer steps of each member (RegMix: 1000)."""
+    seq_length: Count = 2048
+    """Tokens per sample (RegMix: 2048)."""
+    global_batch_size: BatchSize = 512
+    """Sequences per step and member (RegMix: 512)."""
+    micro_batch_size: BatchSize | None = None
+    """Sequences per forward pass; the default follows from --seq-length and the device's memory.
+    Must divide --global-batch-size."""
+    members_at_once: Count | None = None
+    """Members trained concurrently on each device, each in its own process; the default is as many
+    as memory and CPU cores allow."""
+    seed: Seed = 1234
+    """Seed from which each member's initial weights and sample order are derived."""
+    permutation: Permutation = "feistel"
+    """Sample order within a domain, as in tools/pretrain_gpt.py; feistel takes no memory."""
+    bf16: bool = False
+    """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
+    deterministic: bool = False
+    """Use only bit-reproducible algorithms, some of which are slower on a GPU. On a CPU, all are
+    reproducible."""
+    lr: Positive = 4e-4
+    """Peak learning rate (RegMix: 4e-4)."""
+    min_lr: NonNegative = 4e-5
+    """Final learning rate of --lr-decay-style cosine (assumed: a tenth)."""
+    lr_decay_style: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up: 'constant' (RegMix), or 'cosine', which decays to --min-lr
+    at the last step."""
+    lr_warmup_iters: int = 100
+    """Steps of linear warm-up (RegMix: 100)."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay, on matrices only (assumed)."""
+    adam_beta1: BelowOne = 0.9
+    """First-moment decay (assumed)."""
+    adam_beta2: BelowOne = 0.95
+    """Second-moment decay (assumed)."""
+    adam_eps: NonNegative = 1e-8
+    """Added to the denominator of the update."""
+    clip_grad: NonNegative = 1.0
+    """Largest gradient norm; 0 disables clipping (assumed)."""
+    eval_interval: int = 0
+    """Steps between measurements of the held-out losses; 0 measures only after the last step, which
+    is always measured."""
+    eval_tokens: LargeCount = 131072
+    """Maximum held-out tokens per domain and measurement, in windows spread over the valid
+    split."""
+    save_interval: int = 100
+    """Steps between checkpoints of a member in progress, from which an interrupted swarm resumes;
+    0 writes one only on a stop request."""
+    log_interval: Count = 10
+    """Steps between lines of a member's log and metrics."""
+    max_loss: Positive | None = None
+    """A member counts as diverged if its held-out loss (nats per token), weighted by its own
+    mixture, exceeds this; default: 1.5 times that of uniform guessing, ln(vocabulary)."""
+    distributed_timeout_minutes: Minutes = 600
+    """Minutes that ranks wait for each other before they fail."""
+    stopping: StoppingOptions = dataclasses.field(default_factory=StoppingOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for values out of range, or that exclude each other."""
+        super().__post_init__()
+        if self.eval_tokens < self.seq_length:
+            raise UserError(
+                f"--eval-tokens {self.eval_tokens}: must be >= --seq-length {self.seq_length}"
+            )
+        if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
+            raise UserError(
+                f"--micro-batch-size {self.micro_batch_size} does not divide --global-batch-size "
+                f"{self.global_batch_size}; choose a divisor, or leave it out"
+            )
+        self.optimizer.check_warmup(self.train_iters)
+
+    @property
+    def optimizer(self) -> OptimizerOptions:
+        """Optimizer options of a member's run; a constant rate is a cosine decay to itself."""
+        fields = dataclasses.fields(OptimizerOptions)
+        values = {field.name: getattr(self, field.name) for field in fields}
+        if self.lr_decay_style == "constant":
+            values["min_lr"] = self.lr
+        return OptimizerOptions(**values)
+
+    @property
+    def measured_steps(self) -> list[int]:
+        """Steps after which held-out losses are measured, always including the last one."""
+        interval = self.eval_interval or self.train_iters
+        return [*range(interval, self.train_iters, interval), self.train_iters]
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureSamplingOptions(CheckedOptions):
+    """Distribution of the proxies' mixtures; the defaults are RegMix's."""
+
+    mixture_seed: Seed = 42
+    """Seed of the sampled mixtures."""
+    prior_exponent: float = 0.5
+    """The mean mixture is the domains' token shares to this power (RegMix: 0.5; 1 keeps the
+    shares, 0 is uniform)."""
+    min_strength: Positive = 0.1
+    """Smallest concentration of the Dirichlet distributions: small values leave few domains
+    (RegMix)."""
+    max_strength: Positive = 5.0
+    """Largest concentration (RegMix)."""
+    max_upweighting: Positive = 15.0
+    """Maximum weight of a domain as a multiple of its token share (RegMix: 15)."""
+    smallest_weight: NonNegative = 2e-4
+    """Smaller weights are set to 0, and all are multiples of it (RegMix: 2e-4)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitOptions(TrainingMethodOptions):
+    """Options of a method that fits the losses of proxies trained on many mixtures."""
+
+    num_proxies: Repetitions
+    """Proxies to train, each on its own mixture."""
+    ratios: Path | None = None
+    """Fit existing runs and train none: a CSV table with a row per run, its name (run, run_id,
+    index or name) and its share of each domain, as RegMix and Olmix write them. Needs
+    --metrics."""
+    metrics: Path | None = None
+    """Results of those runs: a CSV table with the same names and a column per loss or other metric
+    to be minimized."""
+    target: str | None = None
+    """Losses to minimize: domains (columns of --metrics), a,b or weighted a=2,b=1; default: the
+    mean of all."""
+    sampling: MixtureSamplingOptions = dataclasses.field(default_factory=MixtureSamplingOptions)
+    swarm: SwarmOptions = dataclasses.field(default_factory=SwarmOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for one table without the other, or training options next to both."""
+        super().__post_init__()
+        if (self.ratios is None) != (self.metrics is None):
+            raise UserError("--ratios and --metrics need each other; pass both tables")
+        if self.ratios is not None:
+            unused = ["num_proxies", "work_dir", "sampling", "swarm"]
+            self.reject_changed(unused, "nothing is trained with --ratios")

@@ -1,4 +1,4 @@
-"""Methods that fit losses over mixtures: obtain runs, fit, cross-validate, write the mixture.
+"""Methods that fit losses over mixtures: train or read runs, fit, validate, write the mixture.
 
 The runs are the members of swarms, or tables of existing runs (--ratios, --metrics).
 """
@@ -9,41 +9,34 @@ import abc
 import dataclasses
 import math
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
+import pandas as pd
 
-from megatron_chameleon.artifacts import (
-    Corpus,
-    Cost,
-    Mixture,
-    MixtureWarning,
-    Stopwatch,
-    provenance,
-)
+from megatron_chameleon.artifacts import Corpus, Cost, Mixture, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, matched, read_mixture_runs
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.output import (
     align_columns,
+    by_name,
     cost_totals,
     epoch_limit,
     format_names,
     format_weight,
-    parse_share,
+    parse_shares,
+    warn,
     write_and_print,
 )
-from megatron_chameleon.methods.proxy import resolve_work_dir
-from megatron_chameleon.methods.swarm.options import FitOptions
+from megatron_chameleon.methods.swarm import FitOptions
 from megatron_chameleon.methods.swarm.swarm import SwarmResult, train_swarm
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import (
     Fit,
-    FitQuality,
     Predict,
     fit_linear,
     held_out_predictions,
@@ -55,10 +48,10 @@ from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
-# A domain sampled in fewer runs than this is named in a warning: its effect is hardly known.
+# Warn of a domain that fewer runs sample: its effect on the losses is hardly known.
 MIN_RUNS_PER_DOMAIN = 5
-# Metrics of the target whose magnitudes differ by more than this factor are named in a warning. The
-# losses of one model on several domains differ by less.
+# Warn of a target whose metrics differ in magnitude by more than this factor. The losses of one
+# model on several domains differ by less.
 MAX_METRIC_RATIO = 5.0
 # A domain needs this many held-out tokens: one to predict, and one as its context.
 MIN_HELD_OUT_TOKENS = 2
@@ -180,25 +173,25 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     def train(self) -> FitRuns | None:
         """Train the swarms; None after a stop request. Every rank calls this."""
-        options, swarms, flops = self.options, dict[Path, SwarmResult](), 0.0
-        work_dir = resolve_work_dir(options.output, options.work_dir)
+        options, swarms = self.options, dict[str, SwarmResult]()
         mixtures = mixtures_to_train(options, self.corpus)
         for size in self.model_sizes:
-            folder = work_dir / self.swarm_folder.format(size)
+            folder = options.runs_folder / self.swarm_folder.format(size)
             settings = dataclasses.replace(options.swarm, model_size=size)
             result = train_swarm(settings, self.corpus, mixtures, folder)
             if result is None:
                 return None
-            swarms[folder] = result
-            tokens = settings.train_iters * settings.global_batch_size * settings.seq_length
-            flops += paper_flops(size, trained_tokens=options.num_proxies * tokens)
-        by_size = dict(zip(self.model_sizes, swarms.values(), strict=True))
-        losses, lines, parameters = self.losses_to_fit(by_size)
-        runs = swarm_runs(swarms, losses, flops)
+            swarms[size] = result
+        swarm = options.swarm
+        tokens = swarm.train_iters * swarm.global_batch_size * swarm.seq_length
+        trained = options.num_proxies * tokens
+        flops = sum(paper_flops(size, trained_tokens=trained) for size in self.model_sizes)
+        losses, lines, parameters = self.losses_to_fit(swarms)
+        runs = swarm_runs(list(swarms.values()), losses)
         return dataclasses.replace(
             runs,
             origin="\n".join([runs.origin, *lines]),
-            parameters={**runs.parameters, **parameters},
+            parameters={**runs.parameters, "paper_flops": flops, **parameters},
         )
 
     def fit_and_write(self, runs: FitRuns) -> None:
@@ -209,35 +202,33 @@ class FitMethod(abc.ABC, Generic[Options]):
         shares = target_shares(options.target, table.metrics)
         fitted = self.fit(table, shares)
         folds = fitted.folds
-        with progress_bar(
-            len(folds), " folds", "cross-validating", delay=SECONDS_WITHOUT_BAR
-        ) as bar:
+        bar = progress_bar(len(folds), " folds", "cross-validating", delay=SECONDS_WITHOUT_BAR)
 
-            def refit(mixtures: Array, losses: Array) -> Predict:
-                bar.update()
-                return fitted.refit(mixtures, losses)
+        def refit(mixtures: Array, losses: Array) -> Predict:
+            bar.update()
+            return fitted.refit(mixtures, losses)
 
-            held_out, linear = (
-                held_out_predictions(fit, table.mixtures, table.losses, folds)
-                for fit in (refit, fit_linear)
-            )
-        one_by_one = len(folds) == count
-        procedure = "leave one out" if one_by_one else f"{len(folds)}-fold cross-validation"
-        quality = CrossValidation.of(held_out, linear, table.losses, shares, procedure)
-        fields = epoch_limit(options, self.corpus, names).mixture_fields(fitted.weights)
-        weights = np.array([fields["weights"][name] for name in names])
+        data = table.mixtures, table.losses, folds
+        with bar:
+            held_out = held_out_predictions(refit, *data)
+        linear = held_out_predictions(fit_linear, *data)
+        procedure = f"{len(folds)}-fold cross-validation"
+        if len(folds) == count:
+            procedure = "leave one out"
+        quality = cross_validation(table, shares, held_out, linear)
+        as_json = quality.astype(object).where(quality.notna(), None)  # JSON has no NaN
+        limit = epoch_limit(options, self.corpus, names)
+        weights = limit.apply(fitted.weights)
         predicted = fitted.predict(weights[None])[0]
         reach = reach_of(weights, table.mixtures)
         outside = [names[position] for position in reach.outside]
         nearest = table.keys[reach.nearest]
         if reach.extrapolates:
             where = f"; no run had such weights of {format_names(outside)}" if outside else ""
-            warnings.warn(
+            warn(
                 "the mixture is far from the trained ones: it differs from the nearest run, "
                 f"{nearest}, in {reach.distance:.0%} of the tokens{where}; its predicted losses "
-                "are extrapolated",
-                MixtureWarning,
-                stacklevel=2,
+                "are extrapolated"
             )
         spent = stopwatch.cost()
         if runs.cost is None:
@@ -248,9 +239,13 @@ class FitMethod(abc.ABC, Generic[Options]):
             method=self.name,
             parameters={
                 **fitted.parameters,
-                "target_shares": _by_name(table.metrics, shares),
-                "predicted_losses": _by_name(table.metrics, predicted),
-                "fit": quality.parameters(table.metrics),
+                "target_shares": by_name(table.metrics, shares),
+                "predicted_losses": by_name(table.metrics, predicted),
+                "fit": {
+                    "measured_by": procedure,
+                    "target": as_json.iloc[-1].to_dict(),
+                    **as_json.iloc[:-1].to_dict(),
+                },
                 "reach": {
                     "nearest_run": nearest,
                     "distance": reach.distance,
@@ -266,14 +261,16 @@ class FitMethod(abc.ABC, Generic[Options]):
             },
             provenance=provenance(options, {"corpus": self.corpus.hash, **runs.inputs}),
             cost=spent,
-            **fields,
+            **limit.mixture_fields(fitted.weights),
         )
         write_and_print(
             mixture,
             options,
             f"{fitted.heading}\nfitted to {runs.origin}",
             *fitted.closing,
-            *quality.lines(table.metrics, shares, fitted.remedy),
+            f"error on held-out runs ({procedure}; * is in the target):",
+            *quality_table(quality, shares),
+            *(f"{problem}; {fitted.remedy}" for problem in fit_problems(quality)),
             f"predicted target {float(predicted @ shares):.4f}, best of the runs "
             f"{float((table.losses @ shares).min()):.4f}; distance to the nearest run, {nearest}: "
             f"{format_weight(reach.distance)} of the tokens (between runs: "
@@ -308,14 +305,13 @@ def mixtures_to_train(options: FitOptions, corpus: Corpus) -> Array:
         mixtures = sample_mixtures(shares, count, seed, SamplingRule(**rule))
     except ValueError as error:
         raise UserError(f"--num-proxies {count} and the mixture sampling flags: {error}") from error
-    if int(os.environ.get("RANK", "0")) == 0:
-        present = np.flatnonzero(shares)
-        warn_rare_domains(
-            [corpus.names[position] for position in present],
-            mixtures[:, present],
-            f"the mixtures of {count} proxies",
-            "; lower --smallest-weight, or raise --max-upweighting or --num-proxies",
-        )
+    present = np.flatnonzero(shares)
+    warn_rare_domains(
+        [corpus.names[position] for position in present],
+        mixtures[:, present],
+        f"the mixtures of {count} proxies",
+        "; lower --smallest-weight, or raise --max-upweighting or --num-proxies",
+    )
     return mixtures
 
 
@@ -370,45 +366,38 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
     )
 
 
-def swarm_runs(swarms: Mapping[Path, SwarmResult], losses: Array, paper_flops: float) -> FitRuns:
+def swarm_runs(swarms: Sequence[SwarmResult], losses: Array) -> FitRuns:
     """The members that did not diverge in any swarm.
 
     Args:
-        swarms: folder -> swarm, all of them trained on the same mixtures.
+        swarms: swarms that were trained on the same mixtures.
         losses: [n, k] losses to fit: measured after a step, or extrapolated.
-        paper_flops: FLOPs of the swarms, counted as in the tables of the Chameleon paper.
 
     Raises:
         UserError: if all members diverged, or no domain has held-out text.
     """
-    folders = list(swarms)
-    result = dataclasses.replace(
-        swarms[folders[0]],
-        diverged=sorted({number for swarm in swarms.values() for number in swarm.diverged}),
-        cost=sum((swarm.cost for swarm in swarms.values()), Cost()),
-    )
-    count, table = len(result.mixtures), result.runs(losses)
+    diverged = sorted({number for swarm in swarms for number in swarm.diverged})
+    table = dataclasses.replace(swarms[0], diverged=diverged).runs(losses)
+    folders, count = [swarm.folder for swarm in swarms], len(losses)
     origin = f"{len(table.keys)} proxies of {' and '.join(map(str, folders))}"
     if not table.metrics:
         raise UserError(
             f"{origin}: no finite loss, since all {count} diverged or no domain has held-out text; "
             "lower --lr or raise --lr-warmup-iters, and choose another --work-dir"
         )
-    if result.diverged:
-        warnings.warn(
-            f"{len(result.diverged)} of {count} proxies diverged and are left out of the fit: "
-            f"{format_names([str(number) for number in result.diverged])}",
-            MixtureWarning,
-            stacklevel=2,
+    if diverged:
+        warn(
+            f"{len(diverged)} of {count} proxies diverged and are left out of the fit: "
+            f"{format_names(list(map(str, diverged)))}"
         )
-    warn_rare_domains(result.domains, table.mixtures, origin)
-    parameters: dict[str, object] = {
+    warn_rare_domains(table.domains, table.mixtures, origin)
+    parameters = {
         "runs": len(table.keys),
-        "swarm": [str(folder) for folder in folders],
-        "diverged": result.diverged,
-        "paper_flops": paper_flops,
+        "swarm": list(map(str, folders)),
+        "diverged": diverged,
     }
-    return FitRuns(table, origin, parameters, {}, result.cost, folders)
+    cost = sum((swarm.cost for swarm in swarms), Cost())
+    return FitRuns(table, origin, parameters, {}, cost, folders)
 
 
 def warn_rare_domains(
@@ -422,7 +411,7 @@ def warn_rare_domains(
         where: source of the runs, for the message.
         remedy: end of the message.
     """
-    counts = dict(zip(domains, (mixtures > 0).sum(axis=0).tolist(), strict=True))
+    counts = by_name(domains, (mixtures > 0).sum(axis=0))
     few = min(MIN_RUNS_PER_DOMAIN, len(mixtures))
     problems = []
     if without := [name for name, count in counts.items() if not count]:
@@ -430,7 +419,7 @@ def warn_rare_domains(
     if scarce := [name for name, count in counts.items() if 0 < count < few]:
         problems.append(f"fewer than {few} runs have text of {format_names(scarce)}")
     if problems:
-        warnings.warn(f"{where}: {'; '.join(problems)}{remedy}", MixtureWarning, stacklevel=3)
+        warn(f"{where}: {'; '.join(problems)}{remedy}")
 
 
 def target_shares(target: str | None, metrics: Sequence[str]) -> Array:
@@ -441,22 +430,13 @@ def target_shares(target: str | None, metrics: Sequence[str]) -> Array:
     """
     if target is None:
         return np.full(len(metrics), 1.0 / len(metrics))
-    shares = np.zeros(len(metrics))
-    for item in filter(None, map(str.strip, target.split(","))):
-        loss, share = parse_share(item, target, metrics)
-        name = matched([loss], metrics).get(loss)
-        if name is None or shares[metrics.index(name)]:
-            problem = f"unknown loss '{loss}'" if name is None else f"'{name}' is repeated"
-            raise UserError(f"--target {target}: {problem}; there are {format_names(metrics)}")
-        shares[metrics.index(name)] = share
-    if not shares.any():
-        raise UserError(f"--target {target}: empty; choose from {format_names(metrics)}")
+    shares = parse_shares(target, metrics, lambda name: matched([name], metrics).get(name))
     return shares / shares.sum()
 
 
 def check_target(target: str | None, corpus: Corpus) -> None:
     """Raise UserError for a target that is unknown or has no held-out text in ``corpus``."""
-    shares = dict(zip(corpus.names, target_shares(target, corpus.names), strict=True))
+    shares = by_name(corpus.names, target_shares(target, corpus.names))
     measured = [
         name
         for name, domain in corpus.domains.items()
@@ -481,87 +461,63 @@ def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> Non
     scales = np.median(np.abs(table.losses[:, used]), axis=0)
     if scales.max() > MAX_METRIC_RATIO * scales.min():
         small, large = (table.metrics[used[at]] for at in (scales.argmin(), scales.argmax()))
-        warnings.warn(
+        warn(
             f"{where}: the target averages metrics of very different scales, {small} and "
-            f"{large}; all of them are minimized, even accuracies; pass --target a,b or a=2,b=1",
-            MixtureWarning,
-            stacklevel=3,
+            f"{large}; all of them are minimized, even accuracies; pass --target a,b or a=2,b=1"
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CrossValidation:
+def cross_validation(
+    table: MixtureRuns, shares: Array, held_out: Array, linear: Array
+) -> pd.DataFrame:
     """Prediction quality of a fit and of a linear baseline on held-out runs.
 
     The target is a weighted mean of losses. It can be harder to predict than each loss: a mixture
     that lowers the loss of one domain raises that of another, so the mean varies little.
 
-    Attributes:
-        fit: quality per loss [m], followed by that of the target, the weighted mean of losses.
-        linear: the same for the linear baseline.
-        procedure: how runs were held out.
+    Args:
+        table: n runs with m losses.
+        shares: [m] share of each loss in the target.
+        held_out: [n, m] predictions of the fit for runs that were held out of it.
+        linear: [n, m] predictions of the linear baseline.
+
+    Returns:
+        A row per loss, and the target in the last row, with the columns spearman, mae,
+        mae_of_a_constant (the best one), linear_spearman and linear_mae.
     """
-
-    fit: FitQuality
-    linear: FitQuality
-    procedure: str
-
-    @classmethod
-    def of(
-        cls, fit: Array, linear: Array, losses: Array, shares: Array, procedure: str
-    ) -> CrossValidation:
-        """Compare predictions [n, m] of held-out runs with their ``losses`` [n, m]."""
-        fit, linear, losses = (
-            np.column_stack([values, values @ shares]) for values in (fit, linear, losses)
-        )
-        return cls(quality_of(fit, losses), quality_of(linear, losses), procedure)
-
-    @property
-    def verdict(self) -> str | None:
-        """Warning about a fit whose error on the target is not the smallest; None otherwise."""
-        error = self.fit.mae[-1]
-        if error >= self.fit.spread[-1]:
-            return "the fit predicts the target no better than a constant: the mixture is arbitrary"
-        if error > self.linear.mae[-1]:
-            return "a linear fit predicts the target better: the mixture is uncertain"
-        return None
-
-    def parameters(self, metrics: Sequence[str]) -> dict[str, Any]:
-        """The quality as JSON values, for the mixture file."""
-        figures = {
-            "spearman": self.fit.spearman,
-            "mae": self.fit.mae,
-            "mae_of_a_constant": self.fit.spread,
-            "linear_spearman": self.linear.spearman,
-            "linear_mae": self.linear.mae,
-        }
-        return {
-            "measured_by": self.procedure,
-            "target": _by_name(list(figures), [values[-1] for values in figures.values()]),
-            **{name: _by_name(metrics, values[:-1]) for name, values in figures.items()},
-        }
-
-    def lines(self, metrics: Sequence[str], shares: Array, remedy: str) -> list[str]:
-        """Lines of a table: a row per loss, a row for the target, and :attr:`verdict`."""
-
-        def cells(name: str, at: int) -> list[str]:
-            cells = [name]
-            for quality in (self.fit, self.linear):
-                rank = quality.spearman[at]
-                cells += ["constant" if math.isnan(rank) else f"{rank:.3f}"]
-                cells += [f"{quality.mae[at]:.4f}"]
-            return [*cells, f"{self.fit.spread[at]:.4f}"]
-
-        shown = [name + "*" * bool(share) for name, share in zip(metrics, shares, strict=True)]
-        rows = [["loss", "Spearman", "error", "linear: Spearman", "error", "error of a constant"]]
-        rows += [cells(name, at) for at, name in enumerate(shown)]
-        rows.append(cells("target", -1))
-        heading = f"error on held-out runs ({self.procedure}; * is in the target):"
-        lines = [heading, *align_columns(rows)]
-        return lines if self.verdict is None else [*lines, f"{self.verdict}; {remedy}"]
+    fit, baseline, losses = (
+        np.column_stack([values, values @ shares]) for values in (held_out, linear, table.losses)
+    )
+    found, simple = quality_of(fit, losses), quality_of(baseline, losses)
+    columns = {
+        "spearman": found.spearman,
+        "mae": found.mae,
+        "mae_of_a_constant": found.spread,
+        "linear_spearman": simple.spearman,
+        "linear_mae": simple.mae,
+    }
+    return pd.DataFrame(columns, [*table.metrics, "target"])
 
 
-def _by_name(names: Sequence[str], values: Array | list[float]) -> dict[str, float | None]:
-    """Name -> value; None for NaN, which JSON does not have."""
-    pairs = zip(names, values, strict=True)
-    return {name: None if math.isnan(value) else float(value) for name, value in pairs}
+def fit_problems(quality: pd.DataFrame) -> list[str]:
+    """A warning if the fit's error on the target is not the smallest; empty otherwise."""
+    target = quality.iloc[-1]
+    if target.mae >= target.mae_of_a_constant:
+        return ["the fit predicts the target no better than a constant: the mixture is arbitrary"]
+    if target.mae > target.linear_mae:
+        return ["a linear fit predicts the target better: the mixture is uncertain"]
+    return []
+
+
+def quality_table(quality: pd.DataFrame, shares: Array) -> list[str]:
+    """Lines of a table of the result of :func:`cross_validation`; * marks losses in the target."""
+    rows = [["loss", "Spearman", "error", "linear: Spearman", "error", "error of a constant"]]
+    for row, share in zip(quality.itertuples(), [*shares, 0.0], strict=True):
+        ranks = [
+            "constant" if math.isnan(rank) else f"{rank:.3f}"
+            for rank in (row.spearman, row.linear_spearman)
+        ]
+        errors = [f"{each:.4f}" for each in (row.mae, row.linear_mae, row.mae_of_a_constant)]
+        name = f"{row.Index}*" if share else row.Index
+        rows.append([name, ranks[0], errors[0], ranks[1], *errors[1:]])
+    return align_columns(rows)

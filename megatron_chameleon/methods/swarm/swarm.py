@@ -48,7 +48,7 @@ from megatron_chameleon.artifacts.training_run import read_metrics
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_tokens
 from megatron_chameleon.errors import UserError, first_line
-from megatron_chameleon.methods.swarm.options import SwarmOptions
+from megatron_chameleon.methods.swarm import SwarmOptions
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
 from megatron_chameleon.model.sizes import ModelShape, model_size
@@ -70,7 +70,7 @@ from megatron_chameleon.training.trainer import pretrain
 RATIOS_NAME, METRICS_NAME, LOG_NAME = "ratios.csv", "metrics.csv", "log.txt"
 # Value of the setting "members". Earlier releases, whose losses differ, did not record it.
 MEMBERS = "runs"
-# Options that change speed and rounding, but not which result is computed.
+# Options that may change when a swarm resumes, since they affect only speed and rounding.
 FREE_SETTINGS = (
     "micro_batch_size",
     "members_at_once",
@@ -100,15 +100,17 @@ class SwarmResult:
     """Held-out losses of every member, over the k domains of the corpus.
 
     Attributes:
+        folder: folder of the swarm.
         domains: names, in the corpus's order.
         mixtures: [n, k] float64, the mixture of each member.
-        steps: after which held-out losses were measured; the last is the last step of training.
+        steps: steps after which held-out losses were measured, the last step of training included.
         losses: [n, len(steps), k] float64, mean loss per held-out token in nats; NaN for members
             that diverged, and for domains without held-out text.
         diverged: numbers of the members that diverged, ascending.
         cost: training and held-out passes of all members, over all sessions.
     """
 
+    folder: Path
     domains: list[str]
     mixtures: Array
     steps: list[int]
@@ -522,7 +524,7 @@ def _collect(swarm: Swarm) -> SwarmResult:
             )
         losses[member] = np.array(record.losses, np.float64)
     cost = sum((record.cost for record in members.values()), start=Cost())
-    result = SwarmResult(domains, swarm.mixtures, steps, losses, diverged, cost)
+    result = SwarmResult(folder, domains, swarm.mixtures, steps, losses, diverged, cost)
     write_mixture_runs(result.runs(losses[:, -1]), folder / RATIOS_NAME, folder / METRICS_NAME)
     left_out = f", {len(diverged)} diverged and left out" if diverged else ""
     print(

@@ -1,1 +1,71 @@
-"""Sweeps: the same mixture for several values of one hyperparameter at a time."""
+"""Options of tools/sweep_mixture.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from megatron_chameleon.methods.chameleon import ExtractionOptions, RecipeOptions
+from megatron_chameleon.methods.doge import DogeRule
+from megatron_chameleon.methods.doremi import DoremiRule
+from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.ranges import CheckedOptions, Count, Positive
+
+MethodName = Literal["chameleon", "doge", "doremi"]
+# Option groups that each method reads besides `axes` and `proxy`.
+GROUPS: dict[MethodName, tuple[str, ...]] = {
+    "chameleon": ("extraction", "weighting"),
+    "doge": ("doge",),
+    "doremi": ("doremi",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisOptions(CheckedOptions):
+    """The hyperparameters to vary, one at a time around the values of the other options."""
+
+    sweep_train_iters: tuple[Count, ...] | None = None
+    """Values of --train-iters (paper: 1000 2000 5000 10000). Each is a separate run, with a
+    learning rate that decays to its last step."""
+    sweep_model_size: tuple[str, ...] | None = None
+    """Values of --model-size (paper: 60m 82m 124m 210m)."""
+    sweep_ridge: tuple[Positive, ...] | None = None
+    """Values of --ridge (paper: 1 10 100). Nothing is trained or embedded for them."""
+    sweep_num_windows: tuple[Count, ...] | None = None
+    """Values of --num-windows (paper: 2k 4k 8k)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepOptions(CheckedOptions):
+    """Compute the same mixture several times, with one hyperparameter changed at a time.
+
+    Weights that do not move do not depend on it. The other options define the centre of the sweep.
+    The same command resumes an interrupted sweep, and extends one by more values: existing
+    artifacts are reused.
+    """
+
+    corpus: Path
+    """Folder written by tools/preprocess_data.py."""
+    output: Path
+    """Run folder: proxies, embeddings, mixtures and the report go into its stages, and sweep.json
+    lists them."""
+    method: MethodName = "chameleon"
+    """The method that computes the mixtures."""
+    mode: Literal["pretrain", "finetune"] = "pretrain"
+    """'pretrain' upweights broad domains, 'finetune' distinct ones."""
+    axes: AxisOptions = dataclasses.field(default_factory=AxisOptions)
+    proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
+    extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
+    weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
+    doge: DogeRule = dataclasses.field(default_factory=DogeRule)
+    doremi: DoremiRule = dataclasses.field(default_factory=DoremiRule)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for options that the method does not use."""
+        super().__post_init__()
+        others = [group for groups in GROUPS.values() for group in groups]
+        unused = [group for group in others if group not in GROUPS[self.method]]
+        if self.method != "chameleon":
+            unused.append("mode")
+        self.reject_changed(unused, f"--method {self.method} does not use it")

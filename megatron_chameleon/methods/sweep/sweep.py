@@ -24,23 +24,22 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon import ChameleonOptions
 from megatron_chameleon.methods.chameleon.compute import compute_mixture, embedding_recipe
-from megatron_chameleon.methods.chameleon.options import ChameleonOptions
-from megatron_chameleon.methods.doge.compute import MU, Doge
-from megatron_chameleon.methods.doge.compute import recipe_of as doge_recipe
-from megatron_chameleon.methods.doge.options import DogeOptions, DogeRule
+from megatron_chameleon.methods.doge import DogeOptions
+from megatron_chameleon.methods.doge.compute import Doge
+from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.doremi.compute import Doremi
-from megatron_chameleon.methods.doremi.compute import recipe_of as doremi_recipe
-from megatron_chameleon.methods.doremi.options import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.output import require_training_tokens
 from megatron_chameleon.methods.proxy import (
     PROXY,
     forward_only,
     is_finished,
+    on_rank_0,
     train_proxy,
     training_options,
 )
-from megatron_chameleon.methods.sweep.options import SweepOptions
+from megatron_chameleon.methods.sweep import SweepOptions
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import distributed, from_main
@@ -50,15 +49,15 @@ from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.stopping import StopRequests
 
 Values = dict[str, SettingValue]
-"""Hyperparameter -> value. It has the name of the option that sets its value at the centre."""
+"""Name of an option, such as ``ridge`` -> its value at a point of the sweep."""
 _FORMATS = {
     "model_size": "{}",
     "train_iters": "{:,} steps",
     "num_windows": "{:,} windows",
     "ridge": "ridge {:g}",
 }
-# Folders of a sweep. The mixtures have a subfolder, since the report offers those in 4-mixture for
-# training.
+# Folders of a sweep. Its mixtures have a subfolder, because the report lists the mixtures directly
+# in 4-mixture as candidates for training.
 PROXIES, STORES, MIXTURES = "2-proxy", "3-embeddings", "4-mixture/sweep"
 RULE_DIGITS = 8
 
@@ -68,10 +67,10 @@ class Point:
     """One mixture of a sweep; points share the artifacts that do not differ.
 
     Attributes:
-        values: hyperparameters.
+        values: its hyperparameters.
         mixture: file of the mixture.
-        made_from: folders of the runs and stores that it is computed from.
-        check: raises UserError for an error that would end the computation.
+        made_from: folders of the runs and stores that the mixture is computed from.
+        check: raises UserError for a mistake that would end the computation.
         compute: writes the mixture; False after a stop signal. Called on every rank.
     """
 
@@ -94,8 +93,8 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
         UserError: for a mistake in the options or in the files that they name, before any
             training; later, for errors of training or embedding.
     """
-    stops, parallel = StopRequests(options.proxy.stopping), forward_only(options.proxy.parallel)
-    with distributed(parallel, seed=0) as layout:
+    stops = StopRequests(options.proxy.stopping)
+    with distributed(forward_only(options.proxy.parallel), seed=0) as layout:
         axes, every = from_main(lambda: plan_sweep(options))
         made_by = from_main(
             lambda: provenance(options, {"corpus": Corpus.load(options.corpus).hash})
@@ -126,8 +125,7 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
         sweep.save()
         return sweep
 
-    with distributed(parallel, seed=0):
-        return from_main(write)
+    return on_rank_0(options.proxy.parallel, write)
 
 
 def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], list[Values]]:
@@ -192,8 +190,8 @@ def format_values(values: Values) -> str:
 def point_of(options: SweepOptions, values: Values) -> Point:
     """A point of the sweep: its files, and how to compute them.
 
-    The proxy without a hook, Chameleon's and DoReMi's reference, is trained on a uniform mixture,
-    so that sweeps of both methods in one folder share it.
+    Chameleon's proxy and DoReMi's reference are both plain runs on a uniform mixture, so sweeps of
+    the two methods in one folder share them.
     """
     proxy = dataclasses.replace(
         options.proxy,
@@ -204,14 +202,11 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     plain = training_options(proxy, options.corpus, options.output / PROXIES / name)
     if options.method == "chameleon":
         return _chameleon_point(options, values, plain)
-    rule, default = (
-        [dataclasses.asdict(doge_recipe(rule, MU)) for rule in (options.doge, DogeRule())]
-        if options.method == "doge"
-        else [dataclasses.asdict(doremi_recipe(rule)) for rule in (options.doremi, DoremiRule())]
-    )
+    rule = options.doge if options.method == "doge" else options.doremi
+    recipe, default = (dataclasses.asdict(each.resolve()) for each in (rule, type(rule)()))
     name = f"{options.method}-{name}"
-    if rule != default:  # so that sweeps of several rules can share a folder
-        name = f"{name}-{sha256_of_json(rule)[:RULE_DIGITS]}"
+    if recipe != default:  # so that sweeps of several rules can share a folder
+        name = f"{name}-{sha256_of_json(recipe)[:RULE_DIGITS]}"
     mixture, work_dir = options.output / MIXTURES / f"{name}.json", options.output / PROXIES / name
     shared: dict[str, Any] = {
         "corpus": options.corpus,

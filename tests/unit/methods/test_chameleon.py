@@ -29,14 +29,14 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import compute as compute_module
-from megatron_chameleon.methods.chameleon.compute import compute_mixture, read_text
-from megatron_chameleon.methods.chameleon.explain import explain
-from megatron_chameleon.methods.chameleon.options import (
+from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
     ExtractionOptions,
     RecipeOptions,
 )
+from megatron_chameleon.methods.chameleon import compute as compute_module
+from megatron_chameleon.methods.chameleon.compute import compute_mixture, read_text
+from megatron_chameleon.methods.chameleon.explain import explain
 from megatron_chameleon.methods.output import format_weight
 from megatron_chameleon.mixture import (
     RECIPES,

@@ -21,13 +21,13 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.checkpoint.state import random_states
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon.compute import compute_mixture
-from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
-from megatron_chameleon.methods.chameleon.options import (
+from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
     ExtractionOptions,
     RecipeOptions,
 )
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
+from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
 from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.training.options import OnlineOptions
 from megatron_chameleon.training.stopping import StopRequests

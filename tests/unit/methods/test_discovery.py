@@ -30,9 +30,9 @@ from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.windows import spread_windows
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.discovery import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.methods.discovery import discover as discover_module
 from megatron_chameleon.methods.discovery.discover import discover_domains, fit_clusters
-from megatron_chameleon.methods.discovery.options import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
@@ -280,11 +280,11 @@ def test_known_clusters_and_their_number_are_found():
     vectors = windows.astype(np.float32)
     fit = fit_clusters(vectors, [2, 12, 15], seed=1, restarts=10)
     assert len(fit.centroids) == 12
-    found = pairwise_distances_argmin(fit.scaled(vectors), fit.centroids)
+    found = pairwise_distances_argmin(fit.scaling.transform(vectors), fit.centroids)
     assert adjusted_rand_score(labels, found) > 0.99
     scaled = (windows - windows.mean(axis=0)) / windows.std(axis=0)
     scaled /= np.linalg.norm(scaled, axis=1, keepdims=True)
-    np.testing.assert_allclose(fit.scaled(vectors), scaled, atol=1e-4)
+    np.testing.assert_allclose(fit.scaling.transform(vectors), scaled, atol=1e-4)
     assert fit.inertia == pytest.approx(np.square(scaled - fit.centroids[found]).sum(), rel=1e-3)
 
 

@@ -18,11 +18,12 @@ from megatron_chameleon.methods import mixing_laws, regmix
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions, layer_parameters
 from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit
 from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
+from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions
 from megatron_chameleon.methods.swarm.fit import (
-    CrossValidation,
+    cross_validation,
+    fit_problems,
     swarm_runs,
 )
-from megatron_chameleon.methods.swarm.options import MixtureSamplingOptions, SwarmOptions
 from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.fit_quality import fit_linear, folds_of, held_out_predictions
 from megatron_chameleon.mixture.mixing_laws import MixingLaws, simplex_grid
@@ -142,9 +143,9 @@ def test_diverged_members_are_left_out_of_the_fit(tmp_path):
     losses[[2, 7]] = np.nan
     losses[:, :, 1] = np.nan  # a domain without held-out text is no metric
     cost = Cost(1e9, 2.0, 1.0, 2)
-    result = SwarmResult(list(DOMAINS), mixtures, [5], losses, [2, 7], cost)
+    result = SwarmResult(tmp_path, list(DOMAINS), mixtures, [5], losses, [2, 7], cost)
     with pytest.warns(MixtureWarning) as caught:
-        runs = swarm_runs({tmp_path: result}, losses[:, -1], 1.0)
+        runs = swarm_runs([result], losses[:, -1])
     messages = [str(warning.message) for warning in caught]
     assert any("2 of 20 proxies" in message for message in messages)
     assert any("poems" in message for message in messages)
@@ -154,7 +155,7 @@ def test_diverged_members_are_left_out_of_the_fit(tmp_path):
     assert (runs.parameters["diverged"], runs.cost) == ([2, 7], cost)
     none = dataclasses.replace(result, diverged=list(range(20)))
     with pytest.raises(UserError, match="--lr"):
-        swarm_runs({tmp_path: none}, losses[:, -1], 1.0)
+        swarm_runs([none], losses[:, -1])
 
 
 def test_the_verdict_is_on_the_target_not_on_its_losses():
@@ -165,12 +166,14 @@ def test_the_verdict_is_on_the_target_not_on_its_losses():
         held_out_predictions(fit, mixtures, losses, folds_of(64, 5, 42))
         for fit in (lambda x, y: fit_trees(x, y, TreeSettings(num_trees=300)), fit_linear)
     )
-    found = CrossValidation.of(trees, linear, losses, np.full(5, 0.2), "5-fold")
-    assert found.fit.mae[:-1].mean() < 0.5 * found.fit.spread[:-1].mean()
-    assert "constant" in str(found.verdict)
+    names = list("abcde")
+    runs = MixtureRuns(list(map(str, range(64))), names, mixtures, names, losses)
+    found = cross_validation(runs, np.full(5, 0.2), trees, linear)
+    assert found.mae[:-1].mean() < 0.5 * found.mae_of_a_constant[:-1].mean()
+    assert "constant" in fit_problems(found)[0]
     one = np.array([1.0, 0, 0, 0, 0])
-    assert "linear" in str(CrossValidation.of(trees, linear, losses, one, "x").verdict)
-    assert CrossValidation.of(losses, losses + 1, losses, one, "x").verdict is None
+    assert "linear" in fit_problems(cross_validation(runs, one, trees, linear))[0]
+    assert fit_problems(cross_validation(runs, one, losses, losses + 1)) == []
 
 
 def test_regmix_finds_the_best_mixture_for_the_target(compute):
@@ -268,7 +271,9 @@ def test_losses_are_extrapolated_to_the_target_s_steps_and_size(corpus, tmp_path
         losses = known_losses(mixtures, steps, name)
         diverged = [3] if name == "tiny" else []
         losses[diverged] = np.nan
-        swarms[name] = SwarmResult(list(DOMAINS), mixtures, steps, losses, diverged, Cost())
+        swarms[name] = SwarmResult(
+            tmp_path, list(DOMAINS), mixtures, steps, losses, diverged, Cost()
+        )
 
     def run(found, **changes):
         swarm = dataclasses.replace(SWARM, train_iters=10000, eval_interval=2000)

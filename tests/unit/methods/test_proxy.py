@@ -1,4 +1,4 @@
-"""What DoReMi and DoGE share: means of a proxy's weights, resuming, reuse, and mistakes."""
+"""DoReMi and DoGE on one rank: means of a proxy's weights, resuming, reuse, mistakes, oracles."""
 
 from __future__ import annotations
 
@@ -9,32 +9,94 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_chameleon.artifacts import Mixture, MixtureWarning, TrainingRun
-from megatron_chameleon.artifacts.checkpoint import HookState
+from megatron_chameleon.artifacts import CheckpointRecord, Mixture, MixtureWarning, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, step_folder
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
+from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
-from megatron_chameleon.methods.doge.options import DogeRule
-from megatron_chameleon.methods.doremi import hook as doremi_hook
-from megatron_chameleon.methods.doremi.options import DoremiRule
+from megatron_chameleon.methods.doge import DogeOptions, DogeRule
+from megatron_chameleon.methods.doge.compute import Doge, GradientAlignment
+from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRule
+from megatron_chameleon.methods.doremi import compute as doremi_compute
+from megatron_chameleon.methods.doremi.compute import Doremi, ExcessLossReweighting
 from megatron_chameleon.methods.method import find_methods
+from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.mixture.doge import DogeRecipe, Roles
+from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.options import GuardOptions, OptimizerOptions
 from tests.small_corpus import DOMAINS, EOD, write_small_corpus
-from tests.unit.methods.proxies import (
-    STEPS,
-    compute,
-    edit_state,
-    hooks_of,
-    method_options,
-    proxy_run,
-    record_of,
-    state_of,
-)
 from tests.unit.training.runs import before_steps, poison, run_out
+from tests.unit.training.test_hook import (
+    NUM_DOMAINS,
+    RATE,
+    build_passes,
+    domain_mask,
+    expected_gradient,
+    micro_batches,
+    run,
+)
+
+__all__ = ["micro_batches"]  # a fixture
+
+STEPS = 6
+# Options, rule and proxy of each method. The reference of DoReMi is the fixture ``finished_run``.
+METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "doremi": (
+        DoremiOptions,
+        DoremiRule(doremi_eta=0.1),
+        {"global_batch_size": 8, "micro_batch_size": 4},
+    ),
+    "doge": (
+        DogeOptions,
+        DogeRule(doge_mu=0.2),
+        {
+            "global_batch_size": 6,
+            "micro_batch_size": 2,
+            "seed": 3,
+            "optimizer": OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=2),
+        },
+    ),
+}
+
+
+def compute(options: DoremiOptions | DogeOptions) -> bool:
+    return Doremi.compute(options) if isinstance(options, DoremiOptions) else Doge.compute(options)
+
+
+def proxy_run(output: Path) -> TrainingRun:
+    return TrainingRun.load(output.with_suffix("") / "proxy")
+
+
+def hooks_of(output: Path) -> list[dict[str, Any]]:
+    return [line["hook"] for line in proxy_run(output).metrics()]
+
+
+def record_of(output: Path) -> CheckpointRecord:
+    return CheckpointRecord.load(step_folder(proxy_run(output).root, STEPS))
+
+
+def state_of(output: Path) -> dict[str, Any]:
+    hook = record_of(output).hook
+    assert hook is not None
+    return hook.state
+
+
+def edit_state(output: Path, **changes: Any) -> None:
+    """Change the state of the hook in the proxy's last checkpoint."""
+    record = record_of(output)
+    assert record.hook is not None
+    hook = HookState(record.hook.name, {**record.hook.state, **changes})
+    dataclasses.replace(record, hook=hook).save()
+
 
 for_method = partial(pytest.mark.parametrize, indirect=["name"])
+of_doremi, of_doge = for_method("name", ["doremi"]), for_method("name", ["doge"])
 
 
 @pytest.fixture(scope="module", params=["doremi", "doge"])
@@ -44,13 +106,28 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def options_in(name, corpus, finished_run):
-    """``options_in(folder, **changes)``; the reference of DoReMi is finished."""
-    settings = {"corpus": corpus.root}
-    if name == "doremi":
-        settings["reference"] = finished_run
-    return lambda folder, **changes: method_options(
-        name, **{"output": folder / "mixture.json", **settings, **changes}
-    )
+    """``options_in(folder, **changes)``; the changes are of the method or of its proxy."""
+    options_type, rule, proxy = METHODS[name]
+    own = {field.name for field in dataclasses.fields(options_type)}
+
+    def make(folder, **changes):
+        settings = {"corpus": corpus.root, "output": folder / "mixture.json", "rule": rule}
+        if name == "doremi":
+            settings["reference"] = finished_run
+        training = {
+            "model_size": "nano",
+            "seq_length": 32,
+            "train_iters": STEPS,
+            "log_interval": 1,
+            "save_interval": 3,
+            "optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=2),
+            **proxy,
+        }
+        for field, value in changes.items():
+            (settings if field in own else training)[field] = value
+        return options_type(proxy=ProxyOptions(**training), **settings)
+
+    return make
 
 
 @pytest.fixture
@@ -152,7 +229,7 @@ def test_a_skipped_step_moves_no_weight(name, options, monkeypatch, factor):
 def test_a_finished_proxy_is_reused_within_an_epoch_limit(
     corpus, found, copied, options, monkeypatch
 ):
-    monkeypatch.setattr(doremi_hook, "build_model_chunks", run_out)  # no reference is built
+    monkeypatch.setattr(doremi_compute, "build_model_chunks", run_out)  # no reference is built
     metrics = copied.with_suffix("") / "proxy" / "metrics.jsonl"
     before = metrics.stat().st_mtime_ns
     budget = int(0.9995 * sum(corpus.train_tokens.values()))
@@ -258,3 +335,224 @@ def test_learnable_domains_gain_over_noise_and_copies_stay_equal(name, options, 
     weights = Mixture.load(made.output).weights
     assert weights["copy"] == pytest.approx(weights["learnable"], rel=0.2)
     assert min(weights["learnable"], weights["copy"]) > 1.5 * weights["noise"]
+
+
+class Checked(ExcessLossReweighting):
+    """Compares each step with a loop over tokens, and the reference with an evaluated model."""
+
+    steps, apart, highest = 0, 0.0, 0.0
+
+    def prepare(self):
+        super().prepare()
+        assert self._layout is not None
+        self.reader = open_reader(self._reference, self._layout)
+
+    def clipped(self, excess):
+        ceiling = math.inf if self._recipe.ceiling is None else self._recipe.ceiling
+        return min(max(excess, self._recipe.floor), ceiling)
+
+    def loss_weights(self, batch):
+        losses_of_proxy = batch.token_losses()
+        weights = super().loss_weights(batch)
+        tokens: list[list[float]] = [[], [], []]
+        weighed = [0.0, 0.0]
+        alpha = self.state.weights
+        for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True):
+            reference = self.reader.token_losses(part["tokens"], part["labels"])
+            assert reference is not None
+            for row, domain in enumerate(part["domain"].tolist()):
+                for column in range(losses.size(1)):
+                    if part["loss_mask"][row, column]:
+                        proxy = float(losses[row, column])
+                        tokens[domain].append(proxy - float(reference[row, column]))
+                        weighed[0] += alpha[domain] * proxy
+                        weighed[1] += alpha[domain]
+        present = [domain for domain in range(3) if tokens[domain]]
+        clipped_tokens = [np.mean([self.clipped(x) for x in tokens[d]]) for d in present]
+        clipped_means = [self.clipped(float(np.mean(tokens[d]))) for d in present]
+        expected, other = clipped_tokens, clipped_means
+        if not self._recipe.clip_tokens:
+            expected, other = clipped_means, clipped_tokens
+        np.testing.assert_allclose(self.state.excess[present], expected, rtol=1e-4, atol=1e-6)
+        Checked.apart = max(Checked.apart, float(np.abs(np.subtract(expected, other)).max()))
+        Checked.highest = max(Checked.highest, max(max(part, default=0.0) for part in tokens))
+        # The loss of the step: the sum of weight times loss over the number of tokens.
+        total = sum(
+            float((weights[part["domain"]][:, None] * losses * part["loss_mask"]).sum())
+            for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True)
+        )
+        assert total / sum(map(len, tokens)) == pytest.approx(weighed[0] / weighed[1], rel=1e-5)
+        Checked.steps += 1
+        return weights
+
+
+Checked.__name__ = ExcessLossReweighting.__name__  # recorded in checkpoints
+
+
+@of_doremi
+@pytest.mark.parametrize(
+    ("rule", "masked"),
+    [
+        (DoremiRule(doremi_eta=0.1, excess_ceiling=0.3), False),
+        (DoremiRule("fork", excess_ceiling=0.3), True),
+    ],
+)
+def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatch, masked, rule):
+    monkeypatch.setattr(doremi_compute, "ExcessLossReweighting", Checked)
+    for name, value in (("steps", 0), ("apart", 0.0), ("highest", 0.0)):
+        monkeypatch.setattr(Checked, name, value)
+    boundaries = DocumentBoundaryOptions(eod_mask_loss=masked)
+    made = options(rule=rule, train_iters=3, boundaries=boundaries)
+    assert compute(made)
+    assert Checked.steps == 3
+    assert Checked.apart > 1e-3  # the variants differ,
+    assert Checked.highest > 0.3  # and the ceiling has an effect
+    if rule.doremi_variant == "fork":
+        mixture = Mixture.load(made.output)
+        assert (mixture.parameters["eta"], mixture.parameters["eps"]) == (0.1, 0.0)
+        assert mixture.parameters["steps_averaged"] == 3
+        weights = [hook["weights"]["code"] for hook in hooks_of(made.output)]
+        assert mixture.weights["code"] == pytest.approx(np.mean(weights))
+
+
+@of_doremi
+def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpus):
+    made = options(
+        reference=None, reference_mixture="natural", reference_model_size="tiny", train_iters=4
+    )
+    assert compute(made)
+    proxy = proxy_run(made.output)
+    reference = TrainingRun.load(proxy.root.with_name("reference"))
+    assert (reference.status, proxy.status) == ("finished", "finished")
+    total = sum(corpus.train_tokens.values())
+    shares = {name: tokens / total for name, tokens in corpus.train_tokens.items()}
+    assert reference.mixture == pytest.approx(shares)
+    assert proxy.mixture == pytest.approx(dict.fromkeys(DOMAINS, 1 / 3))
+    sizes = [run.model["size"] for run in (reference, proxy)]
+    assert [size["hidden_size"] for size in sizes] == [128, 64]
+    parameters = Mixture.load(made.output).parameters
+    assert parameters["reference"]["model_size"] == "tiny"
+    layers = sum(12 * size["num_layers"] * size["hidden_size"] ** 2 for size in sizes)
+    assert parameters["paper_flops"] == 6 * proxy.tokens * layers
+    assert parameters["made_from"] == ["mixture/reference", "mixture/proxy"]
+
+
+def scale_losses(monkeypatch, factor, *, of_reference):
+    """Multiply all losses of one model by ``factor`` in the third step."""
+    token_losses = GlobalBatch.token_losses
+
+    def losses(batch, other=None, other_shape=None):
+        bad = batch.step == 2 and (other is not None) == of_reference
+        return [(factor if bad else 1.0) * part for part in token_losses(batch, other, other_shape)]
+
+    monkeypatch.setattr(GlobalBatch, "token_losses", losses)
+
+
+@of_doremi
+def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch):
+    """Even if clipping would hide them."""
+    scale_losses(monkeypatch, math.inf, of_reference=False)
+    made = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=0.3))
+    compute(made)
+    hooks = hooks_of(made.output)
+    assert hooks[2] == hooks[1]
+    assert state_of(made.output)["counted"] == STEPS
+
+
+@of_doremi
+@pytest.mark.parametrize(("factor", "variant"), [(math.nan, "original"), (math.inf, "fork")])
+def test_non_finite_losses_of_the_reference_are_errors(options, monkeypatch, factor, variant):
+    """Also infinite ones, which clipping would turn into an excess loss of 0."""
+    scale_losses(monkeypatch, factor, of_reference=True)
+    with pytest.raises(UserError, match="'news'"):
+        compute(options(rule=DoremiRule(variant, 0.1)))
+
+
+@of_doremi
+def test_an_unusable_reference_or_corpus_is_an_error(options, tmp_path, trained_run):
+    alone = write_small_corpus(tmp_path / "corpus", ("news",))
+    with pytest.raises(UserError, match="2 domains"):
+        compute(options(corpus=alone.root))
+    other = write_small_corpus(tmp_path / "other", seed=1)
+    boundaries = DocumentBoundaryOptions(eod_mask_loss=True, reset_attention_mask=True)
+    with pytest.warns(MixtureWarning, match="another --reset-attention-mask and --corpus"):
+        Doremi(options(corpus=other.root, boundaries=boundaries))
+    record = CheckpointRecord.load(find_checkpoint(trained_run))
+    dataclasses.replace(record, tokenizer_hash="0" * 64).save()
+    with pytest.raises(UserError, match="tokenizer"):
+        compute(options(reference=trained_run))
+    dataclasses.replace(TrainingRun.load(trained_run), status="interrupted", step=3).save()
+    with pytest.raises(UserError, match="no finished run"):
+        compute(options(reference=trained_run))
+    assert not list(tmp_path.glob("mixture*"))
+
+
+@of_doge
+@pytest.mark.parametrize("train_on_target", [False, True])
+def test_a_target_is_trained_on_only_if_requested(options, train_on_target):
+    made = options(target="poems", rule=DogeRule(), train_on_target=train_on_target)
+    assert compute(made)
+    mixture, run = Mixture.load(made.output), proxy_run(made.output)
+    assert sum(mixture.weights.values()) == pytest.approx(1.0)
+    trained = list(DOMAINS if train_on_target else DOMAINS[:2])
+    assert [name for name, weight in mixture.weights.items() if weight > 0] == trained
+    mu = 0.01 if train_on_target else 0.05
+    assert mixture.parameters["rule"]["mu"] == mu
+    assert mixture.parameters["target_domains"] == ["poems"]
+    assert mixture.parameters["trained_on"] == trained
+    assert 0 < mixture.parameters["paper_flops"] < run.cost.flops  # without attention and head
+    assert run.domain_tokens["poems"].actual == STEPS * 2 * 32  # sampled for its gradients
+    first = hooks_of(made.output)[0]
+    limited = np.clip([first["alignment"][name] for name in trained], 0, 5)
+    expected = np.exp(0.5e-2 * limited / mu)  # half of the peak learning rate: warm-up
+    assert [first["weights"][name] for name in trained] == pytest.approx(
+        expected / expected.sum(), rel=1e-6
+    )
+
+
+NAMES = ["a", "b", "c", "d"]
+PRESENT = (0, 1, 3)  # domains of the batch
+ALL = Roles((0, 1, 2, 3), (0, 1, 2, 3))
+TOWARDS_B = Roles((0, 2, 3), (1,))
+
+
+@pytest.fixture
+def passes(one_rank):
+    return build_passes(one_rank, per_token=True)
+
+
+def clipped_gradients(passes, batches, max_norm):
+    """[k, n] float64 by autograd; zero for the absent domain."""
+    found = {}
+    for domain in PRESENT:
+        masks = [domain_mask(batch, domain) for batch in batches]
+        tokens = sum(mask.sum() for mask in masks)
+        gradient = expected_gradient(passes, batches, [mask / tokens for mask in masks]).double()
+        found[domain] = gradient * min(1.0, max_norm / float(gradient.norm()))
+    zero = torch.zeros_like(found[0])
+    return torch.stack([found.get(domain, zero) for domain in range(NUM_DOMAINS)])
+
+
+@pytest.mark.parametrize("roles", [ALL, TOWARDS_B])
+@pytest.mark.parametrize("max_norm", [5.0, 0.4])
+def test_a_step_equals_the_algorithm_on_whole_gradients(
+    passes, micro_batches, one_rank, roles, max_norm
+):
+    recipe = DogeRecipe(mu=0.2, dw_min=-5.0, max_norm=max_norm)
+    hook = GradientAlignment(NAMES, recipe, roles)
+    _, found = run(hook, passes, micro_batches, one_rank)
+    gradients = clipped_gradients(passes, micro_batches, max_norm)
+    norms = [float(gradients[i].norm()) for i in roles.train if i in PRESENT]
+    assert min(norms) < 5.0  # 0.4 clips all, 5 none
+    towards = gradients[list(roles.target)].sum(0)
+    mean_norm = sum(norms) / len(norms) + 1e-6
+    scores = torch.stack([gradients[i] @ towards / mean_norm for i in roles.train]).clamp(-5, 5)
+    weights = torch.softmax(RATE * scores / recipe.mu, dim=0)
+    logged = hook.metrics()["weights"]
+    assert [logged[NAMES[i]] for i in roles.train] == pytest.approx(weights.tolist(), 1e-4)
+    assert float(weights.max() - weights.min()) > 0.01
+    rows = [row for row, domain in enumerate(roles.train) if domain in PRESENT]
+    shares = weights[rows] / weights[rows].sum()
+    expected = shares @ gradients[[roles.train[row] for row in rows]]
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-4)
+    assert (logged["b"] == 0.0) == (roles is TOWARDS_B)

@@ -19,7 +19,7 @@ from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, read_metrics
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.swarm.options import SwarmOptions
+from megatron_chameleon.methods.swarm import SwarmOptions
 from megatron_chameleon.methods.swarm.swarm import Swarm, concurrency, train_swarm
 from megatron_chameleon.model.flops import forward_flops, training_flops
 from megatron_chameleon.model.sizes import ModelShape, model_size

@@ -19,14 +19,14 @@ from megatron_chameleon.artifacts import (
     find_checkpoint,
 )
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
-from megatron_chameleon.methods.chameleon.options import (
+from megatron_chameleon.methods.chameleon import (
     ExtractionOptions,
     RecipeOptions,
 )
-from megatron_chameleon.methods.doge.options import DogeRule
-from megatron_chameleon.methods.doremi.options import DoremiRule
+from megatron_chameleon.methods.doge import DogeRule
+from megatron_chameleon.methods.doremi import DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
-from megatron_chameleon.methods.sweep.options import AxisOptions, SweepOptions
+from megatron_chameleon.methods.sweep import AxisOptions, SweepOptions
 from megatron_chameleon.methods.sweep.sweep import plan_sweep, point_of, sweep_mixture
 from megatron_chameleon.training.options import OptimizerOptions, StoppingOptions
 from tools.sweep_mixture import main
