@@ -395,10 +395,15 @@ def _train_members(
 
 @contextlib.contextmanager
 def _worker_pool(size: int, layout: Layout) -> Iterator[ProcessPoolExecutor]:
-    """Processes that train members on this rank's device; killed if the block raises."""
-    pool = ProcessPoolExecutor(
-        size, multiprocessing.get_context("spawn"), _start_worker, (layout.device.type,)
-    )
+    """Processes that train members on this rank's device; killed if the block raises.
+
+    On the CPU they are forked from a process that has imported this module, since the imports take
+    several seconds. A GPU needs new processes: CUDA may not be used in forked ones.
+    """
+    device = layout.device.type
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(size, context, _start_worker, (device,))
     try:
         yield pool
     except BaseException:
