@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the active acceleration on this machine, and what has been tested on a CUDA device."""
+"""Print which accelerating libraries are active here, and what was tested on a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_chameleon.cli import run_tool
 
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
-    """Report the active acceleration on this machine, and the cost of what is missing."""
+    """Report which accelerating libraries are active here, and what missing ones cost."""
 
     json: bool = False
     """Print one JSON object instead of text."""

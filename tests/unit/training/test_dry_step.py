@@ -1,4 +1,4 @@
-"""The dry first step has the memory of a real step and reports its lack before training."""
+"""The dry first step: its peak memory, and running out of memory before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan of a run: the artifacts it reads, and the mistakes that it rejects."""
+"""Plan of a run: the artifacts that it reads, and the options that it rejects."""
 
 from __future__ import annotations
 

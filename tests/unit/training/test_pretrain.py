@@ -101,7 +101,9 @@ def test_data_path_trains_as_its_corpus(pretrain_options, finished_run, corpus, 
     assert len(list((tmp_path / "cache").iterdir())) == len(DOMAINS)
 
 
-def test_mistake_with_overwrite_deletes_nothing(pretrain_options, trained_run, corpus, tmp_path):
+def test_rejected_run_with_overwrite_deletes_nothing(
+    pretrain_options, trained_run, corpus, tmp_path
+):
     def rejected(problem, hook_factory=None, **changes):
         with pytest.raises(UserError, match=problem):
             pretrain(pretrain_options(trained_run, overwrite=True, **changes), hook_factory)
@@ -188,7 +190,7 @@ def test_deterministic_profile_and_dry_step_change_nothing(
 
 
 def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch):
-    """Including the data loader, the guard and stop requests."""
+    """The data loader, the guard and stop requests are included."""
     waits, run_step = [], trainer.Trainer._run_step
 
     def counting(trainer):
@@ -212,7 +214,7 @@ def test_run_resumes_only_with_its_own_hook(pretrain_options, tmp_path, monkeypa
 
 
 def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, monkeypatch):
-    """The same if the run is resumed just before a change."""
+    """Losses and samples are the same with prefetching, also if resumed just before a change."""
     data = DataOptions(permutation="epoch")
     plain, ahead = (
         pretrain_options(tmp_path / name, log_interval=1, data=data) for name in ("plain", "ahead")

@@ -1,4 +1,4 @@
-"""Resume: choice of the checkpoint, options that may change, and the samples that follow."""
+"""Resume: which checkpoint, with which changed options, and with which samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folder: one job at a time, and an old run is deleted only once a new one has started."""
+"""Run folder: one job at a time, and --overwrite keeps the old run until a new one has started."""
 
 from __future__ import annotations
 
@@ -66,9 +66,12 @@ def test_failed_start_leaves_the_folder_unchanged(tmp_path):
 
 
 def overwrite_and_be_killed(folder, moves=None, started=False):
-    """Overwrite the run in ``folder`` in a process that is killed.
+    """Kill a process while it overwrites the run in ``folder``.
 
-    Either after ``moves`` file moves, or after them all, once a new run.json is there or not.
+    Args:
+        folder: folder of the run.
+        moves: number of file moves before it is killed; None for all of them.
+        started: whether it has then written the run.json of the new run.
     """
     child = os.fork()
     if child:

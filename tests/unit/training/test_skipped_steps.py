@@ -1,4 +1,4 @@
-"""Runs that skip a single step, or streaks of steps that continue across a resume."""
+"""Runs that skip one step, or several in a row, also across a resume and with a hook."""
 
 from __future__ import annotations
 

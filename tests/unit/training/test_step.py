@@ -109,7 +109,7 @@ def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
 
 
 def test_a_step_synchronizes_once(one_rank, monkeypatch):
-    """For the gradient norm; independent of the number of parameters and micro-batches."""
+    """Only the gradient norm is read, whatever the number of parameters and micro-batches."""
     for bf16, masked in itertools.product((False, True), repeat=2):
         step = Stepper(one_rank, bf16=bf16, masked=masked)
         step()
