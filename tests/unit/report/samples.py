@@ -1,4 +1,4 @@
-"""Run folders of real artifacts with chosen or random contents, which only tests read."""
+"""Write run folders of artifacts with chosen or random contents."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def write_training_run(
 
 
 def write_checkpoint(folder: Path, content: bytes) -> str:
-    """A checkpoint with ``content`` as its weights; its hash."""
+    """Write a checkpoint with ``content`` as its weights; return its hash."""
     record = artifact_samples.checkpoint_in(folder)
     (folder / "__0_0.distcp").write_bytes(content)
     record = dataclasses.replace(record, files=hash_files(folder))
@@ -110,7 +110,7 @@ def write_checkpoint(folder: Path, content: bytes) -> str:
 
 
 def write_losses(root: Path, names: list[str], floors: list[float], seed: int) -> None:
-    """Metrics of 200 steps: power laws down to a floor per domain, with noise."""
+    """Write metrics of 200 steps: noisy power laws that fall to a floor per domain."""
     rng = np.random.default_rng(seed)
     steps = np.arange(1, 201)[:, None]
     falling = (8.5 - np.array(floors)) * (1 + steps / 10) ** -0.8
@@ -132,7 +132,7 @@ def evaluation(names: list[str], losses: list[float], **changes: Any) -> Evaluat
 
 
 def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Path:
-    """Every stage once: a proxy, two mixtures, a uniform and a Chameleon base run, evaluated."""
+    """Write each stage: a proxy, two mixtures, and a uniform and a Chameleon run, evaluated."""
     rng = np.random.default_rng(seed)
     corpus = write_corpus(root / "1-corpus", names)
     uniform = Mixture.uniform(names).weights
@@ -162,7 +162,7 @@ def rows_of(table: Table) -> dict[str, list[str]]:
 
 
 def write_sweep(root: Path, mixtures: dict[str, list[Mixture]]) -> Sweep:
-    """A sweep of the hyperparameters of ``mixtures`` at 1, 2, ...; in the centre all are at 1."""
+    """Write a sweep over values 1, 2, ... of the keys of ``mixtures``; at the centre all are 1."""
     centre: dict[str, SettingValue] = dict.fromkeys(mixtures, 1)
     points: dict[str, SweepPoint] = {}
     for parameter, along in mixtures.items():
@@ -172,7 +172,7 @@ def write_sweep(root: Path, mixtures: dict[str, list[Mixture]]) -> Sweep:
                 continue
             file = f"4-mixture/sweep/{parameter}-{value}.json"
             mixture.save(root / file)
-            read = Mixture.load(root / file).hash  # of weights that were divided by their sum
+            read = Mixture.load(root / file).hash  # loading normalizes the weights
             points[file] = SweepPoint(values, file, read, ["2-proxy/tiny-seed1"])
     axes: dict[str, list[SettingValue]] = {
         parameter: list(range(1, len(along) + 1)) for parameter, along in mixtures.items()
@@ -191,7 +191,7 @@ def downstream(
     protocol: DownstreamProtocol = DOWNSTREAM_PROTOCOL,
     **changes: Any,
 ) -> DownstreamResult:
-    """Of task -> number of shots -> accuracy, with standard errors of 1%, of the mean of 2%."""
+    """A result of ``tasks``: task -> shots -> accuracy. Errors are 1%, those of means 2%."""
     scores = {}
     for task, found in tasks.items():
         shots = {n: ShotScore(a, 0.01, 100, 0, f"{task} {n}") for n, a in found.items()}

@@ -45,7 +45,7 @@ WEIGHTS = {
     "chameleon": [0.5, 0.3, 0.2],
     "doremi": [0.1, 0.1, 0.8],
 }
-# Perplexity of each domain is this, times the domain's own factor, and a bit more by seed.
+# Average perplexity by seed; the perplexities of the domains are SHARES times as large.
 AVERAGES = {
     "uniform": [100.0, 104.0, 96.0],
     "chameleon": [90.0, 95.0, 86.0],

@@ -1,4 +1,4 @@
-"""Evaluated runs compared: perplexity, loss, bits per byte, seeds, and errors."""
+"""Comparison of evaluated runs: perplexity, loss, bits per byte, seeds, and errors."""
 
 from __future__ import annotations
 

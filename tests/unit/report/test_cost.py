@@ -35,7 +35,7 @@ def write_method(root, name, made_from, **parameters):
 
 @pytest.fixture
 def root(tmp_path):
-    """Two Chameleon mixtures of one proxy and one store, and two that share a reference run."""
+    """Two Chameleon mixtures of one proxy and store, and two mixtures that share a run."""
     root = write_run_folder(tmp_path / "run")
     proxy = TrainingRun.load(root / "2-proxy/tiny-seed1")
     dataclasses.replace(proxy, checkpoints=["checkpoints/step-00000200"]).save()
@@ -57,7 +57,7 @@ def root(tmp_path):
     return root
 
 
-def test_chameleon_costs_its_proxy_its_embeddings_and_its_algebra(root):
+def test_chameleon_costs_include_proxy_embeddings_and_computation(root):
     ledger = ledger_of(RunFolder.load(root))
     for name in ("chameleon-pretrain", "chameleon-finetune"):
         mixture, parts = ledger.mixtures[name], {"2-proxy/tiny-seed1": PROXY, "3-embeddings": STORE}
@@ -103,7 +103,7 @@ def test_a_linked_proxy_counts_once_and_under_its_own_name(root):
     assert folder.costs() == costs
     after = ledger_of(folder)
     assert after.entries == before.entries
-    # Those made from the proxy, which is found by its weights, paid for the same one.
+    # The proxy of a mixture is found by the hash of its weights.
     assert after.mixtures == before.mixtures
 
 

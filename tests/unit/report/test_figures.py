@@ -118,7 +118,7 @@ def test_the_loss_figure_has_a_panel_for_all_and_one_per_domain(tmp_path):
     assert texts == ["A", "B", "proxy", "held-out text"]
 
 
-def test_names_are_shown_as_they_are_and_cut_where_long(tmp_path, rng):
+def test_names_are_shown_literally_and_shortened(tmp_path, rng):
     mixture = random_mixture(ODD_NAMES, rng)
     weights = picture_of(weights_picture, mixture, mixture)
     affinity = picture_of(affinity_picture, mixture)
@@ -162,7 +162,7 @@ def test_pca_matches_scikit_learn_up_to_signs(rng):
     np.testing.assert_allclose(shares, expected.explained_variance_ratio_, rtol=1e-5)
 
 
-def test_the_sample_is_even_seeded_and_without_repeats(root, monkeypatch):
+def test_windows_are_sampled_evenly_reproducibly_and_once(root, monkeypatch):
     monkeypatch.setattr("megatron_chameleon.report.figures.MOST_WINDOWS", 50)
     folder = folder_with(root, {"few": 5, "many": 200, "more": 400})
     first, second = window_map(folder), window_map(folder)
@@ -199,15 +199,15 @@ def test_umap_keeps_domains_together_and_is_seeded(root):
 
 
 @pytest.mark.slow
-def test_umap_leaves_the_threads_of_others_alone():
-    """With other threads torch adds in another order, and a run repeats no more."""
+def test_umap_keeps_the_number_of_threads():
+    """With more threads, torch sums in another order: a run would not be reproducible."""
     pytest.importorskip("umap")
 
     def threads():
         return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
 
     vectors = np.random.default_rng(0).normal(size=(30, HIDDEN)).astype(np.float32)
-    umap_points(vectors)  # loads what it needs
+    umap_points(vectors)  # loads the libraries that have threads
     before = threads()
     assert torch.get_num_threads() == 1
     umap_points(vectors)
@@ -215,7 +215,7 @@ def test_umap_leaves_the_threads_of_others_alone():
     assert torch.get_num_threads() == 1
 
 
-def test_of_a_thousand_domains_those_that_lie_apart_are_named():
+def test_named_domains_are_spread_over_the_map():
     rng = np.random.default_rng(0)
     points = np.repeat(rng.uniform(-50, 50, size=(1000, 2)), 3, axis=0) + rng.normal(size=(3000, 2))
     names = tuple(f"domain {i}" for i in range(1000))
@@ -225,7 +225,7 @@ def test_of_a_thousand_domains_those_that_lie_apart_are_named():
     assert len(named) == len(set(named)) == MOST_NAMED
     centres = shown.centroids[named]
     apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)[~np.eye(21, dtype=bool)]
-    assert apart.min() > 10  # of about 22 in an even grid over 100 x 100; neighbours are at 2
+    assert apart.min() > 10  # an even grid of 21 points would have 22, all 1000 domains have 2
     figure = window_map_figure(shown)
     (axes,) = figure.axes
     assert to_hex(axes.lines[0].get_color()) == PROXY_COLOR

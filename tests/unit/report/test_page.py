@@ -40,7 +40,7 @@ def files_in(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a report that was made once, and what was printed."""
+    """The folder of a report, made once, and the printed text."""
     root = write_run_folder(tmp_path_factory.mktemp("made") / "run")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         report = make_report(root)
@@ -61,7 +61,7 @@ def test_the_report_writes_and_prints_everything(made):
     assert sorted([*listed, "report_files.json"]) == files_in(report)
 
 
-def test_in_another_folder_the_files_are_equal_to_the_byte(made, tmp_path):
+def test_files_do_not_depend_on_the_output_folder(made, tmp_path):
     there = tmp_path / "there"
     assert make_report(made[0].parent, output=there) == there
     assert files_in(there) == files_in(made[0])
@@ -108,7 +108,7 @@ class PageReader(HTMLParser):
         raise AssertionError(f"a comment: {data}")
 
 
-def test_several_run_folders_are_one_report(made, tmp_path):
+def test_several_run_folders_are_merged_into_one_report(made, tmp_path):
     other = write_run_folder(tmp_path / "other", seed=3)
     text = markdown_page(load_report((made[0].parent, other)))
     assert text.startswith("# run + other\n")

@@ -1,4 +1,4 @@
-"""The paper's figures next to those of runs in the same setting."""
+"""The paper's figures are shown next to those of runs in the same setting."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def column_of(table, heading):
         (["python", "java", "c", "cpp", "golang", "ruby", "php"], "stack"),
     ],
 )
-def test_spellings_of_the_domains_are_known(names, data_set):
+def test_spellings_of_domain_names_are_recognized(names, data_set):
     sets = {setting.data_set: setting for setting in paper_settings().values()}
     found = {name: paper_names(each, names) for name, each in sets.items()}
     assert [name for name, known in found.items() if known is not None] == [data_set]
@@ -76,7 +76,7 @@ def test_spellings_of_the_domains_are_known(names, data_set):
         assert paper_names(sets[data_set], others) is None
 
 
-def test_perplexities_are_next_to_the_papers(root):
+def test_perplexities_are_shown_next_to_the_papers(root):
     perplexity = tables_of(root)[0]
     setting = paper_settings()["slimpajama-684m"]
     assert perplexity.header[:4] == ("domain", "Uniform", "Chameleon", "paper: Uniform")
@@ -89,7 +89,7 @@ def test_perplexities_are_next_to_the_papers(root):
     assert column_of(perplexity, "Uniform")["average"] == f"{result.mean_perplexity:.2f}"
 
 
-def test_a_domain_without_text_is_in_no_average_of_either_side(root):
+def test_domain_without_text_is_excluded_from_all_averages(root):
     for name in RUNS:
         result = EvaluationResult.load(root / f"6-evaluation/{name}.json")
         domains = {n: d for n, d in result.domains.items() if n != "c4"}
@@ -114,12 +114,12 @@ def test_a_domain_without_text_is_in_no_average_of_either_side(root):
         {"tokens": TOKENS // 3},
     ],
 )
-def test_another_setting_shows_no_figure_of_the_paper(root, changes):
+def test_runs_in_another_setting_are_not_compared_with_the_paper(root, changes):
     edit_runs(root, **changes)
     assert tables_of(root) == []
 
 
-def test_accuracies_are_next_to_the_papers(root):
+def test_accuracies_are_shown_next_to_the_papers(root):
     protocol = dataclasses.replace(DOWNSTREAM_PROTOCOL, shots=list(range(6)))
     for run, accuracy in ((UNIFORM, 0.5), (CHAMELEON, 0.6)):
         tasks = dict.fromkeys(("sciq", "copa", "own_task"), dict.fromkeys(range(6), accuracy))
@@ -134,7 +134,7 @@ def test_accuracies_are_next_to_the_papers(root):
     assert column_of(table, "Chameleon")["tasks better than Uniform"] == "2 of 2"
 
 
-def test_costs_are_next_to_the_papers_by_method(root):
+def test_costs_are_shown_next_to_the_papers(root):
     Mixture(weights=dict.fromkeys(SLIMPAJAMA, 1 / 7), method="doge").save(
         root / "4-mixture/my-doge.json"
     )

@@ -50,7 +50,7 @@ def test_copies_are_listed_and_counted_once(roots):
     assert both.root == roots[0]
 
 
-def test_names_that_collide_get_their_folders(roots):
+def test_colliding_names_get_the_folder_appended(roots):
     edit_run(roots[1], UNIFORM, cost=Cost(0.0, 999.0))
     both = merged(roots)
     assert list(both.base_runs) == [CHAMELEON, f"{UNIFORM} (run-a)", f"{UNIFORM} (run-b)"]
@@ -82,7 +82,7 @@ def test_an_identical_run_with_two_evaluations_is_counted_once(roots):
     assert seconds(both) == pytest.approx(once + 7.0)  # the evaluation of run-b
 
 
-def test_a_linked_proxy_counts_once_wherever_it_is_named_from(roots):
+def test_a_linked_proxy_counts_once_for_references_from_any_folder(roots):
     proxy = roots[1] / "2-proxy/tiny-seed1"
     shutil.rmtree(proxy)
     proxy.symlink_to(roots[0] / "2-proxy/tiny-seed1")
@@ -125,7 +125,7 @@ def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):
 
 
 @pytest.mark.parametrize("has_corpus", [True, False])
-def test_runs_of_another_corpus_are_rejected_though_not_evaluated(root, has_corpus):
+def test_unevaluated_runs_of_another_corpus_are_rejected(root, has_corpus):
     made = dataclasses.replace(PROVENANCE, inputs={"corpus": "other"})
     edit_run(root, CHAMELEON, provenance=made)
     (root / f"6-evaluation/{CHAMELEON}.json").unlink()

@@ -20,7 +20,7 @@ from megatron_chameleon.report.tables import (
 )
 
 
-def test_terminal_columns_end_at_the_same_place():
+def test_terminal_columns_are_aligned():
     table = Table.of(
         "Title",
         ("domain", "first value", "second"),
@@ -42,7 +42,7 @@ def test_terminal_columns_end_at_the_same_place():
     "name",
     ["a|b", "<script>alert(1)</script>", "[x](http://y)", "**x**", "a\\|b", "`x` &lt; $x$"],
 )
-def test_markdown_shows_a_name_as_it_is(name):
+def test_markdown_escapes_names(name):
     escaped = markdown(name)
     assert re.search(r"(?<!\\)(\\\\)*[|<>\[\]*`&$]", escaped) is None
     assert re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", escaped) == name
@@ -69,7 +69,7 @@ def test_csv_has_plain_numbers_and_two_columns_for_errors_and_ranges():
 
 
 @pytest.mark.parametrize("name", ["=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)"])
-def test_nothing_is_a_formula(name):
+def test_csv_has_no_formulas(name):
     frame = pd.DataFrame({"domain": [name]})
     for line in (*read(csv_table(table_of([name], ["1"]))), *read(csv_text(frame))):
         assert line[0] in ("domain", f"'{name}")

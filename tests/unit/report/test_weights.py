@@ -56,7 +56,7 @@ def test_target_and_actual_tokens_and_epochs(root):
     assert found["total"] == ["3,000", "2,910", "-3.01%", ""]
 
 
-def test_many_mixtures_are_a_row_each(root):
+def test_many_runs_share_one_table(root):
     count = MOST_TABLES + 1
     for i in range(count):
         tokens = token_counts([1000.0 + i] * 3, [1000 + i, 900, 1001 + i], [1.0, 0.5, 2.0 + i])
