@@ -93,12 +93,8 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
         UserError: if not. For a parallelism degree that does not divide the model, the message
             lists the degrees that do.
     """
-    tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    training = options.for_training()
-    virtual, stage_layers = (
-        training.num_virtual_stages_per_pipeline_rank,
-        size.num_layers // pipeline,
-    )
+    tensor, training = options.tensor_model_parallel_size, options.for_training()
+    stage_layers = size.num_layers // options.pipeline_model_parallel_size
     for degree, number, what in (
         ("tensor-model-parallel-size", size.num_attention_heads, "attention heads"),
         ("pipeline-model-parallel-size", size.num_layers, "layers"),
@@ -108,7 +104,7 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
         if number % value:
             divisors = ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
             raise UserError(f"--{degree} {value} does not divide {number} {what}; {divisors} do")
-    training.recompute.check_layers(stage_layers // virtual)
+    training.recompute.check_layers(stage_layers // training.num_virtual_stages_per_pipeline_rank)
     if options.sequence_parallel and seq_length % tensor:
         raise UserError(
             f"--sequence-parallel: sequences of {seq_length} tokens are not a multiple of "
@@ -163,18 +159,12 @@ def transformer_config(
         bf16=bf16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # megatron's initialization also marks which tensors are sharded, so it runs although
-        # initialize_weights then overwrites the values.
-        perform_initialization=True,
         calculate_per_token_loss=per_token_loss,
         deterministic_mode=deterministic,
         cuda_graph_scope=[],
+        # By default, other fusions are off: fused norms need Apex, the fused bias and GELU would
+        # always use GELU's tanh approximation, and SDPACoreAttention fuses the softmax.
         gradient_accumulation_fusion=gradient_accumulation_fusion,
-        persist_layer_norm=False,  # needs Apex
-        masked_softmax_fusion=False,  # SDPACoreAttention fuses it
-        bias_activation_fusion=False,  # would always use GELU's tanh approximation
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
         # Interleaved stages compute wrong numbers with batched sends; others reject the overlap.
         batch_p2p_comm=False,
         # Outputs that were sent are no longer needed; interleaved stages do not wait for the send.
@@ -234,6 +224,7 @@ def build_model_chunks(
             position_embedding_type="learned_absolute",
             vp_stage=vp_stage,
         )
+        # megatron has initialized the weights too, which marks the tensors that are sharded.
         initialize_weights(model, shape, seed)
         model.to(layout.device)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
