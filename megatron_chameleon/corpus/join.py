@@ -20,7 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,7 +244,7 @@ class LeftOut:
 
     def reasons(self, first: int, count: int) -> NDArray[np.uint8]:
         """Return the reasons [count] of documents ``first`` to ``first + count - 1``."""
-        return np.fromfile(self.path, np.uint8, count, offset=first)
+        return _read_records(self.path, np.dtype(np.uint8), first, count)
 
     def add(
         self,
@@ -347,8 +347,14 @@ def _ranges(
 
 
 def _read_digests(shard: Shard, first: int, count: int) -> NDArray[np.void]:
-    path = shard.root / DIGESTS_NAME
-    return np.fromfile(path, DIGEST, count, offset=first * DIGEST.itemsize)
+    return _read_records(shard.root / DIGESTS_NAME, DIGEST, first, count)
+
+
+def _read_records(path: Path, dtype: np.dtype[Any], first: int, count: int) -> NDArray[Any]:
+    # np.fromfile would return fewer records if the disk fails.
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(first * dtype.itemsize)
+        return np.frombuffer(stream.read(count * dtype.itemsize), dtype)
 
 
 def _read_file(stream: BinaryIO, start: int, stop: int) -> bytes:

@@ -154,6 +154,19 @@ def test_memory_holds_one_range_however_often_a_text_occurs(tmp_path, monkeypatc
     assert max(sizes) <= 20
 
 
+def test_a_failed_read_of_digests_or_reasons_is_an_error(tmp_path):
+    (shard,), numbers, path = shards_of(tmp_path, [[(1, 1, 0, 0, 0)] * 2])
+    unreadable = Path("/proc/self/mem")  # reading its first page fails with EIO
+    left_out = find_left_out([shard], numbers, path)
+    for file in (left_out.path, shard.root / shards.DIGESTS_NAME):
+        file.unlink()
+        file.symlink_to(unreadable)
+    with pytest.raises(OSError, match="Input/output"):
+        left_out.reasons(0, 2)
+    with pytest.raises(OSError, match="Input/output"):
+        find_left_out([shard], numbers, tmp_path / "again")
+
+
 # Writing
 
 

@@ -194,7 +194,10 @@ class CannotBeUnpickledError(Exception):
 
 
 DISK_FULL, BUG = RuntimeError("failed"), KeyError("bug")
+NO_CONNECTION = CannotBeUnpickledError(response=1)
 DISK_FULL.__cause__ = BUG.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+NO_CONNECTION.__context__ = DISK_FULL.__cause__
+NO_CONNECTION.__cause__ = None  # as in `raise NO_CONNECTION from None`
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,7 @@ DISK_FULL.__cause__ = BUG.__context__ = OSError(errno.ENOSPC, os.strerror(errno.
         (UserError("x.jsonl is damaged"), UserError, "x.jsonl is damaged", ""),
         (DISK_FULL, UserError, "No space left on device; .* run the same command again", ""),
         (BUG, RuntimeError, "a worker process failed", "KeyError: 'bug'"),
-        (CannotBeUnpickledError(response=1), RuntimeError, "failed", "Error: no connection"),
+        (NO_CONNECTION, RuntimeError, "failed", "Error: no connection"),
     ],
 )
 def test_an_error_in_a_worker_is_reported_as_in_one_process(
