@@ -157,8 +157,7 @@ def _evaluate(
         for name, domain in domains.items():
             progress.set_description(f"perplexity {name}")
             batch_size = plan.options.evaluation_batch_size
-            sums = cluster_losses(reader, domain.text, domain.clusters, batch_size, progress)
-            losses[name] = domain.loss(sums)
+            losses[name] = domain.evaluate(reader, batch_size, progress)
             if not math.isfinite(losses[name].loss):
                 raise UserError(
                     f"{plan.checkpoint.root}: the loss on domain '{name}' is {losses[name].loss}: "
@@ -183,86 +182,28 @@ def _evaluate(
     return result
 
 
-def cluster_losses(
-    reader: Reader, text: HeldOutText, clusters: ClusterMap, batch_size: int, progress: tqdm
-) -> NDArray[np.float64]:
-    """Sum the negative log-likelihoods of the scored tokens of each cluster.
+def cluster_ends(tokens: TokenFile, text: HeldOutText) -> NDArray[np.int64]:
+    """Group the documents of ``tokens``, one per sequence, that ``text`` scores into clusters.
 
-    Batches are assigned to data-parallel ranks in turn. Sums are in float64 and do not depend on
-    the layout or the batch size, up to the rounding of the forward pass.
-
-    Args:
-        reader: reads the model's outputs.
-        text: held-out text, whose windows are read longest first.
-        clusters: map from the scored tokens to their clusters.
-        batch_size: windows of the full window length per forward pass and rank.
-        progress: updated by the number of scored tokens.
+    A cluster is a scored document, or several consecutive ones if there are more than
+    ``MAX_CLUSTERS``; see :class:`Clusters`.
 
     Returns:
-        [c] float64 in nats, on every rank.
+        [c] position past the last token of each cluster: a scored token at position p belongs to
+        cluster ``searchsorted(ends, p, side="right")``.
     """
-    layout, text = reader.layout, text.longest_first()
-    # The last element collects labels that are not scored.
-    sums = torch.zeros(clusters.count + 1, dtype=torch.float64, device=layout.device)
-    longest, multiple = text.window_length, length_multiple(layout)
-    lengths = text.windows.lengths.tolist()
-    all_batches = list(length_batches(lengths, batch_size * longest, multiple, longest))
-
-    def read_batch(first: int, last: int, width: int) -> Batch:
-        tokens, labels, is_scored, positions = text.arrays(first, last, width)
-        cluster = np.where(is_scored, clusters.at(positions), clusters.count)
-        arrays = {"tokens": tokens, "labels": labels, "clusters": cluster}
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-    own = (read_batch(*each) for each in all_batches[layout.data_rank :: layout.data_size])
-    with read_ahead(own, layout.device) as ahead:
-        for number, (first, last, _) in enumerate(all_batches):
-            progress.update(int(text.windows.num_scored[first:last].sum()))
-            if number % layout.data_size != layout.data_rank:
-                continue
-            batch = next(ahead)
-            losses = reader.token_losses(batch["tokens"], batch["labels"])
-            if losses is not None:
-                sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
-    summed = reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
-    return summed[:-1].cpu().numpy()
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusterMap:
-    """Map scored tokens to clusters: a cluster is a document or several consecutive ones.
-
-    Attributes:
-        document_ends: [d] int64, position past the last token of each document.
-        cluster_of_document: [d] int64; meaningless for documents without scored tokens.
-        count: number of clusters, at most ``MAX_CLUSTERS``; see :class:`Clusters`.
-    """
-
-    document_ends: NDArray[np.int64]
-    cluster_of_document: NDArray[np.int64]
-    count: int
-
-    @classmethod
-    def of(cls, tokens: TokenFile, text: HeldOutText) -> ClusterMap:
-        """Cluster the documents of ``tokens``, one sequence each, that ``text`` scores."""
-        ends = tokens.starts + tokens.lengths
-        first, last = (
-            np.searchsorted(ends, place, side="right")
-            for place in (text.windows.scored, text.windows.end - 1)
-        )
-        covering = np.zeros(len(ends) + 1, np.int64)
-        np.add.at(covering, first, 1)
-        np.add.at(covering, last + 1, -1)
-        is_scored = (np.cumsum(covering)[:-1] > 0) & (tokens.lengths > 0)
-        documents = int(is_scored.sum())
-        count = min(documents, MAX_CLUSTERS)
-        number = np.maximum(np.cumsum(is_scored) - 1, 0)
-        return cls(ends, number * count // max(documents, 1), count)
-
-    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Clusters of the tokens at ``positions``, of any shape; arbitrary for padding."""
-        documents = np.searchsorted(self.document_ends, positions, side="right")
-        return self.cluster_of_document[np.minimum(documents, len(self.document_ends) - 1)]
+    ends = tokens.starts + tokens.lengths
+    first, last = (
+        np.searchsorted(ends, place, side="right")
+        for place in (text.windows.scored, text.windows.end - 1)
+    )
+    covering = np.zeros(len(ends) + 1, np.int64)
+    np.add.at(covering, first, 1)
+    np.add.at(covering, last + 1, -1)
+    scored = ends[(np.cumsum(covering)[:-1] > 0) & (tokens.lengths > 0)]
+    count = min(len(scored), MAX_CLUSTERS)
+    documents_before = -(-np.arange(1, count + 1) * len(scored) // count)  # rounded up
+    return scored[documents_before - 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +212,7 @@ class HeldOutDomain:
 
     Attributes:
         text: its windows.
-        clusters: clusters of the scored tokens.
+        clusters: [c] see :func:`cluster_ends`.
         tokens: [c] scored tokens per cluster; may be 0.
         text_bytes: [c] bytes of text that these tokens encode; None if unknown.
         unigram_loss: mean negative log-likelihood of the scored tokens under a unigram model of
@@ -279,13 +220,20 @@ class HeldOutDomain:
     """
 
     text: HeldOutText
-    clusters: ClusterMap
+    clusters: NDArray[np.int64]
     tokens: NDArray[np.int64]
     text_bytes: NDArray[np.int64] | None
     unigram_loss: float
 
-    def loss(self, sums: NDArray[np.float64]) -> DomainLoss:
-        """The result from the sums [c] of :func:`cluster_losses`."""
+    def evaluate(self, reader: Reader, batch_size: int, progress: tqdm) -> DomainLoss:
+        """The model's loss, on every rank. Collective.
+
+        Args:
+            reader: reads the model's outputs.
+            batch_size: windows of the full window length per forward pass and rank.
+            progress: updated by the number of scored tokens.
+        """
+        sums = self._cluster_losses(reader, batch_size, progress)
         tokens, sizes, used = int(self.tokens.sum()), self.text_bytes, self.tokens > 0
         clusters = Clusters(
             losses=sums[used].tolist(),
@@ -294,6 +242,41 @@ class HeldOutDomain:
         )
         total = None if sizes is None else int(sizes.sum())
         return DomainLoss(math.fsum(sums) / tokens, tokens, self.unigram_loss, total, clusters)
+
+    def _cluster_losses(
+        self, reader: Reader, batch_size: int, progress: tqdm
+    ) -> NDArray[np.float64]:
+        """Sums [c] of the negative log-likelihoods of each cluster's scored tokens, in nats.
+
+        Batches are assigned to data-parallel ranks in turn. Sums are in float64 and do not depend
+        on the layout or the batch size, up to the rounding of the forward pass.
+        """
+        layout, text, count = reader.layout, self.text.longest_first(), len(self.clusters)
+        longest, multiple = text.window_length, length_multiple(layout)
+        lengths = text.windows.lengths.tolist()
+        all_batches = list(length_batches(lengths, batch_size * longest, multiple, longest))
+
+        def read_batch(first: int, last: int, width: int) -> Batch:
+            tokens, labels, is_scored, positions = text.arrays(first, last, width)
+            cluster = np.searchsorted(self.clusters, positions, side="right")
+            cluster[~is_scored] = count
+            arrays = {"tokens": tokens, "labels": labels, "clusters": cluster}
+            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+        # The last element collects labels that are not scored.
+        sums = torch.zeros(count + 1, dtype=torch.float64, device=layout.device)
+        own = (read_batch(*each) for each in all_batches[layout.data_rank :: layout.data_size])
+        with read_ahead(own, layout.device) as ahead:
+            for number, (first, last, _) in enumerate(all_batches):
+                progress.update(int(text.windows.num_scored[first:last].sum()))
+                if number % layout.data_size != layout.data_rank:
+                    continue
+                batch = next(ahead)
+                losses = reader.token_losses(batch["tokens"], batch["labels"])
+                if losses is not None:
+                    sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
+        summed = reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
+        return summed[:-1].cpu().numpy()
 
 
 def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutDomain]:
@@ -354,18 +337,18 @@ def held_out_domain(
     text = held_out_text(stream, protocol, corpus.tokenizer.eod_id)
     if text is None:
         return None
-    clusters = ClusterMap.of(stream, text)
+    clusters = cluster_ends(stream, text)
+    count = len(clusters)
 
-    def count() -> tuple[NDArray[np.int64], NDArray[np.int64] | None, float]:
-        tokens = np.zeros(clusters.count, np.int64)
-        counted = np.zeros(clusters.count, np.float64)
+    def statistics() -> tuple[NDArray[np.int64], NDArray[np.int64] | None, float]:
+        tokens, counted = np.zeros(count, np.int64), np.zeros(count, np.float64)
         seen = np.zeros(vocab_size, np.int64)
         for positions, labels in text.scored_blocks():
-            cluster = clusters.at(positions)
-            tokens += np.bincount(cluster, minlength=clusters.count)
+            cluster = np.searchsorted(clusters, positions, side="right")
+            tokens += np.bincount(cluster, minlength=count)
             seen += np.bincount(labels, minlength=vocab_size)
             if sizes is not None:
-                counted += np.bincount(cluster, sizes[labels], minlength=clusters.count)
+                counted += np.bincount(cluster, sizes[labels], minlength=count)
         training = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
         # Add-one (Laplace) smoothed frequencies, without context: a baseline for every model.
         probabilities = (training + 1) / (training.sum() + vocab_size)
@@ -379,7 +362,7 @@ def held_out_domain(
         ends = np.rint(np.cumsum(counted * (recorded / decoded))).astype(np.int64)
         return tokens, np.diff(ends, prepend=0), loss
 
-    return HeldOutDomain(text, clusters, *from_main(count))
+    return HeldOutDomain(text, clusters, *from_main(statistics))
 
 
 def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
