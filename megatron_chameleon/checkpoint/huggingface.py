@@ -227,13 +227,13 @@ class HuggingFaceWeights:
     @property
     def left_out(self) -> list[str]:
         """Descriptions of what is not loaded, one line each."""
-        lines = []
-        if rows := self.config.vocab_size - self.vocab_size:
+        config, lines = self.config, []
+        if rows := config.vocab_size - self.vocab_size:
             lines.append(
-                f"the last {rows} of its {self.config.vocab_size} embedding rows are not loaded: "
+                f"the last {rows} of its {config.vocab_size} embedding rows are not loaded: "
                 f"the tokenizer has {self.vocab_size} tokens"
             )
-        if dropout := self.config.largest_dropout:
+        if dropout := max(config.resid_pdrop, config.embd_pdrop, config.attn_pdrop):
             lines.append(f"its dropout of {dropout:g} is not used: models here train without")
         return lines
 

@@ -64,11 +64,6 @@ class GPT2Config:
     add_cross_attention: Literal[False] = False
     tie_word_embeddings: Literal[True] = True
 
-    @property
-    def largest_dropout(self) -> float:
-        """The largest dropout probability; models here train without dropout."""
-        return max(self.resid_pdrop, self.embd_pdrop, self.attn_pdrop)
-
 
 def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
     """Parse ``body``, the contents of the config.json at ``where``.

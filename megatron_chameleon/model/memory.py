@@ -46,11 +46,6 @@ class TrainingSetup:
     bf16: bool
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of one parameter or activation."""
-        return BFLOAT16_BYTES if self.bf16 else FLOAT32_BYTES
-
-    @property
     def embedding_elements(self) -> int:
         """Elements of this rank's shard of the tied embedding, with padding."""
         tensor = self.parallel.tensor_model_parallel_size
@@ -76,7 +71,8 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     """
     parallel, recompute, size = setup.parallel, setup.parallel.recompute, setup.shape.size
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    virtual, element = parallel.num_virtual_stages_per_pipeline_rank, setup.element_bytes
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    element = BFLOAT16_BYTES if setup.bf16 else FLOAT32_BYTES  # of a parameter or activation
     h, ffn = size.hidden_size, size.ffn_hidden_size // tensor
     tokens = setup.micro_batch_size * setup.shape.max_sequence_length
     hidden = tokens * h * element

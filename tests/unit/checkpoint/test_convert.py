@@ -264,7 +264,9 @@ def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
     path = tmp_path / "small.json"
     path.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
     record = to_checkpoint(folder, tmp_path / "checkpoint", tokenizer_model=path)
-    assert "the last 20 of its 300 embedding rows" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the last 20 of its 300 embedding rows" in out
+    assert "dropout of 0.1" in out
     assert shape_of(record).vocab_size == VOCAB_SIZE - 20
     back = tensors_in(to_folder(record.root, tmp_path / "back"))
     expected = tensors_in(folder)["transformer.wte.weight"][: VOCAB_SIZE - 20]

@@ -98,7 +98,6 @@ def test_missing_fields_have_transformers_defaults():
     assert shape_of_config(defaults) == ModelShape(
         ModelSize(12, 12, 768, 3072), 50_257, 1024, "gelu_tanh"
     )
-    assert defaults.largest_dropout == 0.1
 
 
 UNSUPPORTED = {
