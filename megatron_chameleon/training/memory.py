@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.checkpoint.state import random_states, set_random_states
 from megatron_chameleon.errors import UserError
@@ -164,7 +163,6 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
 def _random_batches(plan: TrainingPlan, count: int) -> Iterator[Batch]:
     """Random micro-batches of the run's shapes, identical on every rank."""
     options = plan.options
-    boundaries = DocumentBoundaries(plan.data.tokenizer.eod_id, options.boundaries)
     generator = torch.Generator().manual_seed(options.seed)
     rows, length = options.micro_batch_size, options.seq_length
     for _ in range(count):
@@ -173,4 +171,4 @@ def _random_batches(plan: TrainingPlan, count: int) -> Iterator[Batch]:
         )
         tokens, labels = text[:, :-1], text[:, 1:]
         domain = torch.zeros(rows, dtype=torch.int64)
-        yield {"tokens": tokens, "labels": labels, **boundaries(tokens), "domain": domain}
+        yield {"tokens": tokens, "labels": labels, **plan.boundaries(tokens), "domain": domain}

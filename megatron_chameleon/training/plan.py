@@ -9,7 +9,9 @@ from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, implied_epochs, provenance
 from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
+from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.schedule import MixtureSchedule, check_changes
 from megatron_chameleon.blend.token_data import (
     TokenData,
@@ -64,6 +66,25 @@ class TrainingPlan:
     def num_samples(self) -> int:
         """Samples of the whole run."""
         return self.options.train_iters * self.options.global_batch_size
+
+    @property
+    def boundaries(self) -> DocumentBoundaries:
+        """Masks and positions of samples with several documents."""
+        return DocumentBoundaries(self.data.tokenizer.eod_id, self.options.boundaries)
+
+    def samples(self, schedule: MixtureSchedule) -> BlendedTokens:
+        """The training samples of the whole run, in order, with the weights of ``schedule``."""
+        return BlendedTokens(
+            data=self.data,
+            schedule=schedule,
+            num_samples=self.num_samples,
+            seq_length=self.options.seq_length,
+            seed=self.options.seed,
+            permutation=self.options.data.permutation,
+            boundaries=self.boundaries,
+            cache=self.options.data.data_cache_path,
+            by_size=self.by_size,
+        )
 
     def epochs(self, schedule: MixtureSchedule) -> dict[str, float]:
         """Domain -> target epochs of the whole run with ``schedule``."""

@@ -17,7 +17,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_chameleon.blend.boundaries import document_mask
-from megatron_chameleon.blend.sampler import Batch, check_batch_sizes
+from megatron_chameleon.blend.sampler import (
+    Batch,
+    SampleSource,
+    check_batch_sizes,
+    micro_batches,
+)
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.options import ModelOptions
 
@@ -63,6 +68,14 @@ class BatchShape:
         count = options.global_batch_size // (options.micro_batch_size * data_parallel_size)
         options.parallel.check_microbatches(count)
         return cls(count, options.micro_batch_size, options.seq_length)
+
+    def micro_batches(
+        self, samples: SampleSource, layout: Layout, start_step: int = 0
+    ) -> Iterator[Batch]:
+        """This rank's micro-batches of ``samples``, from ``start_step`` on."""
+        size, ranks = self.micro_batch_size, layout.data_size
+        step_size = self.num_microbatches * size * ranks
+        return micro_batches(samples, step_size, size, layout.data_rank, ranks, start_step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_chameleon.artifacts import Corpus
-from megatron_chameleon.blend.boundaries import DocumentBoundaries
-from megatron_chameleon.blend.dataset import BlendedTokens
-from megatron_chameleon.blend.sampler import (
-    Batch,
-    micro_batches,
-    read_ahead,
-    steps_between_changes,
-)
-from megatron_chameleon.blend.schedule import MixtureSchedule
+from megatron_chameleon.blend.sampler import read_ahead, steps_between_changes
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.training.checkpointing import (
@@ -45,7 +37,7 @@ from megatron_chameleon.training.memory import (
 from megatron_chameleon.training.metrics import build_profiler
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
-from megatron_chameleon.training.plan import TrainingPlan, plan_training, warn_of_repeats
+from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from megatron_chameleon.training.records import Progress, RunRecords
 from megatron_chameleon.training.run_folder import locked_run_folder, on_main, starting_run
 from megatron_chameleon.training.step import BatchShape, StepResult
@@ -83,7 +75,7 @@ def pretrain(
         hook = build_hook(hook_factory, plan, layout)
         with on_main(locked_run_folder(options.run_dir)):
             progress = find_progress(plan, layout)
-            samples = samples_of(plan, resumed_schedule(plan, progress.checkpoint))
+            samples = plan.samples(resumed_schedule(plan, progress.checkpoint))
             records = RunRecords(plan, layout, samples, progress, hook)
             if progress.checkpoint and records.is_done:
                 if progress.run and progress.run.status != "finished":  # killed before writing it
@@ -102,22 +94,6 @@ def pretrain(
     gc.collect()
 
 
-def samples_of(plan: TrainingPlan, schedule: MixtureSchedule) -> BlendedTokens:
-    """The training samples of the whole run, in order."""
-    options = plan.options
-    return BlendedTokens(
-        data=plan.data,
-        schedule=schedule,
-        num_samples=plan.num_samples,
-        seq_length=options.seq_length,
-        seed=options.seed,
-        permutation=options.data.permutation,
-        boundaries=DocumentBoundaries(plan.data.tokenizer.eod_id, options.boundaries),
-        cache=options.data.data_cache_path,
-        by_size=plan.by_size,
-    )
-
-
 class Trainer:
     """Training loop of one rank. Nothing is written or deleted before :meth:`run`."""
 
@@ -128,22 +104,16 @@ class Trainer:
         plan, layout, options = records.plan, records.layout, records.plan.options
         self.options, self.phases, self.guard = options, records.phases, records.guard
         self.checkpoints = CheckpointWriter(records)
-        self.batches: Iterator[Batch] = micro_batches(
-            records.samples,
-            options.global_batch_size,
-            options.micro_batch_size,
-            layout.data_rank,
-            layout.data_size,
-            start_step=progress.step,
-        )
         hook.prepare()
         self.model = build_trained_model(
             plan, layout, progress.checkpoint, combines_gradients=hook.combines_gradients
         )
         self.hook = HookRunner(hook, self.model.passes, plan.shape, layout)
+        shape = self.model.passes.shape
+        self.batches = shape.micro_batches(records.samples, layout, progress.step)
         # Prefetch batches, but not across a step at which a hook may change the mixture.
         steps = steps_between_changes(progress.step, options.train_iters, hook.mixture_interval)
-        self.prefetched = [count * self.model.passes.shape.num_microbatches for count in steps]
+        self.prefetched = [count * shape.num_microbatches for count in steps]
         on_gpu = layout.device.type == "cuda"
         if options.dry_first_step == "on" or (options.dry_first_step == "auto" and on_gpu):
             dry_first_step(plan, layout, self.model)

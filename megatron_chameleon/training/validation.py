@@ -11,7 +11,7 @@ import torch
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
-from megatron_chameleon.blend.sampler import Batch, micro_batches, read_ahead
+from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.blend.token_data import DomainData, corpus_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
@@ -88,14 +88,7 @@ class Validation:
         for chunk in passes.model:
             chunk.eval()
         sums = torch.zeros(len(self._names), 3, dtype=torch.float64, device=passes.device)
-        own = micro_batches(
-            self,
-            self._global_batch_size,
-            passes.shape.micro_batch_size,
-            layout.data_rank,
-            layout.data_size,
-        )
-        with read_ahead(own, passes.device) as ahead:
+        with read_ahead(passes.shape.micro_batches(self, layout), passes.device) as ahead:
             while batches := list(itertools.islice(ahead, passes.shape.num_microbatches)):
                 losses = passes.token_losses(batches)  # empty but on the last stage
                 for batch, token_losses in zip(batches, losses, strict=bool(losses)):

@@ -25,7 +25,7 @@ from megatron_chameleon.training.options import (
     OptimizerOptions,
 )
 from megatron_chameleon.training.plan import plan_training
-from megatron_chameleon.training.trainer import pretrain, samples_of
+from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS, write_small_corpus
 from tests.unit.training.runs import contents, losses, metrics, progress_of_run, record_at
 
@@ -175,7 +175,7 @@ def test_samples_that_contradict_the_checkpoint_are_an_error(changed_run, pretra
     with pytest.raises(UserError, match="--mixture-change 2="):
         resumed_schedule(missed, checkpoint)
     plan = plan_training(pretrain_options(changed_run / "run", data=changing()))
-    samples = samples_of(plan, plan.schedule)
+    samples = plan.samples(plan.schedule)
     check_same_samples(samples, checkpoint)
     with pytest.raises(UserError, match="version 1"):
         check_same_samples(samples, dataclasses.replace(checkpoint, order_version=1))
