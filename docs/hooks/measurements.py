@@ -59,7 +59,7 @@ def _section(path: Path, body: Mapping[str, Any], root: Path) -> list[str]:
 
 
 def _format_place(row: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Date and machine of a row, or else of its file."""
+    """Date and machine of a row; those of its file if the row has none."""
     date = row.get("date") or body.get("date")
     machine = _format_machine(row.get("machine") or body.get("machine") or {})
     return f"{date}: {machine}" if date else machine
@@ -74,7 +74,7 @@ def _is_compared(row: Mapping[str, Any]) -> bool:
 
 
 def _comparison(rows: Sequence[tuple[Mapping[str, Any], int]]) -> list[str]:
-    """A table of the rows that compare contestants, with the number of date and machine."""
+    """Table of the rows that compare implementations; numbers refer to the list of machines."""
     lines = ["| What | Seconds | Times faster | Repeats | Measured |", "|---|---|---|---|---|"]
     for row, number in rows:
         seconds = "<br>".join(f"{name}: {figure(v)}" for name, v in row["seconds"].items())

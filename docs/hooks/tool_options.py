@@ -35,8 +35,8 @@ class Tool:
     """A file of tools/.
 
     Attributes:
-        name: of the file, without its suffix.
-        summary: the file's docstring.
+        name: name of the file, without its suffix.
+        summary: docstring of the file.
         commands: command ('perplexity', '--method doge'; '' if there is only one) -> its options.
     """
 
@@ -47,7 +47,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One option: '--lr', 'NUMBER', its default as text (None: required), its help."""
+    """A flag: '--lr', 'NUMBER', its default as text (None if it is required), and its help."""
 
     name: str
     values: str
