@@ -11,7 +11,7 @@ import datetime
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ class ComparedMixture:
     name: str
     mixture: Mixture
     paid: MixtureCost
-    runs: tuple[TrainingRun, ...]
-    results: tuple[EvaluationResult, ...]
+    runs: Sequence[TrainingRun]
+    results: Sequence[EvaluationResult]
     same_as: str | None = None
 
     @property
@@ -159,9 +159,11 @@ class MethodComparison:
         """Mixture name -> its unrounded metrics, keyed as in the JSON file."""
         baseline = self.options.mixtures.index(self.options.baseline)
         means, deviations = self.perplexities.mean(axis=1), self.perplexities.std(axis=1, ddof=1)
-        reference = self.reference
-        seeds = [f"seed {seed}" for seed in self.options.seeds]
-        found = {}
+        reference, found = self.reference, {}
+
+        def by_domain(row: Array) -> dict[str, float]:
+            return dict(zip(self.domains, row.tolist(), strict=True))
+
         for i, mixture in enumerate(self.mixtures.values()):
             averages = self.averages[i]
             mean, error, half_width = paired_difference(averages, self.averages[baseline])
@@ -177,24 +179,19 @@ class MethodComparison:
                 "domains_better": int((means[i] < means[baseline]).sum()),
                 **{unit: mixture.paid.amount(unit) for unit in UNITS},
                 **{
-                    f"{unit}_by_reference": mixture.paid.ratio(reference.paid, unit)
-                    if reference
-                    else None
+                    f"{unit}_by_reference": reference and mixture.paid.ratio(reference.paid, unit)
                     for unit in UNITS
                 },
                 "cost_made_of": list(mixture.paid.parts),
                 "cost_missing": list(mixture.paid.missing),
-                "perplexity": self._by_domain(self.perplexities[i], seeds),
-                **self._by_domain(
-                    np.stack([means[i], deviations[i]]),
-                    ["mean_perplexity", "perplexity_standard_deviation"],
-                ),
+                "perplexity": {
+                    f"seed {seed}": by_domain(row)
+                    for seed, row in zip(self.options.seeds, self.perplexities[i], strict=True)
+                },
+                "mean_perplexity": by_domain(means[i]),
+                "perplexity_standard_deviation": by_domain(deviations[i]),
             }
         return found
-
-    def _by_domain(self, rows: Array, names: list[str]) -> dict[str, dict[str, float]]:
-        """Name of a row -> domain -> its value, for ``rows`` [n, k]."""
-        return pd.DataFrame(rows, names, self.domains).to_dict("index")
 
 
 def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
@@ -267,15 +264,11 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
             and same_weights(folder.mixtures[other].weights, mixture.weights)
         )
         source = next(sources, name)
-        bases = options.run_names(source)
-        runs, found = zip(
-            *(
-                _load_base(folder, base, seed, mixture.weights)
-                for base, seed in zip(bases, options.seeds, strict=True)
-            ),
-            strict=True,
-        )
-        results |= dict(zip(bases, found, strict=True))
+        bases, runs = options.run_names(source), []
+        for base, seed in zip(bases, options.seeds, strict=True):
+            run, results[base] = _load_base(folder, base, seed, mixture.weights)
+            runs.append(run)
+        found = [results[base] for base in bases]
         same_as = None if source == name else mixture_label(source)
         mixtures[name] = ComparedMixture(name, mixture, costs[name], runs, found, same_as)
     require_same_evaluation(results)
@@ -384,8 +377,9 @@ def comparison_table(compared: MethodComparison) -> Table:
         if key in UNITS:
             cells = [tables.UNKNOWN if cell == tables.MISSING else cell for cell in cells]
         summary.append([label, *cells])
-    weights = {each.label: each.mixture.weights for each in compared.mixtures.values()}
-    shares = pd.DataFrame(weights, list(compared.domains)).fillna(0.0)
+    weights = [each.mixture.weights for each in compared.mixtures.values()]
+    labels = [each.label for each in compared.mixtures.values()]
+    shares = pd.DataFrame(weights, labels, list(compared.domains)).T.fillna(0.0)
     texts = tables.formatted(shares, tables.format_weight)
     return Table.by_row("Mixtures head to head", "weight of", texts, summary, notes(compared))
 
@@ -402,12 +396,9 @@ def domain_table(compared: MethodComparison) -> Table:
 
 def notes(compared: MethodComparison) -> list[str]:
     """Notes below the table: protocol, significance and cost accounting."""
-    mixtures, seeds = list(compared.mixtures.values()), compared.options.seeds
-    baseline, run, protocol = (
-        compared.baseline,
-        mixtures[0].runs[0],
-        mixtures[0].results[0].protocol,
-    )
+    mixtures, baseline = list(compared.mixtures.values()), compared.baseline
+    run, protocol = mixtures[0].runs[0], mixtures[0].results[0].protocol
+    seeds = compared.options.seeds
     sentences = [
         f"Each mixture was computed once and trains models of {run.parameters:,} parameters for "
         f"{run.step:,} steps ({run.tokens:,} tokens) with {len(seeds)} seeds "

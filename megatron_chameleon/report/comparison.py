@@ -380,14 +380,15 @@ def loss_table(comparison: Comparison) -> Table:
     ]
     summary = []
     if baseline is not None and comparison.others:
-        reference = baseline.result.domains
+        theirs = baseline.result.domains
         paired_errors = {
-            run.label: {
-                n: loss_difference(d, reference[n]).error for n, d in run.result.domains.items()
-            }
+            run.label: [
+                loss_difference(run.result.domains[name], theirs[name]).error
+                for name in comparison.domains
+            ]
             for run in comparison.others
         }
-        errors = pd.DataFrame(paired_errors, dtype=float)
+        errors = pd.DataFrame(paired_errors, comparison.domains, dtype=float)
         gaps = losses[errors.columns].sub(losses[baseline.label], axis=0)
         texts = formatted(gaps, "{:+.4f}".format, errors=errors)
         columns.append(texts.add_suffix(f" minus {baseline.label}"))

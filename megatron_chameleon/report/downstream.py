@@ -47,7 +47,7 @@ class DownstreamComparison:
 
     @property
     def protocol(self) -> DownstreamProtocol:
-        """That of all results."""
+        """The protocol of all results."""
         return next(iter(self.results.values())).protocol
 
     def complete(self, shots: int | None = None) -> list[str]:

@@ -95,29 +95,27 @@ class RunFolder:
 
         results = inside(EVALUATION, ".json")
         downstream = [path for path in results if kind_of(path) == DownstreamResult.KIND]
-        stores = (root / EMBEDDINGS, *inside(EMBEDDINGS), *inside(MIXTURE))
-        paths = {
-            "proxies": {p.name: p for p in inside(PROXY) if TrainingRun.exists(p)},
-            "embeddings": {
-                p.relative_to(root).as_posix(): p for p in stores if EmbeddingStore.exists(p)
-            },
-            "mixtures": {p.stem: p for p in inside(MIXTURE, ".json")},
-            "base_runs": {p.name: p for p in inside(BASE) if TrainingRun.exists(p)},
-            "evaluations": {p.stem: p for p in results if p not in downstream},
-            "downstream": {p.stem: p for p in downstream},
+        folders = (root / EMBEDDINGS, *inside(EMBEDDINGS), *inside(MIXTURE))
+        stores = [path for path in folders if EmbeddingStore.exists(path)]
+        # Field -> kind of its artifacts, and their paths by name.
+        stages: dict[str, tuple[Any, dict[str, Path]]] = {
+            "proxies": (TrainingRun, {p.name: p for p in inside(PROXY) if TrainingRun.exists(p)}),
+            "embeddings": (EmbeddingStore, {p.relative_to(root).as_posix(): p for p in stores}),
+            "mixtures": (Mixture, {p.stem: p for p in inside(MIXTURE, ".json")}),
+            "base_runs": (TrainingRun, {p.name: p for p in inside(BASE) if TrainingRun.exists(p)}),
+            "evaluations": (EvaluationResult, {p.stem: p for p in results if p not in downstream}),
+            "downstream": (DownstreamResult, {p.stem: p for p in downstream}),
         }
-        kinds: tuple[Any, ...] = (TrainingRun, EmbeddingStore, Mixture, TrainingRun)
-        kinds += (EvaluationResult, DownstreamResult)
-        artifacts: dict[str, Any] = {
-            field: {name: kind.load(path) for name, path in found.items()}
-            for kind, (field, found) in zip(kinds, paths.items(), strict=True)
-        }
+        artifacts, paths = dict[str, Any](), dict[str, Path]()
+        for field, (kind, found) in stages.items():
+            artifacts[field] = {name: kind.load(path) for name, path in found.items()}
+            paths |= {f"{_PREFIXES[field]}{name}": path for name, path in found.items()}
         has_corpus = (root / CORPUS / "corpus.json").is_file()
         folder = cls(
             root,
             corpus=Corpus.load(root / CORPUS) if has_corpus else None,
             sweep=Sweep.load(root) if Sweep.exists(root) else None,
-            paths={f"{_PREFIXES[f]}{n}": p for f, found in paths.items() for n, p in found.items()},
+            paths=paths,
             roots={root: ""},
             **artifacts,
         )

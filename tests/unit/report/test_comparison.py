@@ -106,6 +106,8 @@ def test_losses_and_paired_differences_have_their_errors(root):
             )
             for name, each in losses.items()
         }
+        if run == CHAMELEON:  # domains may be in another order
+            domains = dict(reversed(domains.items()))
         edit_evaluation(root, run, domains=domains)
     table = loss_table(compare(RunFolder.load(root)))
     columns = ("loss Uniform", "loss Chameleon", "Chameleon minus Uniform")

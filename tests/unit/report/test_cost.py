@@ -122,13 +122,8 @@ def test_each_mixture_has_its_cost_in_hours_and_as_a_ratio(root):
     folder = RunFolder.load(root)
     table = mixture_cost_table(ledger_of(folder), folder)
     ratios = ("FLOPs / chameleon-pretrain", "device-hours / chameleon-pretrain")
-    assert table.header == (
-        "mixture",
-        "FLOPs",
-        "device-hours",
-        *ratios,
-        "FLOPs as the paper counts",
-    )
+    header = ("mixture", "FLOPs", "device-hours", *ratios, "FLOPs as the paper counts")
+    assert table.header == header
     found = rows_of(table)
     assert found["chameleon-pretrain"] == ["3.40e+12", "0.00625", "1.0x", "1.0x", "-"]
     assert found["doremi"] == ["1.20e+13", "0.0226", "3.5x", "3.6x", "1.34e+18"]

@@ -18,6 +18,7 @@ from tests.unit.report.samples import (
     NAMES,
     UNIFORM,
     edit_run,
+    random_mixture,
     rows_of,
     write_sweep,
     write_training_run,
@@ -71,53 +72,36 @@ def test_many_runs_share_one_table(root):
     assert rows_of(table)["run-6"] == ["3,018", "-10.54% (a|b_<x>)", "8 (prose)"]
 
 
-# Chameleon, ICML 2025, appendix: weights at ridges 1, 10 and 100.
-SLIMPAJAMA = {
-    "arxiv": (0.080, 0.083, 0.087),
-    "book": (0.159, 0.164, 0.173),
-    "cc": (0.178, 0.202, 0.201),
-    "c4": (0.243, 0.247, 0.258),
-    "github": (0.097, 0.082, 0.057),
-    "stackexchange": (0.152, 0.149, 0.128),
-    "wikipedia": (0.081, 0.073, 0.095),
-}
-
-
-def mixture_of(weights: dict[str, float]) -> Mixture:
-    total = sum(weights.values())
-    shares = {name: weight / total for name, weight in weights.items()}
-    intervals = {name: (0.9 * share, 1.2 * share) for name, share in shares.items()}
-    return Mixture(shares, intervals=intervals, confidence=0.95)
+@pytest.fixture
+def mixtures(rng):
+    return [random_mixture(NAMES, rng) for _ in range(3)]
 
 
 @pytest.fixture
-def paper(tmp_path):
-    """Ridges 10, 1 and 100 as values 1, 2 and 3 of a sweep, and an axis without effect."""
-    columns = [mixture_of({n: w[i] for n, w in SLIMPAJAMA.items()}) for i in (1, 0, 2)]
-    return write_sweep(tmp_path / "run", {"ridge": columns, "layer": columns[:1] * 2})
+def sweep(tmp_path, mixtures):
+    """Three ridges, and an axis without effect."""
+    return write_sweep(tmp_path / "run", {"ridge": mixtures, "layer": mixtures[:1] * 2})
 
 
-def test_changes_and_distances_are_to_the_centre(paper):
-    axis, still = swept_axes(paper)
-    one, centre, other = (
-        np.array([w[i] for w in SLIMPAJAMA.values()]) / sum(w[i] for w in SLIMPAJAMA.values())
-        for i in (0, 1, 2)
-    )
+def test_changes_and_distances_are_to_the_centre(sweep, mixtures):
+    axis, still = swept_axes(sweep)
+    centre, *others = (np.array(list(mixture.weights.values())) for mixture in mixtures)
+    changes = [0 * centre, *(weights - centre for weights in others)]
     assert (axis.label, list(axis.weights), axis.centre) == ("ridge", ["1", "2", "3"], 0)
-    np.testing.assert_allclose(axis.changes.T, [centre * 0, one - centre, other - centre])
-    half = [0, np.abs(one - centre).sum() / 2, np.abs(other - centre).sum() / 2]
-    np.testing.assert_allclose(axis.distances, half)
-    np.testing.assert_allclose(axis.intervals[1], np.stack([0.9 * one, 1.2 * one], axis=1))
+    np.testing.assert_allclose(axis.changes.T, changes)
+    np.testing.assert_allclose(axis.distances, np.abs(changes).sum(axis=1) / 2)
+    intervals = list((mixtures[1].intervals or {}).values())
+    np.testing.assert_allclose(axis.intervals[1], intervals)
     assert (still.label, list(still.distances)) == ("layer", [0.0, 0.0])
 
 
-def test_stability_report_has_figures_tables_and_cost(paper, capsys):
-    report_stability(paper)
-    folder = paper.root / "7-report"
+def test_stability_report_has_figures_tables_and_cost(sweep, capsys):
+    report_stability(sweep)
+    folder = sweep.root / "7-report"
     assert sorted(path.name for path in folder.iterdir()) == ["stability.pdf", "stability.png"]
     assert (folder / "stability.pdf").read_bytes().startswith(b"%PDF")
     printed = capsys.readouterr().out
     assert "Weights over ridge" in printed
     assert "Weights over layer" in printed
     assert "4 mixtures took 3.00e+12 FLOPs and 2 device-hours" in printed
-    assert f"next: tools/pretrain_gpt.py --mixture {paper.root / paper.centre.mixture}" in printed
+    assert f"next: tools/pretrain_gpt.py --mixture {sweep.root / sweep.centre.mixture}" in printed
