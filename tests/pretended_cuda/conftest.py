@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
+from tests.distributed.conftest import metrics_in
 from tests.pretended_cuda.cases import PRETRAINING_FLAGS
 from tests.pretended_cuda.driver import Driver, Kind, Request
 from tests.pretended_cuda.synchronizations import Synchronizations
@@ -19,10 +19,6 @@ from tests.pretended_cuda.torch_internals import unsupported_reason
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 HERE = Path(__file__).parent
-CLOCK_FIELDS = {
-    *("seconds", "tokens_per_second", "tflops_per_second_per_device", "memory_bytes"),
-    *("phase_seconds", "mfu"),
-}
 PRETRAIN = ("tools/pretrain_gpt.py", "--corpus", "{corpus}", "--run-dir", "{folder}")
 SECONDS = 600.0
 
@@ -46,9 +42,8 @@ class Finished:
     folder: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without CLOCK_FIELDS."""
-        lines = read_metrics(self.folder / METRICS_NAME)
-        return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
+        """The lines of metrics.jsonl, without fields that depend on the clock."""
+        return metrics_in(self.folder)
 
     def values(self, name: str) -> list[float]:
         """A field of every line of metrics.jsonl that has it."""
