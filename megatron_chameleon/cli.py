@@ -79,7 +79,7 @@ def run_tool(
     options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank, prog)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.excepthook = _thread_ended
-    # Every rank raises the same warning, and rank 0 prints it.
+    # All ranks raise the same warnings; only rank 0 prints them.
     warnings.showwarning = OneLineWarnings() if rank == 0 else lambda *_, **__: None
     for noise in (FutureWarning, DeprecationWarning):  # from libraries, for developers
         warnings.simplefilter("ignore", noise)

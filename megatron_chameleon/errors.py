@@ -20,7 +20,7 @@ class UserError(ValueError):
     """
 
 
-# Errors of the machine rather than the program.
+# Errors caused by the machine, not by a bug.
 _SYSTEM_ERRNOS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -37,7 +37,7 @@ _SYSTEM_ERRNOS = (
     errno.ENOMEM,
 )
 _BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
-# Libraries in C++ and Rust raise errors with the text only.
+# Errors from libraries in C++ and Rust have the text of a system error, but no errno.
 _SYSTEM_ERROR_TEXT = re.compile(
     "|".join(re.escape(os.strerror(number)) for number in _SYSTEM_ERRNOS)
 )
@@ -76,5 +76,5 @@ def one_line(error: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its type if that is empty."""
+    """The first line of an error's message; its type if the message is empty."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__

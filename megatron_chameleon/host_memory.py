@@ -16,7 +16,7 @@ _CGROUP_LIMITS = (
 
 
 def require_host_memory(needed: float, what: str, hint: str) -> None:
-    """Check that the machine, or the container, has enough memory in total, free or not.
+    """Check that the machine or container has enough memory in total, whether free or in use.
 
     Linux overcommits memory, and kills the process that uses too much of it.
 

@@ -141,13 +141,13 @@ class Export:
         if empty and split == "train":
             raise UserError(
                 f"the mixture gives '{empty[0]}' a weight, but the corpus has no training tokens "
-                "of it; add text, or set its weight to 0"
+                "of this domain; add text, or set its weight to 0"
             )
         if not empty:
             return sampled
         warnings.warn(
-            f"no {split} tokens of {', '.join(empty)}: left out of {split}, where the other "
-            "domains share the weight",
+            f"no {split} tokens of {', '.join(empty)}: left out of {split}; their weight goes to "
+            "the other domains",
             MixtureWarning,
             stacklevel=2,
         )
@@ -210,7 +210,7 @@ def megatron_data_path(export: Export) -> str:
 
 
 def megatron_data_args(export: Export) -> str:
-    """The same arguments for ``--data-args-path``, a weight and a prefix per line.
+    """Contents of a ``--data-args-path`` file: a weight and a prefix per line.
 
     Raises:
         UserError: for a path with white space, at which Megatron-LM would split it.
@@ -354,7 +354,7 @@ def csv_table(export: Export) -> str:
 
 
 def json_table(export: Export) -> str:
-    """The same rows as a JSON list of objects."""
+    """The rows of the CSV table as a JSON list of objects."""
     return _json(_rows(export))
 
 

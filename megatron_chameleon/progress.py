@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LOG_LINES = 10.0
 def progress_bar(
     total: int, unit: str, description: str = "", *, quiet: bool = False, delay: float = 0.0
 ) -> tqdm:
-    """A bar on stderr with the remaining time.
+    """Return a progress bar on stderr that shows the remaining time.
 
     Args:
         total: number of ``unit`` to process.
@@ -35,7 +35,7 @@ def progress_bar(
 
 
 class _Bar(tqdm):
-    """A bar whose description may hold the names of domains."""
+    """A progress bar that escapes its description, which may hold names of domains."""
 
     def set_description(self, desc: str | None = None, refresh: bool = True) -> None:
         super().set_description(desc and escaped(desc), refresh)

@@ -31,14 +31,15 @@ class Between(NamedTuple):
 
 
 Seed = Annotated[int, Between(0, 2**32 - 1)]
-"""The range of numpy's RandomState, with which Megatron shuffles samples."""
+"""A random seed; the range is that of numpy's RandomState, with which Megatron shuffles samples."""
 Count = Annotated[int, Between(1, LARGEST_INT32)]
 LargeCount = Annotated[int, Between(1, LARGEST_INT64)]
 """A number of tokens or bytes."""
 BatchSize = Annotated[int, Between(1, 2**24)]
-"""Gradients are summed in float32, where adding to a sum of 2^24 equal terms has no effect."""
+"""A batch size. Gradients are summed in float32, where adding to a sum of 2^24 equal terms has no
+effect."""
 Repetitions = Annotated[int, Between(1, 10**7)]
-"""Random draws or starts, whose results are all held in memory."""
+"""A number of random draws or starts, whose results are all held in memory."""
 SeveralRepetitions = Annotated[int, Between(2, 10**7)]
 Minutes = Annotated[int, Between(1, 366 * 24 * 60)]
 Processes = Annotated[int, Between(1, 2**16)]
@@ -49,7 +50,7 @@ PositiveShare = Annotated[float, Between(0, 1, open_ends=(0,))]
 BelowOne = Annotated[float, Between(0, 1, open_ends=(1,))]
 InsideUnit = Annotated[float, Between(0, 1, open_ends=(0, 1))]
 
-# Ranges of types that declare none: those of the arrays and tensors that store the values.
+# Ranges of types that declare none; the values are stored in arrays of int32 or float32.
 _DEFAULTS = {
     int: Between(0, LARGEST_INT32),
     float: Between(-LARGEST_FLOAT32, LARGEST_FLOAT32),
@@ -60,7 +61,7 @@ def check_ranges(options: Any) -> None:
     """Check every number in the fields of an options dataclass; nested options check themselves.
 
     Raises:
-        UserError: for the first that is outside the range of its type, or not finite.
+        UserError: for the first number that is outside the range of its type, or not finite.
     """
     for flag, annotation, number in each_value(options, nested=False):
         if type(number) in _DEFAULTS:

@@ -77,12 +77,12 @@ class CheckpointRecord(HashedFolderRecord):
         guard: state of the step guard: counts, the last losses and gradient norms, and the number
             of consecutive skipped steps.
         hook: name and state of the training hook, if there is one.
-        order_version: version of the sample order; a run resumes with the same one.
+        order_version: version of the sample order; a resumed run requires the same version.
     """
 
     KIND = "checkpoint"
     FILE_NAME = "checkpoint.json"
-    FORMAT_VERSION = 2  # 2: with domain_samples and mixture_phases
+    FORMAT_VERSION = 2  # version 2 added domain_samples and mixture_phases
     MADE_BY = "tools/pretrain_gpt.py writes it"
     RESTORE = "use an earlier checkpoint"
 
@@ -120,7 +120,7 @@ class CheckpointRecord(HashedFolderRecord):
         return record
 
     def hashed_files(self) -> list[HashedFiles]:
-        """Every file but the record itself."""
+        """All files except the record itself."""
         files = self.files.items()
         return [HashedFiles({self.root / name: file.bytes}, file.sha256) for name, file in files]
 
@@ -164,7 +164,7 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
-    """Return the checkpoint folder ``path``, or the latest one of the run ``path``.
+    """Return the checkpoint folder ``path``, or the latest checkpoint of the run ``path``.
 
     Verifies every byte. If the newest checkpoint of a run is damaged, the previous one is used,
     with a :class:`CheckpointWarning`. A checkpoint moved aside by a save that was killed is
@@ -206,7 +206,8 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
 def temporary_name(folder: Path, token: str) -> Path:
     """Return the temporary name of ``folder``, under which it is written.
 
-    Each attempt has its own ``token``: processes of a killed run may still write into its folder.
+    Each attempt has its own ``token``, since processes of a killed run may still be writing into
+    its temporary folder.
 
     Args:
         folder: the folder to write.

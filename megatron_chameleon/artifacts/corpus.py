@@ -86,7 +86,7 @@ class NotWritten:
         held_out: documents left out because their text is in the valid or test split of this or
             another domain.
         empty: documents without text or without tokens.
-        malformed: lines without a document.
+        malformed: malformed lines, which hold no document.
     """
 
     duplicates: Count = 0

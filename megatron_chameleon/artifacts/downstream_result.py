@@ -30,7 +30,8 @@ class DownstreamProtocol:
     Attributes:
         lm_eval_version: version of lm-eval, which defines the tasks.
         shots: numbers of few-shot examples.
-        limit: maximum number of questions of each task, the first ones; None means all.
+        limit: number of questions of each task that are evaluated, from the first on; None means
+            all.
         fewshot_seed: random seed for sampling the few-shot examples.
         dtype: compute dtype.
     """
@@ -86,8 +87,8 @@ class TaskScore:
         version: version of the task's definition.
         shots_from: the split that few-shot examples are sampled from.
         by_shots: number of shots -> accuracy.
-        mean: mean over all numbers of shots; None if one is missing. Since all numbers of shots
-            have the same questions, each question is averaged first, and the standard error is
+        mean: mean over all numbers of shots; None if one is missing. All numbers of shots have the
+            same questions: answers are first averaged per question, and the standard error is
             computed from these averages.
     """
 
@@ -134,7 +135,7 @@ class DownstreamResult(FileRecord):
 
     @property
     def mean(self) -> Accuracy | None:
-        """Mean of the complete tasks' means, as in the paper's tables; None without any.
+        """Mean of the complete tasks' means, as in the paper's tables; None if no task is complete.
 
         Tasks have different questions, so their standard errors are independent.
         """
@@ -209,7 +210,7 @@ class DownstreamPart(FileRecord):
     """
 
     KIND = "downstream evaluation's part"
-    FORMAT_VERSION = 2  # 2: with the identity of the data
+    FORMAT_VERSION = 2  # version 2 added the identity of the data
     MADE_BY = "delete it, and tools/evaluate.py downstream writes it again"
 
     settings: PartSettings

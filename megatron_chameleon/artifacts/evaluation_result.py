@@ -42,7 +42,8 @@ class Protocol:
         split: the evaluated split of the corpus.
         window_length: maximum tokens per window.
         packing: "packed": documents are concatenated, an end-of-document token after each, and
-            windows cross their boundaries, as in training. "documents": each is scored separately.
+            windows cross their boundaries, as in training. "documents": each document is scored
+            separately.
         end_of_document: whether predictions of end-of-document tokens are scored.
         max_tokens: maximum predicted tokens per domain, in whole windows spread evenly over the
             split; None means all.
@@ -84,8 +85,8 @@ MAX_CLUSTERS = 256
 class Clusters:
     """Sums over the clusters of a domain, in the order of the text.
 
-    A cluster is one document; if there are more than ``MAX_CLUSTERS``, a group of consecutive ones.
-    All results of one protocol on one corpus have the same clusters.
+    A cluster is one document, or a group of consecutive documents if there are more than
+    ``MAX_CLUSTERS``. All results of one protocol on one corpus have the same clusters.
 
     Attributes:
         losses: [c] negative log-likelihoods, in nats.
@@ -191,7 +192,7 @@ class EvaluationResult(FileRecord):
     """
 
     KIND = "evaluation"
-    FORMAT_VERSION = 2  # 2: packing in the protocol; clusters and bytes
+    FORMAT_VERSION = 2  # version 2 added packing to the protocol, clusters, and bytes
     MADE_BY = "tools/evaluate.py perplexity writes it"
 
     checkpoint: str
@@ -245,9 +246,9 @@ def _exp(loss: float) -> float:
 class Difference:
     """Paired difference of a held-out metric of two models, and its standard error.
 
-    Both models predict the same tokens, so that the difficulty of the text cancels in the error,
-    which is None if unknown. :func:`require_comparable` checks that the results have the same
-    protocol and corpus.
+    Both models predict the same tokens, so the difficulty of the text cancels in the standard
+    error. The standard error is None if unknown. :func:`require_comparable` checks that the results
+    have the same protocol and corpus.
     """
 
     value: float

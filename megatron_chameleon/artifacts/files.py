@@ -100,7 +100,7 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
 
     Args:
         path: a regular file of UTF-8, at most ``MAX_JSON_BYTES`` long.
-        hint: how to create a valid one; ends every message.
+        hint: how to create a valid file; ends every message.
 
     Raises:
         UserError: naming the file, if it cannot be read, is not an object, repeats a key, is nested
@@ -228,7 +228,7 @@ def require_writable(folder: Path, option: str) -> None:
     """Check that ``folder`` can be created or written to. Nothing is written.
 
     Raises:
-        UserError: if not; the message begins with ``option``, the flag and its value.
+        UserError: if it cannot; the message begins with ``option``, the flag and its value.
     """
     absolute = folder.absolute()
     nearest = next(place for place in (absolute, *absolute.parents) if place.exists())

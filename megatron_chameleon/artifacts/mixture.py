@@ -99,7 +99,7 @@ class Mixture(FileRecord):
 
     @classmethod
     def uniform(cls, names: list[str]) -> Mixture:
-        """The same weight for every domain."""
+        """Return a mixture with the same weight for every domain."""
         return cls(weights={name: 1.0 / len(names) for name in names}, method="uniform")
 
     @property
@@ -108,7 +108,7 @@ class Mixture(FileRecord):
         return sha256_of_json(self.weights)
 
     def weights_for(self, names: Sequence[str], where: str) -> list[float]:
-        """The weights in the order of ``names``; 0, with a warning, for domains without a weight.
+        """Return the weights in the order of ``names``; a missing weight is 0, with a warning.
 
         Args:
             names: the domains of a corpus.
@@ -146,7 +146,7 @@ def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
     """Scale ``weights`` to sum to 1, unless they do within ``SUM_TOLERANCE``.
 
     Raises:
-        UserError: if one is negative or not finite, or if all are zero.
+        UserError: if a weight is negative or not finite, or if all weights are zero.
     """
     for name, weight in weights.items():
         if not math.isfinite(weight) or weight < 0:

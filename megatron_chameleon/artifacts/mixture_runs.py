@@ -62,9 +62,9 @@ class MixtureRuns:
 def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
     """Read the runs that are in both tables, in the order of ``ratios``.
 
-    Rows are matched by a column that both have: run, run_id, index or name. Skipped with a
-    :class:`MixtureRunsWarning`: runs in one table only, metrics without any number, and runs that
-    lack one of the other metrics. Shares that sum to 1 within 0.01 are rescaled.
+    Rows are matched by a column that both have: run, run_id, index or name. Runs in one table only,
+    metrics without any number, and runs that lack one of the other metrics are skipped with a
+    :class:`MixtureRunsWarning`. Shares that sum to 1 within 0.01 are rescaled.
 
     Raises:
         UserError: naming the file, the run and the fix.
@@ -134,7 +134,7 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:
-    """The data columns of ``table``, indexed by the column ``key``."""
+    """Return the data columns of ``table``, indexed by its column ``key``."""
     runs = table[key].str.strip()
     if runs.duplicated().any():
         raise UserError(f"{path}: run '{runs[runs.duplicated()].iloc[0]}' is repeated; remove one")
@@ -142,7 +142,7 @@ def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:
 
 
 def _numbers(path: Path, table: pd.DataFrame) -> pd.DataFrame:
-    """``table`` as float64, NaN for a missing or infinite value."""
+    """Convert ``table`` to float64; missing and infinite values become NaN."""
     numbers = {}
     for name, column in table.items():
         text = column.str.strip().str.lower()
@@ -154,7 +154,7 @@ def _numbers(path: Path, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
-    """[n, k] shares, divided by their sums."""
+    """Return the shares [n, k], each row divided by its sum."""
     values: Array = shares.to_numpy()
     bad = np.argwhere(~(values >= 0))
     if bad.size:
@@ -204,9 +204,9 @@ def is_key(column: str) -> bool:
 
 
 def plain_names(columns: Sequence[str]) -> list[str]:
-    """``columns`` without affixes such as train_ and _loss, and without a common prefix.
+    """Strip affixes such as train_ and _loss, and a common prefix, from ``columns``.
 
-    Unchanged if no column has an affix, or if two would get the same name.
+    If no column has an affix, or if two would get the same name, nothing is stripped.
     """
     names = [_without_affixes(column.strip()) for column in columns]
     if names == list(columns):
@@ -234,7 +234,7 @@ def matched(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
 
 
 def _by_simple_name(names: Sequence[str], *, with_prefix: bool) -> dict[str, str]:
-    """Lower-case name without affixes -> name; only unique ones."""
+    """Map each unique name, in lower case and without affixes, to the original name."""
     keys = [re.sub(r"[_/:.\- ]+", "_", _without_affixes(name)).lower() for name in names]
     prefix = "" if with_prefix else _common_prefix(keys)
     keys = [key.removeprefix(prefix) for key in keys]

@@ -54,7 +54,7 @@ class Record:
 
     Attributes:
         KIND: name of the kind in the file and in messages.
-        FORMAT_VERSION: version of the file format; others are rejected.
+        FORMAT_VERSION: version of the file format; files of other versions are rejected.
         MADE_BY: how to create such a file; ends error messages.
         EDITABLE: whether users edit the file; it then has no checksum.
     """
@@ -161,7 +161,7 @@ class HashedFolderRecord(FolderRecord):
         """Check that every data file exists and has its recorded size.
 
         Raises:
-            UserError: naming the first one that does not.
+            UserError: naming the first file that does not.
         """
         for files in self.hashed_files():
             for path, size in files.sizes.items():
@@ -169,8 +169,8 @@ class HashedFolderRecord(FolderRecord):
                     raise UserError(f"{path} is missing; {self.RESTORE}")
                 if (found := path.stat().st_size) != size:
                     raise UserError(
-                        f"{path} has {found} bytes and {self.FILE_NAME} records {size}: it is "
-                        f"truncated or another artifact's; {self.RESTORE}"
+                        f"{path} has {found} bytes, but {self.FILE_NAME} records {size}: it is "
+                        f"truncated or belongs to another artifact; {self.RESTORE}"
                     )
 
     def verify(
@@ -210,7 +210,7 @@ class HashedFolderRecord(FolderRecord):
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of record in the file ``path``; None if it is not one."""
+    """The kind of record in the file ``path``; None if the file is not a record."""
     try:
         kind = read_json(path, "").get("kind")
     except UserError:

@@ -78,7 +78,7 @@ class TrainingRun(FolderRecord):
 
     KIND = "training run"
     FILE_NAME = "run.json"
-    FORMAT_VERSION = 2  # 2: with mixture_phases
+    FORMAT_VERSION = 2  # version 2 added mixture_phases
     MADE_BY = "tools/pretrain_gpt.py writes it"
 
     status: Status
@@ -105,7 +105,7 @@ class TrainingRun(FolderRecord):
 
 @dataclasses.dataclass(frozen=True)
 class _Metrics:
-    """The fields of a line of metrics that other tools read; a line may have further ones."""
+    """The fields of a metrics line that other tools read; a line may have further fields."""
 
     step: Count
     loss: FiniteFloat | None = None
@@ -137,7 +137,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     if damaged:
         warnings.warn(
-            f"{path}: {len(damaged)} damaged lines are skipped, first line {damaged[0]}",
+            f"{path}: {len(damaged)} damaged lines are skipped, the first is line {damaged[0]}",
             MetricsWarning,
             stacklevel=2,
         )

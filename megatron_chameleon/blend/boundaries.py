@@ -13,8 +13,8 @@ from megatron_chameleon.blend.options import DocumentBoundaryOptions
 class DocumentBoundaries:
     """Compute position ids and masks of a batch of samples.
 
-    Equals megatron.core's ``_get_ltor_masks_and_position_ids``, for a whole batch at once. The
-    end-of-document token belongs to the document that it ends.
+    The results equal those of megatron.core's ``_get_ltor_masks_and_position_ids``, for a whole
+    batch at once. The end-of-document token belongs to the document that it ends.
 
     Attributes:
         eod_id: the end-of-document token.
@@ -35,7 +35,7 @@ class DocumentBoundaries:
         """
         options, device = self.options, tokens.device
         made = {
-            # A view: all samples have the same positions.
+            # All samples have the same positions: an expanded view, without a copy.
             "position_ids": torch.arange(tokens.size(1), device=device).expand(tokens.shape),
             "loss_mask": torch.ones(tokens.shape, device=device),
         }

@@ -24,8 +24,8 @@ from megatron_chameleon.corpus.indexed import open_token_file
 from megatron_chameleon.errors import UserError
 
 PLAIN_NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
-# Of a .bin larger than 16 MiB, this many evenly spaced blocks of this size are hashed, which takes
-# a second or two even on network storage.
+# Number and size of the evenly spaced blocks that are hashed of a .bin larger than 16 MiB; this
+# takes a second or two even on network storage.
 HASHED_BLOCKS, HASHED_BLOCK_BYTES = 1024, 1 << 14
 
 
@@ -61,7 +61,7 @@ class DataPath:
 def data_path_tokens(
     path: DataPath, split: str, tokenizer: TokenizerIdentity, part: Split = "train"
 ) -> TokenData:
-    """One split of Megatron data sets, by ``--split`` as in Megatron-LM.
+    """Select one split of Megatron data sets, by ``--split`` as in Megatron-LM.
 
     The hash and the order of the samples depend on the contents (:func:`hash_token_file`), not on
     the paths.
@@ -72,7 +72,7 @@ def data_path_tokens(
     begin, end = split_range(split, part)
 
     def cut(prefix: str) -> tuple[int, int, int, str]:
-        """Begin and end of a range of sequences, its tokens, and the hash of the whole file."""
+        """Return begin, end and number of tokens of the split, and the hash of the whole file."""
         file = open_token_file(Path(prefix))
         # Rounded as in Megatron's BlendedMegatronDatasetBuilder.
         first, stop = round(begin * float(len(file))), round(end * float(len(file)))
@@ -85,7 +85,7 @@ def data_path_tokens(
     for name, prefix, (first, stop, tokens, sha256) in zip(
         domain_names(path.prefixes), path.prefixes, cuts, strict=True
     ):
-        # Copies of the same text get different orders.
+        # Copies of a file get different sample orders.
         order_key = f"{sha256} {copies[sha256]}"
         copies[sha256] += 1
         domains.append(

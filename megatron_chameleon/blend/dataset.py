@@ -32,11 +32,11 @@ MEGATRON_SURPLUS = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class _BlendedPhase:
-    """Order of the samples from ``phase.first_sample`` on.
+    """Order of the samples of one phase of the schedule.
 
     Attributes:
         phase: first sample and weights.
-        order: order of the samples, which it numbers from the start of the phase.
+        order: order of the samples; its sample 0 is the first one of the phase.
         before: [num_domains] samples of each domain before the phase.
         target_before: [num_domains] target count of each domain before the phase.
     """
@@ -123,17 +123,17 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
 
     @property
     def order_version(self) -> int:
-        """Version of the order: equal arguments give equal samples as long as it is the same."""
+        """Version of the order: with the same version, equal arguments give equal samples."""
         return 1 if self.permutation == "megatron" else order.VERSION
 
     def __getitem__(self, index: int) -> Batch:
-        """Sample ``index``: the values of :meth:`batch`, without their first dimension."""
+        """Return sample ``index``: the values of :meth:`batch` without their first dimension."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return {name: part[0] for name, part in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Several samples at once, read by one compiled call per domain.
+        """Read several samples at once, with one compiled call per domain.
 
         Returns:
             tokens [b, s] int64, labels [b, s] int64 (views of one tensor, one token apart),
@@ -185,7 +185,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
 
         Raises:
             UserError: for invalid weights, or in Megatron's order.
-            ValueError: if a sample from there on has been read already.
+            ValueError: if ``first_sample`` or a later sample has already been read.
         """
         if first_sample < self._next_unread:
             raise ValueError(
@@ -198,7 +198,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._open()
 
     def _blend(self, schedule: MixtureSchedule) -> list[_BlendedPhase]:
-        """The phases of ``schedule``; those that have not changed are kept."""
+        """Return the phases of ``schedule``; phases that have not changed are reused."""
         check_changes(schedule, self.permutation)
         spans = list(schedule.spans(max(self._num_samples, 1)))
         phases: list[_BlendedPhase] = []
@@ -231,7 +231,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             if weight:
                 samples = math.ceil(self._num_samples * (weight / total))
                 num_epochs = -(-samples * self.seq_length // domain.tokens)
-                # Document, sample and shuffle index, with entries of 32 bits at least.
+                # Document, sample and shuffle index, with entries of at least 32 bits.
                 needed += 4 * num_epochs * (domain.stop - domain.first) + 12 * samples
         require_host_memory(
             needed,
@@ -276,7 +276,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             while len(rows):
                 view = self._views.get(domain)
                 if view is None or not (inside := view.holds(numbers[rows])).any():
-                    # The first sample of the domain, or of its next epoch.
+                    # The view is missing or of another epoch: open that of the first sample left.
                     view = self._streams[domain].view_of(int(numbers[rows[0]]))
                     self._views[domain], inside = view, view.holds(numbers[rows])
                 view.read(numbers[rows[inside]], rows[inside], windows)

@@ -21,13 +21,14 @@ _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(33)
 
-# document_ends holds one entry per this many documents. A search adds up the lengths between.
+# document_ends holds one entry per this many documents; a search adds up the lengths between two
+# entries.
 DOCUMENTS_PER_END = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Consecutive samples of a domain, ordered by Megatron's indices or, in an epoch, by formula.
+    """Consecutive samples of a domain, in the order of Megatron's indices or of an epoch's formula.
 
     Attributes:
         file: token file of the domain.
@@ -44,7 +45,7 @@ class View:
     order: tuple[Any, ...]
 
     def holds(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of ``numbers`` [n] are samples of this view."""
+        """Mask [n] of the ``numbers`` [n] that are samples of this view."""
         return (numbers >= self.first) & (numbers < self.first + self.num_samples)
 
     def read(
@@ -243,7 +244,7 @@ def _read_documents(
             document = np.int64(documents[position])
         elif position < num_documents:
             document = first + permuted(position, num_documents, keys[1])
-        else:  # the last window may end in the next epoch
+        else:  # only the last window of an epoch continues in the next one
             document = first + permuted(position - num_documents, num_documents, keys[2])
         if offset < lengths[document]:
             start = pointers[document] // tokens.itemsize + offset

@@ -18,10 +18,10 @@ LANES = 16
 WINDOW = 64
 # Samples before a lane's range in which guessed counts usually converge to the actual ones.
 WARM_UP = 16 * WINDOW
-# Limits on the length of a lane's range; longer ranges are inexact more often. Both are odd
+# Limits on the length of a lane's range; a longer range is inexact more often. Both are odd
 # multiples of WINDOW, so that lanes do not compete for the same cache sets.
 SHORTEST, LONGEST = 33 * WINDOW, 257 * WINDOW
-# If fewer lanes than this are exact, the next samples are filled one by one.
+# If fewer lanes than this are exact, the next samples are filled by one lane, sample by sample.
 FEWEST_EXACT = 3
 # Candidates are scanned in blocks, which LLVM vectorizes.
 BLOCK = 8
@@ -66,7 +66,7 @@ class MegatronOrder:
         self._counts = np.cumsum([np.zeros(len(weights), np.int64), *rows], axis=0)
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each sample (any order): its domain, and its index within that domain; both [n]."""
+        """Return the domain of each sample (in any order) and its index within it; both [n]."""
         return self._domains[self._index[samples]], self._numbers[samples]
 
     def counts(self, samples: int) -> NDArray[np.int64]:
@@ -105,7 +105,7 @@ def build_blending_indices(
         ValueError: if there are no weights or more than 32,767, a weight is not finite, the number
             of samples is negative, or the ``out`` arrays do not fit.
     """
-    # Adding 0 turns -0 into 0.
+    # Adding 0.0 turns -0.0 into 0.0.
     array = np.ascontiguousarray(weights, dtype=np.float64) + 0.0
     if array.ndim != 1 or not 1 <= array.size <= MAX_DOMAINS:
         raise ValueError(

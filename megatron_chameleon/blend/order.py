@@ -27,9 +27,9 @@ VERSION = 2
 
 Version 1 chose the domain of each sample as Megatron does, and shuffled epochs with numpy."""
 
-# Samples are numbered below this, so that products with half a share fit into int64.
+# Maximum samples of a run: the product with half of a share's bits fits into int64.
 MAX_SAMPLES = 2**36
-# Shares have twice as many bits. At MAX_SAMPLES they are exact to 2**-16 samples.
+# Half of a share's bits. Counts at MAX_SAMPLES are exact to 2**-16 samples.
 HALF_BITS = 26
 WEIGHT_BITS = 61
 # Samples sorted into the tree at a time: the buffers stay in the second-level cache.
@@ -65,7 +65,7 @@ class BlendOrder:
         self._nodes = _tree(shares, [0.0] * len(weights) if deficits is None else list(deficits))
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each sample (any order): its domain, and its index within that domain; both [n]."""
+        """Return the domain of each sample (in any order) and its index within it; both [n]."""
         found = np.empty((2, len(samples)), np.int64)
         _locate(self._nodes, samples, found[0], found[1])
         return found[0], found[1]
@@ -110,8 +110,8 @@ def _tree(shares: list[int], deficits: list[float]) -> NDArray[np.int64]:
 def _leaves(shares: list[int], deficits: list[float]) -> list[int]:
     """Domains that are sampled, in the order of the tree's leaves.
 
-    Heavy ones come first, which keeps the tree balanced. Domains with a deficit alternate with
-    those with a surplus, so that the deficit of any group of neighbours stays small.
+    Heavy domains come first, which keeps the tree balanced. Domains with a deficit alternate with
+    domains with a surplus, so that the deficit of any group of neighbours stays small.
     """
     by_weight = sorted((i for i, share in enumerate(shares) if share), key=lambda i: shares[i])
     behind = [i for i in by_weight if deficits[i] > 0]

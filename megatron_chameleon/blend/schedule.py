@@ -16,7 +16,7 @@ from megatron_chameleon.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Weights [num_domains], not negative, in force from sample ``first_sample`` of the run on."""
+    """Weights [num_domains], not negative, that apply from sample ``first_sample`` on."""
 
     first_sample: int
     weights: tuple[float, ...]
@@ -51,7 +51,7 @@ class MixtureSchedule:
 
     @classmethod
     def fixed(cls, weights: Sequence[float]) -> MixtureSchedule:
-        """The same weights throughout."""
+        """Return a schedule that never changes its weights."""
         return cls((Phase(0, tuple(weights)),))
 
     def phase_at(self, sample: int) -> int:
@@ -60,7 +60,7 @@ class MixtureSchedule:
         return bisect_right([phase.first_sample for phase in self.phases], sample) - 1
 
     def weights_at(self, sample: int) -> tuple[float, ...]:
-        """The weights in force at ``sample``."""
+        """The weights that apply to ``sample``."""
         return self.phases[self.phase_at(sample)].weights
 
     def changed(self, first_sample: int, weights: Sequence[float]) -> MixtureSchedule:
@@ -77,7 +77,7 @@ class MixtureSchedule:
         return tuple(phase for phase in self.phases if phase.first_sample < max(sample, 1))
 
     def spans(self, num_samples: int) -> Iterator[tuple[Phase, int]]:
-        """Each phase that begins before ``num_samples``, and its length up to there."""
+        """Yield each phase that begins before ``num_samples``, and its length up to that sample."""
         started = [phase for phase in self.phases if phase.first_sample < num_samples]
         ends = [*(phase.first_sample for phase in started[1:]), num_samples]
         for phase, end in zip(started, ends, strict=False):  # no phase starts before sample 0
@@ -99,6 +99,6 @@ def check_changes(schedule: MixtureSchedule, permutation: Permutation) -> None:
     """
     if permutation == "megatron" and len(schedule.phases) > 1:
         raise UserError(
-            "Megatron's order of samples depends on weights that stay the same; for weights that "
+            "Megatron's order of samples requires constant weights; for weights that "
             "change, start the run with --permutation epoch or feistel"
         )

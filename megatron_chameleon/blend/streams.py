@@ -22,7 +22,7 @@ from megatron_chameleon.corpus.indexed import TokenFile, map_file
 from megatron_chameleon.errors import UserError
 
 # Megatron shuffles the last epoch separately if less than this share of it is used, so that its
-# documents do not crowd out those of the whole epochs.
+# repeated documents do not replace documents of the whole epochs.
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
 # From this number of samples on, Megatron's shuffle index is int64 instead of uint32.
 WIDE_SHUFFLE_FROM = np.iinfo(np.uint32).max - 1
@@ -32,7 +32,7 @@ MEGATRON_INDICES_VERSION = 1
 
 Arrays = dict[str, NDArray[Any]]
 
-# Purposes of a permutation, which give it independent keys for the same seed.
+# What a permutation is for; hashed into its key, so that the same seed gives independent keys.
 _DOCUMENTS, _WINDOWS = 0, 1
 
 
@@ -63,7 +63,7 @@ class EpochStream:
         tokens, domain = self.domain.tokens, self.domain
         epoch = number * self.seq_length // tokens
         first, stop = (-(-e * tokens // self.seq_length) for e in (epoch, epoch + 1))
-        # The last window may end in the next epoch.
+        # The last window of an epoch may end in the next epoch.
         epochs = (epoch, _WINDOWS), (epoch, _DOCUMENTS), (epoch + 1, _DOCUMENTS)
         keys = np.array([self._key(*each) for each in epochs], np.uint64)
         num_documents, ends = domain.stop - domain.first, np.empty(0, np.int64)
@@ -74,7 +74,7 @@ class EpochStream:
         return View(self.file, first, stop - first, read_epoch, order)
 
     def _key(self, epoch: int, purpose: int) -> int:
-        # A hash, so that the order does not depend on the domain's place among the others.
+        # By the domain's key, since the order must not depend on its position in the blend.
         name = hashlib.sha256(self.domain.order_key.encode("utf-8")).digest()[:4]
         return permutation_key(self.seed, int.from_bytes(name), epoch, purpose)
 
@@ -107,7 +107,7 @@ def megatron_view(
     Raises:
         UserError: if the cache cannot be written.
     """
-    # A copy: in the .idx lengths are not aligned.
+    # A copy, since lengths are not aligned in the .idx.
     lengths = np.array(file.lengths[domain.first : domain.stop], np.int32)
 
     def build() -> Arrays:
@@ -134,7 +134,7 @@ def megatron_indices(
 
     Args:
         domain: domain to read.
-        lengths: [num_sequences] int32, their lengths in tokens.
+        lengths: [num_sequences] int32, length of each sequence in tokens.
         num_samples: samples that are needed.
         seq_length: tokens of a sample.
         seed: seed of numpy's RandomState.
@@ -172,12 +172,12 @@ def _shuffle_parts(
 
 
 def cached_arrays(folder: Path, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """Map the arrays of ``key`` from ``folder``; if it has none, build and store them.
+    """Map the arrays of ``key`` from ``folder``; if they are missing, build and store them.
 
     An entry is one file: the arrays, their layout as JSON, the length of the layout, and the
     SHA-256 of all of these. Entries are written atomically, so that processes can share the folder,
-    and verified when read; a damaged one is rebuilt with a warning. They are memory-mapped, so that
-    the ranks of a machine share one copy.
+    and verified when read; a damaged entry is rebuilt with a warning. Entries are memory-mapped, so
+    that the ranks of a machine share one copy.
 
     Args:
         folder: folder of the cache.

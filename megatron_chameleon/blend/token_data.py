@@ -30,7 +30,7 @@ class DomainData:
         name: name of the domain in weights and records.
         prefix: path of the files, without their suffix.
         first: first sequence.
-        stop: one after the last sequence.
+        stop: number after that of the last sequence.
         tokens: number of tokens in these sequences.
         order_key: determines, with the seed, the order within the domain; independent of paths.
         vocab_size: one more than the largest token id.
@@ -76,7 +76,7 @@ class TokenData:
 
     Attributes:
         where: corpus folder or option that the user gave, for messages.
-        domains: their sequences.
+        domains: the sequences of each domain.
         tokenizer: vocabulary and end-of-document token.
         hash: hex SHA-256 of the contents, independent of paths.
     """
@@ -98,7 +98,7 @@ class TokenData:
 
 
 def corpus_tokens(corpus: Corpus, split: Split = "train") -> TokenData:
-    """One split of every domain of a corpus."""
+    """Return one split of every domain of a corpus."""
     domains = []
     for name in corpus.names:
         part = corpus.domains[name].split(split)
@@ -120,7 +120,7 @@ def check_enough_tokens(data: TokenData, weights: Sequence[float], seq_length: i
     """Check that every domain with a weight holds at least one sequence.
 
     Raises:
-        UserError: naming the domain that does not.
+        UserError: naming the first domain that holds less.
     """
     for domain, weight in zip(data.domains, weights, strict=True):
         if weight > 0 and domain.tokens < seq_length + 1:

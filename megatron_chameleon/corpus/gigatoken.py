@@ -33,7 +33,7 @@ from megatron_chameleon.corpus.tokenizer import (
 from megatron_chameleon.errors import UserError, one_line
 
 _SAMPLE_CHARACTERS = 1 << 20
-# Sampled from the start and the middle of each text.
+# Characters that are sampled from the start of each text, and again from its middle.
 _SAMPLE_CHUNK = 1 << 13
 # Interval and size of a comparison, in characters; takes about 1% of gigatoken's time.
 _COMPARE_EVERY = 1 << 22
@@ -57,7 +57,8 @@ _SCHEMES = {
 _MAX_SPECIAL_TOKENS = 300
 # New pictographs are added each year, but never as letters or digits.
 _PICTOGRAPHS = slice(0x1F300, 0x1FB00)
-# Letters, digits, marks and spaces since release 14, for a Python whose own tables are newer.
+# Letters, digits, marks and spaces that Unicode defined after release 14, for a Python whose own
+# tables are newer.
 _NEW = """
 558 58B-58C 5C8-5C9 88F 897 B53-B54 C5C CDC CF3 ECE 1ACF-1AF0 1C89-1C8A 208F 209D-209F A7CB-A7CF
 A7D2 A7D4 A7DA-A7F1 AB6C-AB6D 105C0-105F3 107BB-107BF 10940-10959 10D40-10D85 10EC2-10EFF
@@ -191,7 +192,7 @@ class GigatokenEncoder:
         if self._since_memory_check >= _CHECK_MEMORY_EVERY:
             self._since_memory_check = 0
             if self._process.memory_info().rss - self._loaded_bytes > _MAX_GROWTH_BYTES:
-                del self._gigatoken  # its memory is released before the next one allocates
+                del self._gigatoken  # release its memory before loading it again
                 self._load()
 
     def _load(self) -> None:

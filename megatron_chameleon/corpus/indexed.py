@@ -60,7 +60,7 @@ _MAPPED_BLOCKS = 1 << 16
 
 
 def token_type(vocab_size: int) -> TokenType:
-    """Megatron's choice of integer for a vocabulary: uint16 where it fits."""
+    """Return the integer type that Megatron uses for a vocabulary: uint16 if it is large enough."""
     return "uint16" if vocab_size < _UINT16_VOCABULARY else "int32"
 
 
@@ -74,7 +74,7 @@ class IndexedWriter:
 
     Attributes:
         documents: number of documents added.
-        tokens: number of their tokens, end-of-document tokens included.
+        tokens: number of tokens added, end-of-document tokens included.
         block_checksums: hex SHA-256 of the .xxh3 file, valid after :meth:`finish`.
 
     Args:
@@ -218,9 +218,9 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     two files per domain and split, a thousand domains exceed the limit of open files (often 1024).
 
     The map lives as long as the array or any view of it. The system limits the number of maps of a
-    process (Linux: vm.max_map_count, 65,530 by default), so small files, such as those of tens of
-    thousands of domains, are read into memory. Truncating a mapped file kills the process when the
-    lost part is read: replace files, do not rewrite them.
+    process (Linux: vm.max_map_count, 65,530 by default), so small files are read into memory
+    instead, for corpora of tens of thousands of domains. Truncating a mapped file kills the process
+    when the lost part is read: replace files, do not rewrite them.
 
     Raises:
         OSError: if the file does not exist, is not a regular file, or cannot be read or mapped.
@@ -243,7 +243,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     finally:
         os.close(descriptor)
     memory = (ctypes.c_char * size).from_address(address)
-    # At exit the system unmaps it, and other threads may still be reading.
+    # Not at exit: the system unmaps the file then, and other threads may still be reading.
     weakref.finalize(memory, library.munmap, address, size).atexit = False
     # The pages are read-only: prevent setting the array writeable.
     return np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
@@ -293,7 +293,7 @@ class BlockTokens:
         elif blocks < _MAPPED_BLOCKS:
             self.checked = np.zeros(blocks, np.uint8)
         else:
-            # Pages that are never written take no memory: for 15T tokens that would be 2 GB.
+            # Pages that are never written take no memory; the flags of 15T tokens would take 2 GB.
             self.checked = np.frombuffer(mmap.mmap(-1, blocks, mmap.MAP_PRIVATE), np.uint8)
 
     def __len__(self) -> int:
@@ -326,7 +326,7 @@ class BlockTokens:
         return np.array(self[:], dtype=dtype, copy=copy)  # type: ignore[call-overload]
 
     def check(self, blocks: NDArray[np.int64]) -> None:
-        """Verify those of ``blocks`` that are not verified yet.
+        """Verify the ``blocks`` that have not been verified yet.
 
         Raises:
             UserError: naming the file and the block.
@@ -369,8 +369,8 @@ class ExpectedTokens:
 class TokenFile:
     """A mapped pair of .bin/.idx files: sequences of tokens, one after another.
 
-    All arrays are read-only and on disk; no file stays open. Those of the .idx are not aligned in
-    memory, since its header is 34 bytes long. Tokens are verified when they are first read.
+    All arrays are read-only and on disk; no file stays open. The arrays of the .idx are not aligned
+    in memory, since its header is 34 bytes long. Tokens are verified when they are first read.
 
     Attributes:
         prefix: path of the files, without suffix.
@@ -426,9 +426,9 @@ def open_token_file(
 ) -> TokenFile:
     """Map a pair of .bin/.idx files, as megatron.core's IndexedDatasetBuilder writes them.
 
-    Reads never leave the bounds of the files, even of damaged ones. The .idx is verified
-    completely, tokens when they are first read (:class:`BlockTokens`). Without checksums, tokens
-    that were changed in place are only detected outside the vocabulary.
+    Reads never leave the bounds of the files, even if these are damaged. The .idx is verified
+    completely, and tokens are verified when they are first read (:class:`BlockTokens`). Without
+    checksums, tokens that were changed in place are only detected outside the vocabulary.
 
     Args:
         prefix: path of the files, without suffix.
@@ -470,8 +470,9 @@ def open_token_file(
     size = _check_sequences(idx_path, lengths, pointers, dtype.itemsize, bin_content.size)
     if size != bin_content.size:
         raise UserError(
-            f"{bin_path} holds {bin_content.size} bytes, its .idx places tokens up to byte {size}: "
-            "one of them is truncated or belongs to other text; restore both or preprocess again"
+            f"{bin_path} holds {bin_content.size} bytes, but its .idx places tokens up to byte "
+            f"{size}: one of them is truncated or belongs to other text; restore both or "
+            "preprocess again"
         )
     _check_boundaries(idx_path, boundaries, num_sequences, one_each=expected is not None)
     checksums = None
@@ -510,8 +511,8 @@ def _open_checksums(
 ) -> NDArray[np.uint64]:
     """Map the checksums of a .bin, [num_blocks], and verify the .idx against its own.
 
-    The .bin's checksums are read together with its blocks: those of trillions of tokens take
-    gigabytes. A damaged checksum is reported as a damaged block.
+    A checksum of the .bin is read together with its block, since the checksums of trillions of
+    tokens take gigabytes. A damaged checksum is reported as a damaged block.
     """
     content = _map(path)
     bin_blocks = num_blocks(tokens.size)
@@ -545,13 +546,13 @@ def _check_sequences(
     for first in range(0, len(lengths), _CHECK_BLOCK):
         block = lengths[first : first + _CHECK_BLOCK].astype(np.int64) * token_bytes
         ends = size + np.cumsum(block)
-        begins = pointers[first : first + _CHECK_BLOCK].copy()  # aligned, which halves the time
+        begins = pointers[first : first + _CHECK_BLOCK].copy()  # an aligned copy: twice as fast
         wrong = (block < 0) | (begins + block != ends)
         if wrong.any():
             place = first + int(np.argmax(wrong))
             raise _damaged(path, f"sequence {place} does not begin where the one before it ends")
         size = int(ends[-1])
-        if size > bin_bytes:  # reported by the caller; the sum could overflow further on
+        if size > bin_bytes:  # the caller reports it; a longer sum could overflow
             break
     return size
 

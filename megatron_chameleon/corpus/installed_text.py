@@ -89,8 +89,8 @@ _LICENCES = (
 _TESTS = "*/test_*.py */tests/*.py */test/*.py */testing/*.py"
 _TABLES = "*.afm *.csv *.dat *.tab *.tsv"
 _RANDOM_NUMBERS = "numpy/random/*"
-# In order of preference: the first that have enough text are kept. A file belongs to the first
-# domain it matches.
+# Domains in order of preference: the first ones with enough text are kept. A file belongs to the
+# first domain that matches it.
 DOMAINS = (
     DomainSource("test_suites", "Python tests that packages ship", _TESTS),
     DomainSource(
@@ -223,7 +223,7 @@ def _collect(
             continue
         content = b"" if "\0" in text else (domain.read(text) or "").strip().encode()
         limit = options.max_document_bytes
-        if len(content) > limit:  # keep whole lines
+        if len(content) > limit:  # truncate it after a line
             content = content[: content.rfind(b"\n", 0, limit + 1) + 1].rstrip()
         text = content.decode()
         if len(text) < options.min_document_characters:

@@ -58,7 +58,7 @@ TEXT = np.dtype(
         ("by_source", "u1"),
     ]
 )
-# Texts compared at a time: about 80 bytes each, temporary arrays included.
+# Texts compared at a time; each takes about 80 bytes, temporary arrays included.
 _RANGE_TEXTS = 1 << 19
 _COPIES = 1 << 17
 _BLOCK_DOCUMENTS = 1 << 16
@@ -75,8 +75,8 @@ class CorpusWriter:
     File ``d * len(SPLITS) + s`` holds split s of domain d.
 
     Args:
-        folder: an existing, empty folder.
-        domains: names.
+        folder: existing, empty folder.
+        domains: names of the domains.
         dtype: integer type of a token on disk.
         on_bytes: called with the number of bytes of tokens just copied or skipped.
     """
@@ -230,10 +230,10 @@ def join_shards(
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """Dropped documents.
+    """Duplicates and held-out documents of a corpus.
 
     Attributes:
-        path: file of one byte a document of the corpus: KEPT, DUPLICATE or HELD_OUT.
+        path: file with one byte per document of the corpus: KEPT, DUPLICATE or HELD_OUT.
         duplicates: domain number -> number of duplicates, even if they are kept.
         held_out: domain number -> number of documents whose text belongs to another split.
     """
@@ -243,7 +243,7 @@ class LeftOut:
     held_out: Counter[int] = dataclasses.field(default_factory=Counter)
 
     def reasons(self, first: int, count: int) -> NDArray[np.uint8]:
-        """Return the reasons [count] of documents ``first`` to ``first + count - 1``."""
+        """Read KEPT, DUPLICATE or HELD_OUT of ``count`` documents from ``first`` on, as uint8."""
         return _read_records(self.path, np.dtype(np.uint8), first, count)
 
     def add(
@@ -281,7 +281,7 @@ def find_left_out(
         reasons = reasons_to_leave_out(texts)
         left = np.flatnonzero(reasons)
         found.add(texts["order"][left], reasons[left], texts["domain"][left])
-    # Copies of a text in the same sorted run.
+    # Then the documents that repeat a text of the same sorted run.
     for number, shard in enumerate(shards):
         for copies in shard.blocks(COPIES_NAME, COPY, _COPIES):
             of_first = np.memmap(path, np.uint8, "r")[bases[number] + copies["first"]]
@@ -292,7 +292,7 @@ def find_left_out(
 
 
 def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
-    """[num_texts] KEPT, DUPLICATE or HELD_OUT, for all documents of some TEXT records."""
+    """Return KEPT, DUPLICATE or HELD_OUT for each TEXT record in ``texts``, [num_texts] uint8."""
     reasons = np.full(texts.size, KEPT, dtype=np.uint8)
     by_digest = np.argsort(texts["high"], kind="stable")
     same = np.diff(texts["high"][by_digest]) == 0
@@ -374,7 +374,7 @@ def regroup(
 ) -> dict[str, Domain]:
     """Write the token files of a corpus with its documents moved to other domains.
 
-    Documents of a new domain are in the order of the old domains, and of the documents in them.
+    The documents of a new domain are sorted by old domain, and then by their position in it.
 
     Args:
         corpus: corpus to read.
@@ -453,10 +453,10 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:
 def document_bytes(
     tokens: TokenFile, sizes: NDArray[np.int32], text_bytes: int
 ) -> NDArray[np.int64]:
-    """[num_documents] int64 bytes of text, which sum to ``text_bytes``.
+    """Estimate the text bytes of each document, [num_documents] int64; they sum to ``text_bytes``.
 
-    A corpus records only the bytes of a whole split. They are divided in proportion to the bytes of
-    the documents' tokens.
+    A corpus records only the bytes of a whole split. These are divided in proportion to the bytes
+    of the documents' tokens.
 
     Args:
         tokens: tokens of a split, one sequence per document.

@@ -57,20 +57,21 @@ def quoted(names: Collection[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SourceOptions(CheckedOptions):
-    """Input text: JSON lines, parquet and Hugging Face data sets, one document a line or row."""
+    """JSON lines, parquet and Hugging Face data sets to read; each line or row is a document."""
 
     input: Inputs
     """Files, folders or quoted globs of .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or data sets
-    by name: hf:OWNER/NAME[@REVISION][:CONFIG][#SPLIT], CONFIG '*' for all of them. NAME=PATH
-    assigns all documents of PATH to the domain NAME; a domain may be named several times."""
+    by name: hf:OWNER/NAME[@REVISION][:CONFIG][#SPLIT], where CONFIG '*' selects all configs.
+    NAME=PATH assigns all documents of PATH to the domain NAME; a domain may be named several
+    times."""
     text_key: str = "text"
     """Key, or column, of the text; dots reach into nested objects. A null text is an empty
     document."""
     max_malformed_share: Share = 0.001
-    """Malformed lines are skipped and reported; the run fails if their share is larger."""
+    """Largest share of malformed lines, which are skipped and reported; the run fails above it."""
     max_document_bytes: LargeCount = 1 << 28
-    """A longer line or row counts as malformed: it is probably a file without line ends, and would
-    take several times as much memory."""
+    """A longer line or row counts as malformed: the file probably has no line ends, and parsing it
+    would take several times as much memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +97,7 @@ class DomainOptions(CheckedOptions):
     use their own splits. A domain with its own valid and test uses all of its --input for training;
     with only one of them, --split divides its --input as usual."""
     test_input: Inputs = ()
-    """Test text, in the same format."""
+    """Test text, in the format of --input; all of it goes to test."""
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other or have no effect."""
@@ -114,7 +115,7 @@ class DomainOptions(CheckedOptions):
 
     @property
     def domain_flags(self) -> list[str]:
-        """The flags in use that set the domain; [] if each ``--input`` names its own."""
+        """Flags in use that set the domain; [] if each ``--input`` names its domain."""
         flags = {
             "--domain-key": self.domain_key is not None,
             "--domain-from-path": self.domain_from_path is not None,
@@ -160,7 +161,7 @@ class DomainOptions(CheckedOptions):
         return table
 
     def renamed(self, name: str) -> str | None:
-        """The domain for a source's ``name``; None if its text is left out."""
+        """Return the corpus's name for the domain ``name`` of a source; None if it is left out."""
         return self.rename_table.get(name, self.rename_table.get(ALL_OTHERS, name))
 
     def report_renames(self, found: Mapping[str, int], unit: str) -> None:
@@ -187,11 +188,12 @@ class EncoderOptions(CheckedOptions):
 
     tiktoken_pattern: str | None = None
     """The pattern by which a tiktoken file splits text into words: gpt2, cl100k_base, o200k_base,
-    llama3 or a regular expression. Not needed for the published files of these names."""
+    llama3 or a regular expression. Not needed for the published files of these four encodings."""
     encoder: EncoderChoice = "auto"
-    """The library that encodes; the tokens are the same. 'auto' uses gigatoken, which is many
-    times faster, if it gives the same ids as the tokenizer's own library on a sample of the text;
-    'own' always uses the tokenizer's own library, 'gigatoken' fails if it cannot be used."""
+    """The library that encodes text; every choice gives the same tokens. 'auto' uses gigatoken,
+    which is many times faster, if it gives the same ids as the tokenizer's own library on a sample
+    of the text; 'own' always uses the tokenizer's own library, 'gigatoken' fails if it cannot be
+    used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +205,8 @@ class PreprocessOptions(CheckedOptions):
 
     source: SourceOptions
     output: Path
-    """The corpus folder to write; finished shards are kept in its folder .partial meanwhile."""
+    """The corpus folder to write. Until the corpus is complete, finished shards are kept in its
+    folder .partial."""
     tokenizer_model: Path
     """A tokenizer.json, a vocab.json with its merges.txt, a tiktoken file, a SentencePiece .model,
     or a folder that holds one of them; the corpus keeps a copy."""
@@ -212,8 +215,8 @@ class PreprocessOptions(CheckedOptions):
     eod_token: str = "<|endoftext|>"
     """The tokenizer's end-of-document token, appended to every document."""
     split: str = "90,5,5"
-    """Relative shares of train, valid and test documents. The split of a document is a hash of its
-    text, so the same text is never in two splits. Sources that define their own splits keep them;
+    """Relative shares of train, valid and test documents. A hash of a document's text decides its
+    split, so the same text is never in two splits. Sources that define their own splits keep them;
     a text of their valid or test split is removed from train in every domain."""
     drop_duplicates: bool = True
     """Drop all but the first of a domain's documents with identical text; with
@@ -297,12 +300,12 @@ class GatherOptions(CheckedOptions):
     roots: tuple[Path, ...] = ()
     """Folders to read; default: this environment's site-packages."""
     num_domains: Count = 8
-    """Domains to keep: the first in the ranked list that have enough text."""
+    """Number of domains to keep: the first in the ranked list that have enough text."""
     max_bytes_per_domain: LargeCount = 5_000_000
-    """Upper limit per domain, so that none dominates."""
+    """Upper limit per domain, so that no domain dominates."""
     min_bytes_per_domain: int = 1_500_000
-    """A domain with less text is replaced by the next one, so that a held-out tenth has at least
-    20,000 tokens."""
+    """A domain with less text is replaced by the next of the ranked list, so that a held-out tenth
+    has at least 20,000 tokens."""
     min_documents_per_domain: int = 50
     """A domain with fewer documents is replaced by the next of the ranked list."""
     min_document_characters: int = 200

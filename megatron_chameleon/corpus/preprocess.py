@@ -134,7 +134,7 @@ class _Run:
         self.folder.put_shard(folder, number)
 
     def check_sources(self, finished: Sequence[int], existing: Plan) -> None:
-        """Reread the chunks of ``finished`` shards whose sources were modified since.
+        """Compare sources that were modified since with the hashes in ``finished`` shards.
 
         Raises:
             UserError: naming the first source whose content has changed.
@@ -157,7 +157,7 @@ class _Run:
                     )
 
     def make_shards(self, wanted: Sequence[int], tokenizer: Tokenizer) -> None:
-        """Make those of the ``wanted`` shards that are missing."""
+        """Make the ``wanted`` shards that are not finished yet."""
         finished = self.folder.finished()
         missing = [number for number in wanted if number not in finished]
         if not missing:
@@ -166,14 +166,14 @@ class _Run:
         reader = self._reader()
         sample = (document.text for chunk in chunks for document in reader.read(chunk))
         tokenizer = with_encoder(tokenizer, self.options.encoding.encoder, sample)
-        # Each worker reads and encodes concurrently, which keeps more than a core busy.
+        # Each worker reads and encodes concurrently, which keeps more than one core busy.
         num_workers = self.options.workers or max(1, len(os.sched_getaffinity(0)) - 1)
         num_workers = min(num_workers, len(missing))
         total = sum(map(self.plan.shard_bytes, missing))
         with progress_bar(total, "B", "tokenizing") as bar:
             if num_workers > 1:
                 run = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
-                del tokenizer  # the workers have their own and need its memory
+                del tokenizer  # workers load their own and need its memory
                 make_in_processes(run, missing, num_workers, bar.update)
                 return
             for number in missing:
@@ -191,7 +191,7 @@ class _Run:
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
             joined = join_shards(shards, first_domains, made, drop, bar.update)
         joined.malformed.check(self.options.source.max_malformed_share)
-        if self.options.domains.domain_key is not None:  # find_sources reports the others
+        if self.options.domains.domain_key is not None:  # otherwise find_sources does it
             self.options.domains.report_renames(joined.malformed.names, "documents")
         check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
@@ -264,7 +264,7 @@ class _SourceHashes(FileRecord):
 
 def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
     """Record every source and the hash of each of its chunks; return one hash of all contents."""
-    chunks = itertools.chain.from_iterable(plan.shards)  # in the order of the sources
+    chunks = itertools.chain.from_iterable(plan.shards)  # sorted by source
     hashes = [sha256 for shard in shards for sha256 in shard.hashes]
     sources = []
     for number, pairs in itertools.groupby(
@@ -309,7 +309,7 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
 def make_in_processes(
     run: _Run, numbers: Sequence[int], num_workers: int, on_bytes: OnBytes
 ) -> None:
-    """Make the shards ``numbers`` in worker processes, which never outlive this one.
+    """Make the shards ``numbers`` in worker processes, which never outlive this process.
 
     Raises:
         UserError: from a worker, or because a worker was killed.
@@ -349,7 +349,7 @@ def _start_worker(run: _Run, threads: int) -> None:
     global _worker_run
     _worker_run = run
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ["RAYON_NUM_THREADS"] = str(threads)  # for libraries that would use all cores
+    os.environ["RAYON_NUM_THREADS"] = str(threads)  # limits libraries that would use all cores
     warnings.simplefilter("ignore")  # the parent process has warned
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _BLOCK = 1 << 20
-# Compressed blocks expand several times, in the worst case thousands of times.
+# Decompression makes blocks several times larger, in the worst case thousands of times.
 _COMPRESSED_BLOCK = 1 << 18
 _FEWEST_BYTES = 1 << 7
 # Some corpora are compressed with zstd's --long, whose window exceeds the default limit.
@@ -51,12 +51,12 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Rows are read from a row group in batches of about this many bytes.
 _BATCH_BYTES = 1 << 20
 _MAX_BATCH_ROWS = 4096
-# Columns are read in chunks of this size; pre-buffering would hold a whole row group in memory. A
-# request to the hub costs more than one to a disk.
+# Columns are read in chunks of this size; pre-buffering would hold a whole row group in memory.
+# Chunks are larger for files on the hub, where a request takes longer.
 _CHUNK_BYTES = {False: 1 << 20, True: 1 << 23}
 
 _LINES_SHOWN = 10
-# Reading stops if all of this many first lines lack the key.
+# Reading stops if the first lines of a source, this many, all lack the key.
 _LINES_BEFORE_GIVING_UP = 1000
 _KEYS_SHOWN = 20
 _LONGEST_CHARACTER = 4  # bytes in UTF-8
@@ -68,7 +68,7 @@ Line = bytes | bytearray | int
 
 
 class Document(NamedTuple):
-    """One text; ``domain`` is empty if not requested, ``split`` None if the text's hash decides."""
+    """A text, its domain ('' if not requested) and its split (None if the text's hash decides)."""
 
     domain: str
     text: str
@@ -88,10 +88,10 @@ class MalformedLines:
     """Counts of the lines read and skipped, in JSON types.
 
     Attributes:
-        lines: lines read, blank ones excepted.
+        lines: lines read, without blank lines.
         count: malformed lines among them.
         by_domain: malformed lines by domain; '' if the line should have named the domain.
-        first: location and reason of the first ones.
+        first: location and reason of the first malformed lines.
         names: domain name in the source -> number of documents, for the domains that
             --rename-domain renames or leaves out.
     """
@@ -132,8 +132,8 @@ class DocumentReader:
 
     Attributes:
         malformed: counts of the lines of all chunks read so far.
-        hashes: SHA-256 of the contents of each chunk that was read completely: of the bytes of
-            JSON lines; of the documents of parquet and data sets.
+        hashes: SHA-256 of each chunk that was read completely: of its bytes for JSON lines, of its
+            documents for parquet and data sets.
 
     Args:
         options: keys and limits of the text.
@@ -159,7 +159,7 @@ class DocumentReader:
         self._options, self._sources, self._domains = options, sources, domains
 
     def read(self, chunk: Chunk) -> Iterator[Document]:
-        """The documents of ``chunk``, in the order of the source."""
+        """Yield the documents of ``chunk`` in the order of the source."""
         source = self._sources[chunk.source]
         parser = _Parser(source, self._options, self._domains, self.malformed)
         digest = hashlib.sha256()
@@ -167,7 +167,7 @@ class DocumentReader:
         read = self._from_lines if source.kind == "lines" else self._from_tables
         for documents in read(source, chunk, parser, digest):
             yield from documents
-        if (chunk.start, chunk.stop) == (0, None):  # another chunk may have the key
+        if (chunk.start, chunk.stop) == (0, None):  # otherwise another chunk may have the key
             parser.check_keys(1)
         _check_unchanged(source)
         self.hashes[chunk] = digest.hexdigest()
@@ -225,7 +225,7 @@ class DocumentReader:
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Yield batches of the row groups [start, stop) of a parquet file, with row numbers."""
         with _opened(path) as file:
-            # Statistics of columns are not read: where they are damaged, pyarrow ends the process.
+            # Column statistics are not read, since pyarrow aborts the process if they are damaged.
             metadata, sizes = file.metadata, _bytes_on_disk(path, file.metadata)
             leaves = [file.schema.column(i).path for i in range(len(file.schema))]
             columns = columns_for(file.schema_arrow, keys, path, leaves)
@@ -315,7 +315,7 @@ class _Parser:
                     self._last_error = error
                 by_domain = {self._source.domain or "": 1}
                 first = []
-                if len(self._counts.first) < _LINES_SHOWN:  # finding the place takes time
+                if len(self._counts.first) < _LINES_SHOWN:  # locating a line takes time
                     first = [f"{source_name}:{place(position)} {error}"]
                 self._counts.add(MalformedLines(0, 1, by_domain, first))
                 continue
@@ -334,7 +334,7 @@ class _Parser:
             )
 
     def _document(self, record: dict[str, Any]) -> Document | None:
-        """The document in ``record``; None if its domain is left out."""
+        """Return the document in ``record``; None if its domain is left out."""
         text = record.get(self.keys["--text-key"])
         if type(text) is not str:
             text = text_at(record, self.keys["--text-key"], "--text-key")
@@ -349,8 +349,8 @@ class _Parser:
             name = text_at(record, self.keys["--domain-key"], "--domain-key")
             if not is_domain_name(name):
                 raise MalformedLineError(
-                    f"has {len(name.encode())} bytes of domain name at "
-                    f"'{self.keys['--domain-key']}', not 1 to {MAX_DOMAIN_BYTES}"
+                    f"has a domain name of {len(name.encode())} bytes at "
+                    f"'{self.keys['--domain-key']}', not of 1 to {MAX_DOMAIN_BYTES}"
                 )
             assert self._domains is not None
             domain = self._domains.renamed(name)
@@ -528,7 +528,7 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
 def _split_lines(
     blocks: Iterable[bytes], begin: int, longest: int
 ) -> Iterator[tuple[int, list[Line]]]:
-    kept, length = bytearray(), 0  # of the incomplete last line
+    kept, length = bytearray(), 0  # the incomplete last line
     end = begin
     for block in blocks:
         end += len(block)
@@ -554,7 +554,7 @@ def _split_lines(
 
 
 def row_group_bytes(path: str) -> list[int]:
-    """Approximate bytes on disk of each row group; the file can be divided between them.
+    """Approximate bytes on disk of each row group; the file can be divided between row groups.
 
     Raises:
         UserError: if the file cannot be read or is not parquet.
@@ -590,7 +590,8 @@ def columns_for(
             raise UserError(
                 f"{name} has {count} columns '{column}'; rename all but the one for {flag}"
             )
-        # A string column may hold JSON objects: only the first names of the path are leaves then.
+        # Select the longest path that leads to a column: a column may hold JSON objects as strings,
+        # in which the rest of the key is looked up.
         for path in accumulate(key.split("."), "{}.{}".format):
             if any(f"{leaf}.".startswith(f"{path}.") for leaf in leaves):
                 column = path

@@ -64,7 +64,7 @@ _NAMES = (TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME)
 
 # Megatron's blended index numbers the domains in int16.
 MAX_DOMAINS = 32_767
-# Digests that are sorted together in memory.
+# Number of digests sorted together in memory.
 _RUN_DOCUMENTS = 1 << 18
 # Batch size: keeps an encoder busy, and fits in memory with its encodings.
 _BATCH_CHARACTERS = 2_000_000
@@ -78,10 +78,11 @@ class Shard(FolderRecord):
 
     Attributes:
         plan: hash of the plan it belongs to.
-        domains: names, in order of first occurrence; records refer to them by position.
+        domains: names of the domains, in order of first occurrence; records hold positions in this
+            list.
         empty: documents without text or without tokens, by domain.
         documents: number of documents written.
-        tokens: number of their tokens, end-of-document tokens included.
+        tokens: number of tokens written, end-of-document tokens included.
         runs: number of digests in each sorted run.
         copies: documents that repeat a text of the same run.
         hashes: SHA-256 of what was read, for each chunk.
@@ -92,7 +93,7 @@ class Shard(FolderRecord):
 
     KIND = "preprocessed shard"
     FILE_NAME = "shard.json"
-    FORMAT_VERSION = 5  # 4 had other counts in malformed
+    FORMAT_VERSION = 5  # version 4 had other counts in `malformed`
     MADE_BY = "remove the folder, and run tools/preprocess_data.py again"
 
     plan: str
@@ -139,7 +140,7 @@ class ShardWriter:
 
     Attributes:
         documents: number of documents added.
-        tokens: number of their tokens.
+        tokens: number of tokens added.
         runs: number of digests in each sorted run so far.
         copies: number of COPY records so far.
 
@@ -217,7 +218,7 @@ class ShardWriter:
 def sorted_digests(
     records: NDArray[np.void],
 ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Sort DIGEST records; of those that differ only in their document, keep the first.
+    """Sort DIGEST records; keep only the first of records that differ in nothing but the document.
 
     Each text gets one record per domain and split, however often it occurs; otherwise a frequent
     text would fill memory when digests are compared.
@@ -298,7 +299,7 @@ def make_shard(
             ahead = _next_in_thread(unread)
             tokens, lengths = tokenizer.encode_documents(batch.texts)
             batch.documents["tokens"] = lengths
-            kept = lengths > 1  # all have an end-of-document token
+            kept = lengths > 1  # more than the end-of-document token
             if not kept.all():
                 without_tokens.update(batch.documents["domain"][~kept].tolist())
                 tokens = tokens[np.repeat(kept, lengths)]
@@ -327,7 +328,7 @@ def make_shard(
 
 
 def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:
-    """Read the next batch, None after the last, in a daemon thread.
+    """Read the next batch in a daemon thread; the result is None after the last batch.
 
     An executor would wait for a read that hangs, as on a stalled disk; the process could not end.
     """

@@ -37,7 +37,7 @@ SourceKind = Literal["lines", "parquet", "dataset"]
 
 INSTALL_DATA = "pip install 'megatron-chameleon[data]'"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-# In folders; other suffixes are only read if the file is named.
+# Suffixes of the files read in a folder; files with other suffixes are only read if named.
 FOLDER_SUFFIXES: dict[str, FileKind] = {".jsonl": "lines", ".parquet": "parquet"}
 FILE_SUFFIXES: dict[str, FileKind] = {**FOLDER_SUFFIXES, ".json": "lines", ".ndjson": "lines"}
 _FORMATS = "use JSON lines as .jsonl, .jsonl.gz or .jsonl.zst, or .parquet"
@@ -63,7 +63,7 @@ class Source:
     """One file, or one shard of a data set, that documents are read from.
 
     Attributes:
-        name: its name in messages, unique in a list of sources.
+        name: name in messages, unique in a list of sources.
         kind: format: "lines" (JSON lines), "parquet", or "dataset" for formats read through
             ``datasets``.
         path: path on this machine, address on the hub, or name of the data set.
@@ -155,7 +155,7 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
             f"{domains.domain_flags[0]} has no effect: every --input names its domain; leave out "
             "one or the other"
         )
-    if domains.domain_key is None:  # with a key, names are known when all lines were read
+    if domains.domain_key is None:  # with a key, all names are known only after reading all lines
         domains.report_renames(counts, "files")
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
@@ -221,15 +221,15 @@ def _with_unique_names(sources: Iterable[Source]) -> list[Source]:
     """Drop repeated sources and make the names unique.
 
     Raises:
-        UserError: for a source of two splits.
+        UserError: if a source is passed for two splits.
     """
     found: dict[tuple[str, int, str | None], Source] = {}
     for source in sources:
         first = found.setdefault((source.path, source.shard, source.domain), source)
         if first.split != source.split:
             raise UserError(
-                f"{source.path} is passed for {first.split or 'no split'} and for "
-                f"{source.split or 'no split'}; leave one of them out"
+                f"{source.path} is passed for {first.split or 'all splits'} and for "
+                f"{source.split or 'all splits'}; leave one of them out"
             )
     times = Counter(source.name for source in found.values())
     return [
@@ -257,7 +257,7 @@ def is_compressed(path: str) -> bool:
 
 
 def find_files(pattern: str, flag: str) -> list[str]:
-    """The files at ``pattern``: a file, those of a folder at any depth, or the matches of a glob.
+    """List the files at ``pattern``: a file, a folder that is searched at any depth, or a glob.
 
     Hidden files are skipped, and links to folders are followed once.
 
@@ -445,7 +445,7 @@ def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]
         for config in configs:
             builder = datasets.load_dataset_builder(name.path, config, revision=name.revision)
             files = builder.config.data_files or {}
-            # The commit in the addresses of the files, so that every machine reads the same.
+            # Use the commit in the addresses of the files, so that every machine reads the same.
             addresses = (str(file) for part in files.values() for file in part)
             at = next((file for file in addresses if is_remote(file) and "@" in file), None)
             revision = at.partition("@")[2].partition("/")[0] if at else name.revision
@@ -511,7 +511,7 @@ def _target_splits(name: DatasetName, existing: list[str]) -> dict[str, Split | 
 
 
 def _is_supported_directly(builder: DatasetBuilder) -> bool:
-    """Whether readers.py, which needs less memory and counts malformed lines, reads the files."""
+    """Whether readers.py can read the files; it needs less memory and counts malformed lines."""
     config = builder.config
     if getattr(config, "field", None) is not None or not config.data_files:
         return False

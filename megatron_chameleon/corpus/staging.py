@@ -63,12 +63,12 @@ _OWN_FILES = (
 _SHARDS_NAME, _STAGING_NAME, _PUBLISHED_NAME = "shards", "staging", "published"
 _ATTEMPTS = 100
 
-# Other releases of these may tokenize differently.
+# Packages whose other releases may tokenize differently.
 _PACKAGES = ("megatron-chameleon", "tokenizers", "sentencepiece", "tiktoken")
 # Options not compared: resolved sources are compared instead; malformed lines are checked at the
 # end.
 _NOT_COMPARED = ("input", "valid_input", "test_input", "max_malformed_share")
-# Each has its own folder.
+# Limit, since each shard has its own folder.
 _MAX_SHARDS = 1_000_000
 
 
@@ -383,7 +383,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
             yield folder
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-            with contextlib.suppress(OSError):  # a folder is in use or not empty
+            with contextlib.suppress(OSError):  # stop at a folder that is in use or not empty
                 for name in (_STAGING_NAME, _SHARDS_NAME):
                     (partial / name).mkdir(exist_ok=True)
                     (partial / name).rmdir()

@@ -46,15 +46,15 @@ FILE_NAMES: Mapping[TokenizerKind, str] = {
 }
 # File names searched in a folder.
 _IN_A_FOLDER = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
-# GPT-2's vocabulary -> its merges: as transformers (and, with a prefix, Megatron-LM) and as the
-# first release of GPT-2 name them.
+# File name of GPT-2's vocabulary -> file name of its merges: first in transformers (Megatron-LM
+# puts a prefix before both), then in the first release of GPT-2.
 _GPT2_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 _CANDIDATES_SHOWN = 10
 _MOST_TOKENS = 2**31 - 1
 
 # Longer texts are encoded in parts: tokenizers takes about 100 bytes of memory a character, and
-# tiktoken fails on a million spaces in a row. A part is long enough for the boundary to make no
-# difference.
+# tiktoken fails on a million spaces in a row. Parts are long, since tokens at their boundaries may
+# differ from those of the whole text.
 LONGEST_PART = 500_000
 # Characters before the end of a part that are searched for a boundary.
 _WINDOW = 4096
@@ -102,7 +102,7 @@ _CL100K = PublishedFile(
     {name: 100_257 + i for i, name in enumerate(_CL100K_NAMES)} | {"<|endofprompt|>": 100_276},
 )
 _O200K = PublishedFile("o200k_base", {_EOD: 199_999, "<|endofprompt|>": 200_018})
-# Llama 3 has 256; those whose names differ between its releases are unnamed.
+# Llama 3 has 256 special tokens; tokens whose names differ between its releases are called unnamed.
 _LLAMA3_NAMES = {0: "begin_of_text", 1: "end_of_text", 9: "eot_id"}
 _LLAMA3_NAMES |= {6: "start_header_id", 7: "end_header_id"}
 _LLAMA3 = PublishedFile(
@@ -195,7 +195,7 @@ class SentencePieceEncoder:
 
     def token_id(self, token: str) -> int | None:
         """The id of the token with this name; None if there is none."""
-        found = int(self._model.piece_to_id(token))  # the unknown token's if there is none
+        found = int(self._model.piece_to_id(token))  # the id of the unknown token if there is none
         return found if self._model.id_to_piece(found) == token else None
 
     def special_tokens(self) -> list[str]:
@@ -362,14 +362,14 @@ class TokenizerFile:
 
 
 def recorded_tokenizer_file(path: Path, identity: TokenizerIdentity) -> TokenizerFile:
-    """The tokenizer at ``path``, with the pattern and special tokens that a corpus has recorded."""
+    """Read the tokenizer at ``path``, with the pattern and special tokens recorded in a corpus."""
     return dataclasses.replace(
         _read(path), pattern=identity.pattern, special_tokens=identity.special_tokens
     )
 
 
 def _read(path: Path) -> TokenizerFile:
-    """The one tokenizer at ``path``, a file or a folder, without pattern and special tokens."""
+    """Read the tokenizer at ``path``, a file or folder, without pattern and special tokens."""
     file = path
     if path.is_dir():
         inside = [found for name in _IN_A_FOLDER for found in sorted(path.glob(name))]
@@ -505,7 +505,7 @@ class Tokenizer:
 
     @property
     def identity(self) -> TokenizerIdentity:
-        """Its record in corpus.json; ``file`` is the name of the corpus's copy."""
+        """The tokenizer's record in corpus.json; ``file`` is the name of the corpus's copy."""
         special = self.file.special_tokens
         return TokenizerIdentity(
             kind=self.file.kind,
@@ -579,7 +579,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _drops_space(self) -> bool:
-        """Whether the tokenizer puts a space before every text, so that 'a b' is 'a', 'b'."""
+        """Whether the tokenizer puts a space before every text: 'a b' is encoded as 'a', 'b'."""
         whole, first, second = self.encoder.encode_batch(["a b", "a", "b"])
         return np.array_equal(whole, np.concatenate([first, second]))
 
@@ -588,7 +588,7 @@ def parts(text: str, drop_space: bool, longest: int = LONGEST_PART) -> Iterator[
     """Divide a text into parts whose concatenated tokens are those of the text.
 
     Each part ends before a word or a line, within the last 4096 of ``longest`` characters. Where
-    there is no such place (millions of spaces, or a text without any), the part has ``longest``
+    there is no such place (millions of spaces, or a text without spaces), the part has ``longest``
     characters, and a token or two may differ from those of the whole text.
 
     Args:
@@ -670,7 +670,7 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
 
 
 def corpus_tokenizer(corpus: Corpus, path: Path | None = None) -> Tokenizer:
-    """The tokenizer that made ``corpus``: its own copy, or the same one at ``path``.
+    """Load the tokenizer that made ``corpus``: the copy in it, or the same tokenizer at ``path``.
 
     Raises:
         UserError: if the file is missing or is not the one that made the tokens.

@@ -69,7 +69,7 @@ def embed_windows(
     if final_norm:
         (weight, bias), epsilon = reader.final_norm()
         norm = FinalNorm(weight, bias, epsilon)
-    has_states = False  # whether this pipeline stage has the layer's hidden states
+    has_states = False  # True on the pipeline stage that computes the layer's hidden states
     firsts = range(0, len(windows), batch_size)
     batches = [range(first, min(first + batch_size, len(windows))) for first in firsts]
     own = batches[layout.data_rank :: layout.data_size]
@@ -102,7 +102,7 @@ def embed_windows(
 
 
 def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
-    """Tokens [b, s], padded with zeros at the end, which causal attention ignores; lengths [b]."""
+    """Return tokens [b, s], padded with zeros, which causal attention ignores, and lengths [b]."""
     batch_rows = slice(rows.start, rows.stop)
     lengths = windows.length[batch_rows]
     multiple, longest = length_multiple(reader.layout), reader.shape.max_sequence_length
@@ -127,7 +127,7 @@ def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:
 
 
 def sample_windows(recipe: EmbeddingRecipe, name: str, tokens: TokenFile) -> Windows:
-    """The windows of ``tokens`` that ``recipe`` samples for the domain ``name``."""
+    """Sample the windows of the domain ``name`` by ``recipe``, longest first."""
     windows = draw_windows(
         tokens.lengths,
         recipe.window_length,
@@ -148,7 +148,7 @@ def embed_by_recipe(
     progress: tqdm,
     name: str,
 ) -> tuple[NDArray[np.float32], Cost]:
-    """:func:`embed_windows` with the layer and norm of ``recipe``, and the cost."""
+    """Call :func:`embed_windows` with the layer and norm of ``recipe``; return vectors and cost."""
     stopwatch, norm = Stopwatch(), recipe.final_norm
     vectors = embed_windows(
         reader, tokens, windows, recipe.layer, batch_size, progress, name, final_norm=norm
@@ -160,7 +160,7 @@ def embed_by_recipe(
 def open_store(
     folder: Path, recipe: EmbeddingRecipe, hidden_size: int, made: Provenance
 ) -> EmbeddingStore:
-    """The store in ``folder``, or an empty one that is not yet on disk.
+    """Open the store in ``folder``, or return an empty store that is not yet on disk.
 
     Raises:
         UserError: if the folder holds vectors of another recipe.
@@ -182,8 +182,8 @@ class StoreEntry:
         recipe: recipe of the windows; with ``documents``, ``num_windows`` is the maximum per
             document.
         split: split of the text.
-        documents: documents to embed, each as the mean over its windows; if empty, windows are
-            sampled.
+        documents: documents to embed, each by the mean of its windows' vectors; if empty, windows
+            of the whole text are sampled.
     """
 
     key: str
@@ -205,7 +205,7 @@ class StoreEntry:
 def missing_entries(
     store: EmbeddingStore, corpus: Corpus, entries: Sequence[StoreEntry]
 ) -> list[StoreEntry]:
-    """The ``entries`` that the store lacks, or has for other text."""
+    """List the ``entries`` that are missing in the store or were computed from other text."""
     return [each for each in entries if not store.holds(each.key, corpus.domain_hash(each.domain))]
 
 
@@ -233,7 +233,7 @@ def fill_store(
         for entry in entries:
             progress.set_description(f"embedding {entry.key}")
             tokens = files[entry.domain, entry.split]
-            windows = entry.windows(tokens)  # all of them together may not fit in memory
+            windows = entry.windows(tokens)  # the windows of all entries may not fit in memory
             vectors, cost = embed_by_recipe(
                 reader, tokens, windows, store.recipe, batch_size, progress, entry.domain
             )
@@ -249,10 +249,10 @@ def fill_store(
 def document_means(
     vectors: NDArray[np.float32], document: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Mean of the ``vectors`` [n, h] of each document's windows: [d, h].
+    """Average the vectors of each document's windows; return [d, h] float32.
 
     Args:
-        vectors: vector of each window.
+        vectors: [n, h] vector of each window.
         document: [n] document of each window.
     """
     order = np.argsort(document, kind="stable")

@@ -30,8 +30,8 @@ def masked_mean(
     """Mean over the leading ``lengths`` positions of each sequence, in one pass.
 
     Padding is ignored even if it is NaN or infinite; a sequence of length 0 yields zero. On CUDA
-    devices Triton kernels compute the mean, with deterministic float32 sums; elsewhere, and where
-    Triton cannot launch kernels, :func:`plain_masked_mean` does.
+    devices Triton kernels compute the mean, with deterministic float32 sums; on other devices, and
+    where Triton cannot launch kernels, :func:`plain_masked_mean` does.
 
     Args:
         hidden_states: [s, b, h] bfloat16, float16 or float32.

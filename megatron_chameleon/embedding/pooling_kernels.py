@@ -2,7 +2,8 @@
 
 ``pooling.py`` has the reference in plain torch. The positions of a sequence are split into chunks.
 A program of the first kernel sums one chunk of one sequence; a program of the second adds up the
-chunks. The order of summation is fixed, so that results are deterministic, unlike atomic additions.
+chunks. The order of summation is fixed, so results are deterministic, unlike those of atomic
+additions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron_chameleon.embedding.pooling import FinalNorm
 
 CHUNK = 128
 """Positions that one program sums."""
-# Elements in a program's registers; a fused layer norm needs whole rows, a plain sum does not.
+# Maximum elements in a program's registers; a fused layer norm needs whole rows, a plain sum not.
 TILE_ELEMENTS = 4096
 WIDEST_TILE = 512
 WARPS = 4
@@ -39,7 +40,7 @@ def chunk_sums_kernel(  # type: ignore[no-untyped-def]
     """sums[chunk, row, :] = sum of the row's valid states in a chunk, optionally normalized."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     chunk = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)  # row * stride passes 2**31
+    row = tl.program_id(2).to(tl.int64)  # row * stride may exceed 2**31
     inside = columns < width
     total = tl.zeros([COLUMNS], tl.float32)
     first = chunk * CHUNK

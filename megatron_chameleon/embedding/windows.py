@@ -16,7 +16,7 @@ from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 class Windows:
     """Windows as token ranges: ``length`` tokens from ``start`` of ``document``.
 
-    Arrays are [n] int64. A window that crosses documents continues in the following ones.
+    Arrays are [n] int64. A window that crosses documents continues in the next documents.
     """
 
     document: NDArray[np.int64]
@@ -27,7 +27,7 @@ class Windows:
         return len(self.document)
 
     def longest_first(self) -> Windows:
-        """The same windows sorted by length, so that batches need little padding."""
+        """Return the windows sorted by length, so that batches need little padding."""
         order = np.argsort(-self.length, kind="stable")
         return Windows(self.document[order], self.start[order], self.length[order])
 

@@ -89,7 +89,7 @@ def test_a_file_is_read_once_per_domain_under_different_names(folder):
         (["x={f}/notes.txt"], {}, "unsupported format"),
         (["{f}/a.jsonl"], {"domain_from_config": True}, "has no domain"),
         (["x={f}/a.jsonl"], {"domain_key": "set"}, "--domain-key has no effect"),
-        (["x={f}/a.jsonl"], {"valid_input": ["x={f}/a.jsonl"]}, "for no split and for valid"),
+        (["x={f}/a.jsonl"], {"valid_input": ["x={f}/a.jsonl"]}, "for all splits and for valid"),
         (["x={f}/s"], {}, "s.jsonl.gz: not a regular file"),
     ],
 )
