@@ -1,7 +1,8 @@
-"""Links of the documentation, and example commands on the pages of the tools."""
+"""Links and API names in the documentation, and example commands on the tools' pages."""
 
 from __future__ import annotations
 
+import pydoc
 import re
 import shlex
 from pathlib import Path
@@ -29,6 +30,22 @@ def test_links_are_not_broken():
             anchor = (link[2] or "").removeprefix("#")
             assert target.exists(), (source, link[0])
             assert not anchor or anchor in anchors_of(target.read_text("utf-8")), (source, link[0])
+
+
+def test_names_on_the_api_page_can_be_imported():
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"`(megatron_chameleon[.\w]+)", page))
+    for module, names in re.findall(r"from (megatron_chameleon[.\w]*) import (.+)", page):
+        documented |= {f"{module}.{name}" for name in names.split(", ")}
+    module = "megatron_chameleon"
+    for cell in re.findall(r"^\| (.*?) ?\|", page, re.MULTILINE):
+        names = re.findall(r"`([.\w]+)", cell)
+        if not names or names[0].startswith("megatron_chameleon"):
+            module = names[0] if names else "megatron_chameleon"
+        else:
+            documented |= {f"{module}.{name}" for name in names}
+    assert len(documented) > 20
+    assert not {name for name in documented if pydoc.locate(name) is None}
 
 
 TOOLS = find_tools(ROOT)
