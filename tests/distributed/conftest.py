@@ -110,10 +110,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 @pytest.fixture(scope="session")
 def results(places: Places, request: pytest.FixtureRequest) -> Results:
-    """The results of all launches, with those of slow sections if any slow test runs."""
-    is_slow = any(item.get_closest_marker("slow") for item in request.session.items)
+    """The results of all launches that the selected tests need."""
+    items = request.session.items
     command = [sys.executable, "-m", "tests.distributed", str(places.root)]
-    finish(start([*command, "--slow"] if is_slow else command, places.log), SECONDS)
+    if any(item.get_closest_marker("slow") for item in items):
+        command.append("--slow")
+    if any(item.path.name == "test_faults.py" for item in items):
+        command.append("--faults")
+    finish(start(command, places.log), SECONDS)
     return Results(places)
 
 

@@ -44,7 +44,6 @@ def check(found, name, tolerance):
     assert any(loss > 0 for of_rank in found for loss in of_rank[name]["plain"][0][:-1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "names", "tolerance"),
     [
@@ -53,7 +52,10 @@ def check(found, name, tolerance):
             "inductor",
             ("sp2-selective", "pp2-full"),
             INDUCTOR_TOLERANCE,
-            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++"),
+            ],
         ),
     ],
 )
