@@ -76,5 +76,5 @@ def one_line(error: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its type if the message is empty."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    """The first line of an error's message that is not blank; its type if there is none."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
