@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.readout import Reader
+from megatron_chameleon.model.readout import Reader, length_batches
 from megatron_chameleon.model.sizes import ModelShape, model_size
 
 SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
@@ -57,3 +59,26 @@ def test_token_losses_are_minus_the_log_of_the_models_probabilities(reader, toke
     assert losses.dtype == torch.float32
     assert not losses.requires_grad
     torch.testing.assert_close(losses.double(), -probabilities.log(), atol=1e-5, rtol=0)
+
+
+@given(
+    st.lists(st.integers(1, 40), max_size=30).map(lambda lengths: sorted(lengths, reverse=True)),
+    st.integers(1, 200),
+    st.sampled_from([1, 8]),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_batches_are_as_large_as_their_limits_allow(lengths, tokens_at_once, multiple, min_fill):
+    end = 0
+    for first, last, width in length_batches(lengths, tokens_at_once, multiple, 42, min_fill):
+        assert lengths[first] <= width < lengths[first] + multiple
+        assert width == 42 or width % multiple == 0
+
+        def fits(stop, first=first, width=width):
+            is_filled = lengths[stop - 1] >= min_fill * lengths[first]
+            return is_filled and (stop - first) * width <= tokens_at_once
+
+        assert first == end
+        assert last == first + 1 or fits(last)
+        assert last == len(lengths) or not fits(last + 1)
+        end = last
+    assert end == len(lengths)
