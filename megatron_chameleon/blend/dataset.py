@@ -276,7 +276,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             while len(rows):
                 view = self._views.get(domain)
                 if view is None or not (inside := view.holds(numbers[rows])).any():
-                    # The view is missing or of another epoch: open that of the first sample left.
+                    # No view is open, or only that of another epoch.
                     view = self._streams[domain].view_of(int(numbers[rows[0]]))
                     self._views[domain], inside = view, view.holds(numbers[rows])
                 view.read(numbers[rows[inside]], rows[inside], windows)

@@ -30,7 +30,7 @@ class DomainData:
         name: name of the domain in weights and records.
         prefix: path of the files, without their suffix.
         first: first sequence.
-        stop: number after that of the last sequence.
+        stop: one past the last sequence.
         tokens: number of tokens in these sequences.
         order_key: determines, with the seed, the order within the domain; independent of paths.
         vocab_size: one more than the largest token id.

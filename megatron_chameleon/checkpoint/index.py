@@ -72,8 +72,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class _IndexUnpickler(pickle._Unpickler):
     """Unpickler restricted to plain values, torch's dtypes and the records of an index.
 
-    It is Python's implementation: the one in C lets a pickle set the state of anything it names,
-    also of functions and classes that stay in use.
+    It extends Python's implementation, since the C implementation lets a pickle set the state of
+    any object that it names, including functions and classes of other modules.
     """
 
     stack: list[Any]

@@ -16,7 +16,7 @@ from megatron_chameleon.embedding.pooling import FinalNorm
 
 CHUNK = 128
 """Positions that one program sums."""
-# Maximum elements in a program's registers; a fused layer norm needs whole rows, a plain sum not.
+# Maximum elements in a program's registers. Only a fused layer norm needs whole rows.
 TILE_ELEMENTS = 4096
 WIDEST_TILE = 512
 WARPS = 4

@@ -40,7 +40,7 @@ def chunked_cross_entropy(
     Args:
         logits: [..., columns], contiguous. With ``group``, each rank has its shard of the
             vocabulary, all of equal size, in the order of ranks.
-        labels: [...] int64, over the whole vocabulary; the loss of one outside of it is undefined.
+        labels: [...] int64, over the whole vocabulary; a label outside of it has no defined loss.
         vocab_size: real columns over all ranks. Further ones are padding: they are left out of the
             softmax, and their gradient is zero.
         group: tensor-parallel ranks that shard the vocabulary. Collective.
@@ -79,7 +79,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, of_losses: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, own_labels, denominator = ctx.saved_tensors
         rows = logits.view(-1, logits.size(-1))
-        # Compiled code checks the same before it overwrites saved tensors: is retain_graph set?
+        # With retain_graph, another backward pass needs the logits. Code from torch.compile makes
+        # the same check before it overwrites saved tensors.
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         out = torch.empty_like(rows) if is_kept else rows
         scale = of_losses.flatten().float()

@@ -82,7 +82,7 @@ class ModelShape:
     activation: Activation = "gelu"
 
     def require_bytes(self, num_bytes: int, where: str) -> None:
-        """Check that files of so many bytes can hold the model, before memory is allocated for it.
+        """Check that files of ``num_bytes`` can hold the model, before its memory is allocated.
 
         Raises:
             UserError: naming ``where``, for less than 2 bytes a parameter.
