@@ -1,4 +1,4 @@
-"""The maths of data mixing: domain vectors or losses to weights, with numpy and scipy only."""
+"""The maths of data mixing: domain weights from embeddings or losses, with numpy and scipy."""
 
 from megatron_chameleon.mixture.affinity import affinity_matrix
 from megatron_chameleon.mixture.bootstrap import bootstrap_weights

@@ -7,18 +7,18 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array, as_matrix
 
-# Centred entries up to this many machine epsilons, relative to their column's largest value, are
-# rounding errors.
+# A centred entry is treated as a rounding error if its ratio to the largest value of its column is
+# at most this many machine epsilons.
 CENTERING_STEPS = 4
 
 
 def center_embeddings(embeddings: npt.ArrayLike) -> Array:
     """Subtract the mean of the domains from each domain embedding.
 
-    Double-centring K instead would lose significant digits, since its entries are nearly equal. A
-    second pass removes the rounding error of the first mean. Entries below the float64 resolution
-    of their column are set to zero: a domain at the mean then has norm 0. Its rounding errors would
-    be amplified by a ridge relative to K.
+    Double-centring K = X X^T instead would lose significant digits, since the entries of K are
+    nearly equal. A second pass removes the rounding error of the first mean. Entries below the
+    float64 resolution of their column are set to zero, so that a domain at the mean has norm 0.
+    Otherwise a ridge relative to K would amplify its rounding errors.
 
     Args:
         embeddings: [k, h], any real dtype.
@@ -59,13 +59,13 @@ def affinity_matrix(embeddings: npt.ArrayLike, center: bool) -> Array:
 
 
 def gram_matrix(features: Array) -> Array:
-    """X X^T of features [k, h] that are already checked, and centred if requested."""
+    """Compute X X^T of features [k, h] that have been checked and, if requested, centred."""
     squared_norms(features)
     return features @ features.T
 
 
 def squared_norms(features: Array) -> Array:
-    """The diagonal [k] of X X^T for checked features [k, h].
+    """Compute the diagonal [k] of X X^T for checked features [k, h].
 
     If the diagonal is finite, so is all of X X^T (Cauchy-Schwarz).
 
@@ -84,7 +84,7 @@ def squared_norms(features: Array) -> Array:
 
 
 def unit_rows(features: Array) -> Array:
-    """Features [k, h] with each row divided by its norm; rows of zeros are unchanged."""
+    """Divide each row of the features [k, h] by its norm; rows of zeros are unchanged."""
     largest = np.abs(features).max(axis=1, keepdims=True)
     scaled = features / np.where(largest > 0, largest, 1.0)  # squares of huge or tiny rows are safe
     norms = np.linalg.norm(scaled, axis=1, keepdims=True)
@@ -92,12 +92,12 @@ def unit_rows(features: Array) -> Array:
 
 
 def nearest_rows(features: Array, count: int, rows: np.ndarray) -> tuple[np.ndarray, Array]:
-    """For each of ``rows``, the ``count`` other rows with the largest cosines, nearest first.
+    """Find the ``count`` nearest other rows of each of ``rows``, by cosine, nearest first.
 
     Args:
         features: [k, h] float64.
-        count: >= 0; limited to the number of other rows.
-        rows: [r] int64, positions of the rows to search for.
+        count: >= 0; reduced to the number of other rows if larger.
+        rows: [r] int64, positions of the rows whose neighbours are searched.
 
     Returns:
         positions [r, n] int64 and cosines [r, n], n = min(count, k - 1).

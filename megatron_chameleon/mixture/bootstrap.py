@@ -13,14 +13,14 @@ import numpy.typing as npt
 from megatron_chameleon.mixture.checks import Array, as_matrix
 from megatron_chameleon.mixture.weights import DegenerateScoreWarning
 
-# Maximum values of a block of resampled means, and of one domain's counts: 256 MiB each. Each block
-# reads the windows of all domains, so smaller blocks are slower.
+# Limit on the number of values in a block of resampled means, and in one domain's counts: 256 MiB
+# each. Each block reads the windows of all domains, so smaller blocks are slower.
 BLOCK_VALUES = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BootstrapResult:
-    """Weights over resamples, and percentile intervals."""
+    """Weights of every resample, and percentile intervals of the weights."""
 
     weights: Array
     """[num_resamples, k] float64; each row sums to 1."""
@@ -43,19 +43,19 @@ def bootstrap_weights(
 
     Each resample samples n_i of the n_i windows of every domain, with replacement and independently
     of the other domains; ``weight_fn`` maps the means of the sampled windows to weights. The
-    samples of domain i depend only on (seed, i) and n_i. The first resamples are the same for any
-    ``num_resamples``.
+    sampled windows of domain i depend only on (seed, i) and n_i. The first resamples are the same
+    for any ``num_resamples``.
 
-    The intervals cover the sampling of windows, not the proxy's training. Windows are treated as
-    independent; if many come from one document, the true intervals are wider. A domain with one
-    window has the same embedding in every resample; if every domain has one window, the intervals
-    have zero width and no meaning.
-    Resampling adds noise to the embeddings, so with few windows an interval can lie to one side of
-    the weight computed from all windows.
+    The intervals reflect the sampling of windows, not the randomness of the proxy's training.
+    Windows are treated as independent; if many come from one document, the true intervals are
+    wider. A domain with one window has the same embedding in every resample; if every domain has
+    one window, the intervals have zero width and no meaning. Resampling adds noise to the
+    embeddings, so with few windows an interval can lie to one side of the weight computed from all
+    windows.
 
     Args:
-        window_vectors: k arrays [n_i, h], the embedding of each window of a domain; any real
-            dtype, sums are taken in float64.
+        window_vectors: k arrays [n_i, h], the embedding of each window of a domain; any real dtype;
+            summed in float64.
         weight_fn: maps embeddings [k, h] to weights [k], for example
             ``chameleon_weight_fn("pretrain")``.
         num_resamples: how many times to resample; at least 2.
@@ -120,7 +120,7 @@ def _resampled_means(
 
 
 def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArray[np.floating]]:
-    """Check the windows; return them as arrays of their own dtype, which saves memory."""
+    """Check the windows and return them as arrays; keeping their dtype saves memory."""
     if len(window_vectors) == 0:
         raise ValueError("window_vectors is empty: pass one array of windows per domain")
     windows: list[npt.NDArray[np.floating]] = []
@@ -135,17 +135,18 @@ def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArra
     return windows
 
 
-# Maximum values of all domains' windows in memory: 1 GiB in float32, enough for 80 domains of 4096
-# windows with 768 features.
+# Limit on the number of values of all domains' windows in memory: 1 GiB in float32, enough for 80
+# domains of 4096 windows with 768 features.
 MAX_VALUES = 1 << 28
-# Minimum groups of a domain: the relative error of a variance from 32 is 1 / sqrt(2 * 31) = 13%.
+# Minimum number of groups per domain: a variance estimated from 32 groups has a relative error of 1
+# / sqrt(2 * 31) = 13%.
 FEWEST_GROUPS = 32
 
 
 def group_size(num_domains: int, num_windows: int, width: int) -> int:
-    """Windows per group such that all groups have at most ``MAX_VALUES`` values.
+    """Choose the windows per group so that all groups together have at most ``MAX_VALUES`` values.
 
-    1 (no grouping) if the windows themselves have at most that many.
+    The result is 1 (no grouping) if the windows themselves have at most ``MAX_VALUES`` values.
 
     Args:
         num_domains: k.
@@ -159,14 +160,14 @@ def group_size(num_domains: int, num_windows: int, width: int) -> int:
 def grouped_windows(
     vectors: npt.NDArray[np.floating], size: int, seed: int
 ) -> npt.NDArray[np.floating]:
-    """Means of random groups of ``size`` windows, to resample in place of the windows.
+    """Average random groups of ``size`` windows, to resample the averages instead of windows.
 
-    The mean of n / g resampled groups of g windows has the variance of the mean of n resampled
-    windows: a group's mean has 1 / g of a window's variance. Windows beyond the last whole group
-    are left out, and the group means are shifted so that their mean is that of all windows.
+    The mean of n / g resampled groups of g windows has the same variance as the mean of n resampled
+    windows, because a group's mean has 1 / g of a window's variance. Windows beyond the last whole
+    group are left out, and the group means are shifted so that their mean is that of all windows.
 
     Args:
-        vectors: [n, h], any real dtype; sums are taken in float64.
+        vectors: [n, h], any real dtype; summed in float64.
         size: g, windows per group; reduced if there would be fewer than ``FEWEST_GROUPS`` groups.
         seed: random seed of the grouping.
 
@@ -187,10 +188,10 @@ def grouped_windows(
 def outweighing_probability(
     resampled: BootstrapResult, one: npt.ArrayLike, other: npt.ArrayLike
 ) -> Array:
-    """Share of the resamples in which a domain outweighs another; ties count half.
+    """Compute the share of resamples in which one domain outweighs another; a tie counts as half.
 
     Args:
-        resampled: the weights over resamples.
+        resampled: the weights of every resample.
         one: [n] positions of domains.
         other: [n] positions of the domains to compare them with.
 

@@ -1,4 +1,4 @@
-"""Chameleon weights from domain embeddings, with the settings of a recipe."""
+"""Chameleon: compute weights from domain embeddings, with the settings of a recipe."""
 
 from __future__ import annotations
 
@@ -45,22 +45,24 @@ class Recipe:
     """Divide the scores by their sum."""
 
     ridge: float
-    """lambda of K (K + k * lambda * I)^-1; a share of K's mean eigenvalue if relative."""
+    """Ridge lambda in K (K + k * lambda * I)^-1; a fraction of K's mean eigenvalue if
+    ``ridge_relative``."""
 
     ridge_relative: bool
     """Multiply ``ridge`` by trace(K) / k, which makes the scores independent of K's scale."""
 
     temperature_pretrain: float
-    """tau of softmax(1 / (S * tau)); acts on 1 / (k * S) if relative."""
+    """Temperature tau in softmax(1 / (S * tau)); applies to 1 / (k * S) if
+    ``temperature_relative``."""
 
     temperature_finetune: float
-    """tau of softmax(S / tau); acts on k * S if relative."""
+    """Temperature tau in softmax(S / tau); applies to k * S if ``temperature_relative``."""
 
     temperature_relative: bool
     """Measure scores against their mean 1 / k, so that a temperature means the same at any k."""
 
     score_floor: float = SCORE_FLOOR
-    """Lower clipping limit of scores, as a share of the mean score (pretraining only)."""
+    """Lower clipping limit of scores, as a fraction of the mean score (pretraining only)."""
 
     score_ceiling: float = math.inf
     """Upper clipping limit of scores, as a multiple of the mean score."""
@@ -76,13 +78,13 @@ class Recipe:
             )
 
     def effective_ridge(self, mean_eigenvalue: float) -> float:
-        """Ridge in the units of K, for its mean eigenvalue trace(K) / k."""
+        """Ridge in the units of K, given K's mean eigenvalue trace(K) / k."""
         if not self.ridge_relative:
             return self.ridge
         return self.ridge * mean_eigenvalue or self.ridge
 
     def effective_temperature(self, mode: Mode, num_domains: int) -> float:
-        """Temperature for ``domain_weights``, on 1 / S or S.
+        """Temperature tau of ``domain_weights``, for 1 / S (pretraining) or S (fine-tuning).
 
         With S normalised, 1 / (k S) / tau = 1 / S / (k tau) and k S / tau = S / (tau / k).
         """
@@ -103,16 +105,17 @@ PAPER = Recipe(
     temperature_finetune=0.2,
     temperature_relative=False,
 )
-"""The formulas of the paper's text, with the ridge of its experiments.
+"""Recipe with the formulas of the paper's text and the ridge of its experiments.
 
-The paper gives its temperatures as ranges, [5, 10] and [0.2, 0.5]. This recipe uses the lower ends,
-as the authors' code does, so that it differs from ``REFERENCE`` by centring and normalisation only.
-The scores depend on the scale of the embeddings. Where K is far above k * ridge, all scores are
-near 1 and the weights near uniform; where it is far below, one domain gets all of the weight.
+The paper gives its temperatures as ranges, [5, 10] and [0.2, 0.5]. This recipe uses the lower ends
+of the ranges, as the authors' code does. It differs from ``REFERENCE`` only in centring and
+normalisation. The scores depend on the scale of the embeddings. Where K is far above k * ridge, all
+scores are near 1 and the weights near uniform; where it is far below, one domain gets all of the
+weight.
 """
 
 REFERENCE = dataclasses.replace(PAPER, name="reference", center=True, normalize=True)
-"""The authors' published code: centred embeddings and normalised scores. The default.
+"""Recipe of the authors' published code, the default: centred embeddings, normalised scores.
 
 Weights fall in the range of the paper's tables only if scores are normalised.
 """
@@ -129,7 +132,7 @@ SCALED = Recipe(
     score_floor=0.2,
     score_ceiling=5.0,
 )
-"""For many domains, or embeddings of unknown scale: nothing depends on k or on the units.
+"""Recipe for many domains or embeddings of unknown scale: no setting depends on k or on units.
 
 A normalised 1 / S grows with k, so the fixed temperatures of ``REFERENCE`` give one-hot weights
 from about a hundred domains on. Here z = 1 / (k S) for pretraining and k S for fine-tuning, with
@@ -167,22 +170,22 @@ def resolve_recipe(recipe: str | Recipe = DEFAULT_RECIPE, **overrides: Any) -> R
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightResult:
-    """Weights and the steps that led to them."""
+    """Chameleon weights, with the scores, ridge and temperature from which they were computed."""
 
     weights: Array
-    """[k] float64, summing to 1."""
+    """Domain weights [k] float64, summing to 1."""
 
     scores: Array
-    """[k] float64 leverage scores in [0, 1), before normalisation and limits."""
+    """Leverage scores [k] float64 in [0, 1), before normalisation and clipping."""
 
     features: Array
-    """[k, h] float64 domain embeddings, centred if the recipe centres."""
+    """Domain embeddings [k, h] float64, centred if the recipe centres them."""
 
     effective_ridge: float
-    """lambda in the units of the affinity."""
+    """Ridge lambda in the units of the affinity."""
 
     effective_temperature: float
-    """tau as applied to 1 / S or S."""
+    """Temperature tau that was applied to 1 / S (pretraining) or S (fine-tuning)."""
 
     degenerate: tuple[int, ...]
     """Positions of the domains whose score was clipped."""
@@ -194,16 +197,16 @@ class WeightResult:
     """The recipe after overrides."""
 
     prior: Array | None
-    """[k] float64 of mean 1; None if uniform."""
+    """Prior [k] float64 with mean 1; None if uniform."""
 
     @functools.cached_property
     def affinity(self) -> Array:
-        """K = X X^T of ``features``, [k, k] float64, computed on first use."""
+        """The affinity K = X X^T of ``features``, [k, k] float64, computed on first use."""
         return gram_matrix(self.features)
 
     @property
     def effective_dimension(self) -> float:
-        """Sum of the scores: how many independent directions the domains span at this ridge."""
+        """Sum of the scores: number of independent directions that the domains span."""
         return float(self.scores.sum())
 
 
@@ -215,18 +218,18 @@ def chameleon_weights(
     prior: npt.ArrayLike | None = None,
     **overrides: Any,
 ) -> WeightResult:
-    """Domain weights from domain embeddings (Chameleon, Algorithm 1, steps 3 onwards).
+    """Compute domain weights from domain embeddings (Chameleon, Algorithm 1, from step 3 on).
 
-    Costs k^3, or k h^2 where there are more domains than features.
+    Time grows as k^3, or as k h^2 if there are more domains than features.
 
     Args:
         embeddings: [k, h], one row per domain, any real dtype; float64 inside.
         mode: "pretrain" (inverse scores) or "finetune" (scores).
         recipe: a name in ``RECIPES`` or a ``Recipe``.
         prior: eta, [k], > 0, on any scale: importance of each domain (see
-            ``megatron_chameleon.mixture.target``). It changes neither centring nor ridge, and
-            a uniform prior gives the same weights as none.
-        overrides: fields of the recipe; None keeps the recipe's value.
+            ``megatron_chameleon.mixture.target``). The prior changes neither centring nor ridge,
+            and a uniform prior gives the same weights as None.
+        overrides: fields of the recipe to replace; None keeps the recipe's value.
 
     Returns:
         The weights with scores, affinity and the ridge and temperature that were applied.
@@ -244,7 +247,7 @@ def chameleon_weights(
     ridge = settings.effective_ridge(float(squared_norms(features).sum()) / num_domains)
     eta = None if prior is None else scaled_prior(prior, num_domains)
     scaled = features if eta is None else np.sqrt(eta)[:, None] * features
-    # The two forms are equal; the smaller matrix is factored.
+    # Both forms give the same scores; use the one that factors the smaller matrix.
     if scaled.shape[1] < num_domains:
         scores = feature_ridge_leverage(scaled, ridge)
     else:
@@ -280,10 +283,10 @@ def chameleon_weight_fn(
     prior: Callable[[Array], Array] | None = None,
     **overrides: Any,
 ) -> Callable[[Array], Array]:
-    """The map from embeddings [k, h] to weights [k], for ``bootstrap_weights``.
+    """Return the map from embeddings [k, h] to weights [k] that ``bootstrap_weights`` takes.
 
-    ``prior`` maps embeddings to the prior [k], which may depend on them. Errors of
-    the recipe are raised here rather than at the first call.
+    ``prior`` computes the prior [k] from the embeddings of a resample. An invalid recipe raises
+    here rather than at the map's first call.
     """
     settings = resolve_recipe(recipe, **overrides)
     check_mode(mode)

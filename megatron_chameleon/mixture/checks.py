@@ -1,6 +1,6 @@
 """Argument checks shared by the modules of this package.
 
-Every function raises ``ValueError`` with one line: the argument, the problem and the fix.
+Every function raises ``ValueError`` with one line that names the argument, the problem and the fix.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def as_scores(scores: npt.ArrayLike) -> Array:
             "pass leverage_scores(affinity, ridge)"
         )
     low = -AFFINITY_TOLERANCE * np.fmax.reduce(np.abs(vector))
-    valid = (vector >= low) & (vector <= np.finfo(np.float64).max / vector.size)  # NaN is neither
+    valid = (vector >= low) & (vector <= np.finfo(np.float64).max / vector.size)  # NaN fails both
     if not valid.all():
         bad = int(valid.argmin())
         raise ValueError(

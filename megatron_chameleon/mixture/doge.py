@@ -1,4 +1,4 @@
-"""DoGE's update of domain weights from inner products of the domains' gradients.
+"""DoGE: update domain weights from inner products of the domains' gradients.
 
 Fan, Pagliardini, Jaggi: DoGE, ICML 2024, Algorithm 1 and the authors' code. Norms, clipping
 and alignment all follow from the inner products of the gradients, so the gradients themselves are
@@ -50,7 +50,7 @@ class DogeRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Positions of the training domains, which have weights, and of the target domains."""
+    """Positions of the training domains (those with weights) and of the target domains."""
 
     train: tuple[int, ...]
     target: tuple[int, ...]
@@ -58,7 +58,7 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True)
 class DogeState(WeightState):
-    """Weights, gradient products and alignments after a number of steps.
+    """Weights, inner products of gradients and alignments after a number of steps.
 
     Attributes:
         products: [k, k] float64, inner products of the domains' clipped gradients, each from the
@@ -73,7 +73,7 @@ class DogeState(WeightState):
 
     @classmethod
     def first(cls, num_domains: int, roles: Roles) -> DogeState:
-        """The initial state: uniform weights, unknown gradients."""
+        """Return the initial state: uniform weights, inner products and alignments of 0."""
         uniform = np.full(len(roles.train), 1.0 / len(roles.train))
         zeros = np.zeros(num_domains)
         return cls(np.log(uniform), uniform, 0, 0.0, np.outer(zeros, zeros), zeros, zeros)
@@ -86,13 +86,13 @@ class DogeState(WeightState):
         recipe: DogeRecipe,
         roles: Roles,
     ) -> DogeState:
-        """The state after a step: alpha <- (1 - eps) softmax(ln alpha + s / mu) + eps / k.
+        """Return the state after a step, alpha <- (1 - eps) softmax(ln alpha + s / mu) + eps / k.
 
-        s is the learning rate times the clipped alignment.
+        Here s is the learning rate times the clipped alignment.
 
         Args:
-            products: [k, k] inner products of the domains' gradients over a batch, not clipped.
-            present: domains in the batch; the products of the others are ignored.
+            products: [k, k] inner products of the domains' gradients on a batch, before clipping.
+            present: domains in the batch; products of absent domains are ignored.
             learning_rate: learning rate of the model in this step.
             recipe: hyperparameters of the update rule.
             roles: which domains are trained on, and which are the target.
@@ -116,7 +116,7 @@ class DogeState(WeightState):
 
 
 def clip_factors(products: Array, max_norm: float) -> Array:
-    """Factors [k] that clip each gradient to the norm ``max_norm``.
+    """Compute the factors [k] that clip each gradient to the norm ``max_norm``.
 
     Args:
         products: [k, k] inner products of the gradients; only the diagonal is used.
@@ -130,9 +130,9 @@ def clip_factors(products: Array, max_norm: float) -> Array:
 
 
 def alignments(products: Array, roles: Roles) -> Array:
-    """<g_i, sum_{j in target} g_j> / (mean norm + 1e-6) of every domain i, [k].
+    """Compute alignments [k], <g_i, sum_{j in target} g_j> / (mean norm + 1e-6) for domain i.
 
-    The mean norm covers the domains that are trained on and have been sampled.
+    The mean norm is over the training domains that have been sampled.
 
     Args:
         products: [k, k] inner products.
@@ -147,7 +147,7 @@ def alignments(products: Array, roles: Roles) -> Array:
 def gradient_weights(
     state: DogeState, factors: Array, present: Sequence[int], roles: Roles
 ) -> Array:
-    """Weights [k] with which the domains' gradients are summed to the gradient of the step.
+    """Compute the weights [k] of the domains' gradients in the gradient of the step.
 
     A weight is alpha_i times the domain's clipping factor, with the alphas of the present domains
     scaled to sum to 1. For an absent domain, the authors' code reuses its last gradient, which

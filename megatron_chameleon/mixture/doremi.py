@@ -1,4 +1,4 @@
-"""DoReMi's update of domain weights from excess losses.
+"""DoReMi: update domain weights from excess losses.
 
 Xie et al.: DoReMi, NeurIPS 2023, Algorithm 1.
 """
@@ -48,9 +48,9 @@ RECIPES = {
     "original": DoremiRecipe(),
     "fork": DoremiRecipe(eta=0.1, eps=0.0, clip_tokens=False, count_first=False),
 }
-"""original: the authors' code with the values of its launch script. fork: the third-party
-implementation in Chameleon's baseline; it clips domain means, and takes small steps without
-smoothing."""
+"""``original`` is the authors' code with the values of its launch script. ``fork`` is the
+third-party implementation that Chameleon's authors use as their baseline: it clips domain means,
+and takes small steps without smoothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +66,22 @@ class DoremiState(WeightState):
 
     @classmethod
     def first(cls, num_domains: int, vocab_size: int, recipe: DoremiRecipe) -> DoremiState:
-        """The initial state: uniform weights; the excess is the loss of a uniform guess, ln V."""
+        """Return the initial state: uniform weights, and an excess of ln V for V tokens.
+
+        A model that predicts all tokens of the vocabulary with equal probability has the loss ln V.
+        """
         uniform = np.full(num_domains, 1.0 / num_domains)
         excess = np.full(num_domains, math.log(vocab_size))
         return cls(np.log(uniform), uniform, int(recipe.count_first), 0.0, excess)
 
     def after(self, excess_sums: Array, tokens: Array, recipe: DoremiRecipe) -> DoremiState:
-        """The state after a step.
+        """Return the state after a step.
 
         Args:
-            excess_sums: [k] sums over a global batch's tokens of the proxy's loss minus the
-                reference's, in nats; clipped first if the recipe clips tokens.
-            tokens: [k] number of these tokens; 0 for an absent domain.
+            excess_sums: [k] sum over a domain's tokens in the global batch of the proxy's loss
+                minus the reference's, in nats; each token's difference is clipped before the sum if
+                the recipe clips tokens.
+            tokens: [k] number of tokens in each sum; 0 for an absent domain.
             recipe: hyperparameters of the update rule.
 
         Raises:
@@ -95,7 +99,7 @@ class DoremiState(WeightState):
 
 
 def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:
-    """Weights w of each domain's token losses l; the loss of a batch is sum(w l) / sum(w).
+    """Compute the weight w of each domain's token losses l; the batch loss is sum(w l) / sum(w).
 
     w_i is proportional to alpha_i over the sampling rate of the domain, and scaled to sum to the
     number of tokens, by which the trainer divides the loss.
@@ -112,8 +116,8 @@ def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:
     present = tokens > 0
     if present.any():
         logits = log_weights[present] - np.log(sampling[present])
-        # Relative to the largest weight in the batch, so that ratios hold even if all of its
-        # weights underflow.
+        # Weights are divided by the largest weight in the batch, so that their ratios are right
+        # even if all weights of the batch would underflow.
         weights[present] = np.exp(logits - logits.max())
         weights *= tokens.sum() / (weights @ tokens)
     return weights

@@ -1,7 +1,7 @@
 """Exponentiated gradient ascent on domain weights, for DoReMi and DoGE.
 
-Weights are stored as logarithms: they neither overflow nor underflow to 0, from which a weight
-could not recover.
+Weights are stored as logarithms, so that they neither overflow nor underflow to 0. A weight of 0
+could never grow again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class WeightState:
 
     @property
     def weights(self) -> Array:
-        """alpha, float64, summing to 1."""
+        """The weights alpha, float64, summing to 1."""
         weights: Array = np.exp(self.log_weights)
         return weights / weights.sum()
 
     def with_weights(self, log_weights: Array, **others: Any) -> Self:
-        """The state one step later, with these ``log_weights`` and values of other fields."""
+        """Return the next step's state, with these ``log_weights`` and values of ``others``."""
         counted = self.counted + 1
         new = dataclasses.replace(self, log_weights=log_weights, counted=counted, **others)
         distance = float(np.abs(self.weights - new.weights).sum() / 2)
@@ -50,10 +50,10 @@ class WeightState:
 
 
 def exponentiated_step(log_weights: Array, gains: Array, step_size: float, eps: float) -> Array:
-    """The logarithm of (1 - eps) softmax(ln alpha + step_size gains) + eps / k, without overflow.
+    """Compute log((1 - eps) softmax(ln alpha + step_size gains) + eps / k) without overflow.
 
-    The largest gain is subtracted before the multiplication. This changes no weight, and the
-    product can only overflow to -inf, which is a weight of 0.
+    The largest gain is subtracted before the multiplication. The subtraction changes no weight, and
+    the product can then only overflow to -inf, which is a weight of 0.
 
     Args:
         log_weights: ln alpha, [k] float64.

@@ -1,4 +1,4 @@
-"""Quality of a fit on held-out mixtures, and distance of a mixture from the trained ones."""
+"""Quality of a fit on held-out mixtures, and the distance of a mixture from trained mixtures."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from scipy.stats import ConstantInputWarning, spearmanr
 from megatron_chameleon.mixture.checks import Array
 
 Predict: TypeAlias = Callable[[Array], Array]
-"""Mixtures [n, k] -> predicted losses [n, m]."""
+"""A function from mixtures [n, k] to predicted losses [n, m]."""
 Fit: TypeAlias = Callable[[Array, Array], Predict]
-"""Mixtures [n, k] and losses [n, m] -> predictor."""
+"""A function from mixtures [n, k] and losses [n, m] to a predictor."""
 
-# The usual distance is this quantile of the trained mixtures' distances to their nearest
+# ``Reach.usual`` is this quantile of the trained mixtures' distances to their nearest
 # neighbours.
 USUAL_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FitQuality:
-    """Predictions for held-out mixtures, compared with their losses."""
+    """Agreement of predicted with measured losses on held-out mixtures."""
 
     spearman: Array
-    """[m] rank correlation per loss; NaN where one side is constant."""
+    """Rank correlation [m] of predicted and measured losses; NaN where either is constant."""
     mae: Array
-    """[m] mean absolute error, in the unit of the losses."""
+    """Mean absolute error [m], in the unit of the losses."""
     spread: Array
-    """[m] mean absolute deviation of the losses from their median: the error of the best
+    """Mean absolute deviation [m] of the losses from their median: the error of the best
     constant."""
 
 
 def quality_of(predicted: Array, losses: Array) -> FitQuality:
-    """The quality of ``predicted`` [n, m] against ``losses`` [n, m]."""
+    """Compare ``predicted`` [n, m] with ``losses`` [n, m]."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConstantInputWarning)
         ranks = [spearmanr(*pair).statistic for pair in zip(predicted.T, losses.T, strict=True)]
@@ -49,10 +49,10 @@ def quality_of(predicted: Array, losses: Array) -> FitQuality:
 
 
 def folds_of(count: int, folds: int, seed: int) -> list[Array]:
-    """Random partition of 0 to ``count`` - 1 into ``folds`` arrays of about equal size.
+    """Partition 0 to ``count`` - 1 at random into ``folds`` arrays of about equal size.
 
     Raises:
-        ValueError: for fewer than 2 folds, or more than there are numbers.
+        ValueError: fewer than 2 folds, or more folds than numbers.
     """
     if not 2 <= folds <= count:
         raise ValueError(f"{folds} folds of {count} runs: must be between 2 and the number of runs")
@@ -60,13 +60,13 @@ def folds_of(count: int, folds: int, seed: int) -> list[Array]:
 
 
 def held_out_predictions(fit: Fit, mixtures: Array, losses: Array, folds: list[Array]) -> Array:
-    """Out-of-fold (cross-validated) predictions [n, m].
+    """Compute out-of-fold (cross-validated) predictions [n, m].
 
     Args:
         fit: the method to cross-validate.
         mixtures: [n, k] weights of the runs.
         losses: [n, m] losses of the runs.
-        folds: indices of the runs in each fold; each run is in exactly one.
+        folds: indices of the runs in each fold; each run is in exactly one fold.
     """
     predicted = np.empty_like(losses)
     for held_out in folds:
@@ -76,10 +76,10 @@ def held_out_predictions(fit: Fit, mixtures: Array, losses: Array, folds: list[A
 
 
 def fit_linear(mixtures: Array, losses: Array) -> Predict:
-    """Least squares of the losses on the weights and a constant: the baseline of a fit.
+    """Fit the losses by least squares on the weights and a constant: the baseline of other fits.
 
-    The weights sum to 1, so the constant depends linearly on them; of all solutions, the one of
-    smallest norm is used.
+    The weights sum to 1, so the constant is a linear combination of them and the solution is not
+    unique; the solution with the smallest norm is used.
     """
 
     def design(rows: Array) -> Array:
@@ -91,30 +91,30 @@ def fit_linear(mixtures: Array, losses: Array) -> Predict:
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """Distance of a mixture from the trained ones."""
+    """Distance of a mixture from the trained mixtures."""
 
     nearest: int
     """Position of the nearest trained mixture."""
     distance: float
-    """Total variation distance to it: the share of the tokens that differ."""
+    """Total variation distance to the nearest trained mixture: the share of tokens that differ."""
     usual: float
-    """95% of the trained mixtures have another trained mixture within this distance."""
+    """Distance within which 95% of the trained mixtures have another trained mixture."""
     outside: tuple[int, ...]
-    """Domains whose weight is outside of the trained range."""
+    """Positions of the domains whose weight is outside the range of the trained weights."""
 
     @property
     def extrapolates(self) -> bool:
-        """Whether no trained mixture is near."""
+        """Whether a weight is out of range, or the nearest mixture is farther than usual."""
         return bool(self.outside) or self.distance > self.usual
 
 
 def reach_of(weights: Array, trained: Array) -> Reach:
-    """Distance of ``weights`` [k] from the mixtures ``trained`` [n, k]."""
+    """Measure the distance of ``weights`` [k] from the mixtures ``trained`` [n, k]."""
     distances = np.abs(trained - weights).sum(axis=1) / 2
     tolerance = 1e-9
     above = weights > trained.max(axis=0) + tolerance
     below = weights < trained.min(axis=0) - tolerance
-    # Between each trained mixture and the nearest other one.
+    # Distances between each trained mixture and the nearest other trained mixture.
     neighbours = cKDTree(trained).query(trained, k=[2], p=1)[0] / 2
     return Reach(
         nearest=int(distances.argmin()),

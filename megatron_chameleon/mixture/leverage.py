@@ -19,15 +19,15 @@ from scipy import linalg
 from megatron_chameleon.mixture.checks import Array, as_affinity, as_matrix, check_positive
 
 # The Cholesky factor loses about eps * trace / (k * ridge) in the scores: 2e-10 at this bound.
-# Beyond it the slower spectral form is used, which can cut off the null space.
+# Above this bound the slower spectral form is used, which can cut off the null space.
 CHOLESKY_LIMIT = 1e6
 
 
 def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
-    """Kernel ridge leverage scores diag(K (K + k * ridge * I)^-1) of an affinity.
+    """Compute the kernel ridge leverage scores diag(K (K + k * ridge * I)^-1) of an affinity.
 
-    Cholesky where K + k * ridge * I is well conditioned, eigh where it is not; no inverse is
-    formed. Duplicate domains and affinities of low rank are supported. Time grows as k^3.
+    Uses Cholesky if K + k * ridge * I is well conditioned and eigh otherwise; no inverse is formed.
+    Duplicate domains and affinities of low rank are supported. Time grows as k^3.
 
     Args:
         affinity: K, [k, k], symmetric positive semi-definite, any real dtype; float64 inside.
@@ -43,33 +43,35 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
     kernel = as_affinity(affinity)
     shift = kernel.shape[0] * check_positive(ridge, "ridge")
     if float(np.trace(kernel)) <= CHOLESKY_LIMIT * shift:
-        # Fails only if K has an eigenvalue below -k * ridge, which the spectral form reports.
+        # Cholesky fails only if K has an eigenvalue below -k * ridge, which the spectral form
+        # reports.
         with contextlib.suppress(linalg.LinAlgError):
             factor = linalg.cho_factor(kernel + shift * np.eye(len(kernel)), lower=True)
-            # Row i of the product sums K_ij (A^-1)_ij: an all-zero row of K scores exactly 0, which
-            # 1 - k * ridge * (A^-1)_ii would not give.
+            # With A = K + k * ridge * I, S_i = sum_j K_ij (A^-1)_ij is exactly 0 for a row of zeros
+            # in K; the equivalent 1 - k * ridge * (A^-1)_ii would not be.
             solved = linalg.cho_solve(factor, kernel)
             return np.clip(np.diagonal(solved), 0.0, 1.0)
     eigenvalues, eigenvectors = linalg.eigh(kernel)
     tolerance = kernel.shape[0] * np.finfo(np.float64).eps * float(np.abs(eigenvalues).max())
-    # Rounding alone keeps eigenvalues above -tolerance; the factor 1e4 allows for errors in K.
+    # Rounding errors alone leave eigenvalues above -tolerance; the factor 1e4 allows for errors in
+    # K.
     if float(eigenvalues[0]) < -1e4 * tolerance:
         raise ValueError(
             f"affinity has the eigenvalue {float(eigenvalues[0]):.6g}, but inner products have "
             "none below 0: build it with affinity_matrix(embeddings, ...)"
         )
-    # Eigenvalues within rounding of zero are the null space: at a small ridge they would otherwise
-    # count as whole dimensions.
+    # Eigenvalues that are zero up to rounding belong to the null space. At a small ridge they would
+    # otherwise count as whole dimensions.
     eigenvalues[eigenvalues <= tolerance] = 0.0
     return _weighted_leverage(eigenvectors, eigenvalues, shift)
 
 
 def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
-    """Ridge leverage scores in feature space, diag(X (X^T X + k * ridge * I)^-1 X^T).
+    """Compute ridge leverage scores in feature space, diag(X (X^T X + k * ridge * I)^-1 X^T).
 
     Equal to ``leverage_scores(X X^T, ridge)`` by the first lemma of the paper's appendix (stated
     there for a ridge of lambda; here k * lambda, as in the definition of the domain scores).
-    Costs k p^2 instead of k^3, so it is faster with more domains than features.
+    Time grows as k p^2 instead of k^3, so this form is faster with more domains than features.
 
     Args:
         features: X, [k, p], any real dtype; float64 inside. Not centred here.
@@ -88,12 +90,12 @@ def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
         return _weighted_leverage(left, np.square(singular), shift)
     gram = matrix.T @ matrix
     lower = linalg.cholesky(gram + shift * np.eye(len(gram)), lower=True)
-    # S_i = |L^-1 x_i|^2 where L L^T = X^T X + k * ridge * I: never negative, never above 1.
+    # S_i = |L^-1 x_i|^2, where L L^T = X^T X + k * ridge * I, is never negative and never above 1.
     whitened = linalg.solve_triangular(lower, matrix.T, lower=True)
     return np.minimum(np.square(whitened).sum(axis=0), 1.0)
 
 
 def _weighted_leverage(vectors: Array, eigenvalues: Array, shift: float) -> Array:
-    """sum_j sigma_j / (sigma_j + shift) U_ij^2 for U [k, r] and sigma [r]."""
+    """Compute S_i = sum_j sigma_j / (sigma_j + shift) U_ij^2 for U [k, r] and sigma [r]."""
     scores: Array = np.square(vectors) @ (eigenvalues / (eigenvalues + shift))
     return np.minimum(scores, 1.0)

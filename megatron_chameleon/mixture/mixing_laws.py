@@ -1,4 +1,4 @@
-"""Data Mixing Laws: losses over mixtures, their optimum, and power laws over size and steps.
+"""Data Mixing Laws: fit losses over mixtures, minimize them, and extrapolate by power laws.
 
 A mixing law is L_i(r) = c_i + k_i exp(sum_j t_ij r_j); a power law is L(x) = c + (x0 / x)^a.
 
@@ -18,11 +18,12 @@ from scipy.optimize import minimize, minimize_scalar
 
 from megatron_chameleon.mixture.checks import Array
 
-# Wide bounds for losses in nats, which keep exp() finite on the simplex.
+# These bounds are wide for losses in nats, and keep exp() finite on the simplex.
 LOG_BOUNDS = (-20.0, 10.0)
 EXPONENT_BOUNDS = (-50.0, 50.0)
 MAX_LAW_STEPS = 2000
-# Starting points of a fit to a subset of the runs, besides the laws fitted to all runs.
+# Number of starting points of a fit to a subset of the runs, in addition to the laws fitted to all
+# runs.
 COLD_STARTS = 3
 
 
@@ -31,33 +32,33 @@ class LawSettings:
     """Settings of a fit."""
 
     huber_delta: float = 0.05
-    """The loss is linear for residuals above this (paper: 0.05)."""
+    """Huber loss threshold delta: the loss is linear for larger residuals (paper: 0.05)."""
     ridge: float = 1e-3
     """Ridge penalty on the exponents t, relative to the mean Huber loss over runs in units of
-    delta^2, which makes it independent of the number of runs."""
+    delta^2. The mean makes the penalty independent of the number of runs."""
     num_starts: int = 16
-    """Starting points of the optimizer per law."""
+    """Number of starting points of the optimizer per law."""
     seed: int = 0
     """Seed of the starting points."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixingLaws:
-    """One law for each of m losses over k domains."""
+    """Mixing laws: one for each of m losses over k domains."""
 
     constant: Array
-    """[m] c, > 0: lower bound of the loss."""
+    """The constants c [m], > 0: lower bounds of the losses."""
     scale: Array
     """[m] k, > 0."""
     exponents: Array
-    """[m, k] t: negative where a domain's text lowers the loss."""
+    """The exponents t [m, k]: negative where a domain's text lowers the loss."""
 
     def predict(self, mixtures: Array) -> Array:
-        """Losses [n, m] of ``mixtures`` [n, k]."""
+        """Predict the losses [n, m] of ``mixtures`` [n, k]."""
         return self.constant + self.scale * np.exp(mixtures @ self.exponents.T)
 
     def gradient(self, weights: Array, shares: Array) -> Array:
-        """The derivative [k] of ``shares`` [m] times the losses at ``weights`` [k]."""
+        """Return the gradient [k] at ``weights`` [k] of the losses weighted by ``shares`` [m]."""
         grown = shares * self.scale * np.exp(self.exponents @ weights)
         return grown @ self.exponents
 
@@ -69,7 +70,7 @@ def fit_mixing_laws(
     on_fit: Callable[[], object] = lambda: None,
     near: MixingLaws | None = None,
 ) -> MixingLaws:
-    """Fit the laws by penalised Huber loss; the best of several starting points.
+    """Fit the laws by penalised Huber loss, from several starting points, and keep the best fit.
 
     ``near`` are laws fitted to all runs, of which these runs are a subset. The starting points are
     then those laws and ``COLD_STARTS`` others, which takes a fraction of the time, since leaving
@@ -85,7 +86,7 @@ def fit_mixing_laws(
         near: m laws to start from.
 
     Raises:
-        ValueError: for a loss that is not finite and > 0, which no law has.
+        ValueError: a loss is not finite and > 0, so no law can equal it.
     """
     if not (np.isfinite(losses).all() and (losses > 0).all()):
         raise ValueError("losses must be finite and above 0")
@@ -105,7 +106,7 @@ def fit_mixing_laws(
 def penalised_huber(
     parameters: Array, mixtures: Array, losses: Array, settings: LawSettings
 ) -> tuple[float, Array]:
-    """The objective and its gradient [k + 2] at ``parameters`` = (log c, log k, t).
+    """Compute the objective and its gradient [k + 2] at ``parameters`` = (log c, log k, t).
 
     Args:
         parameters: [k + 2].
@@ -130,11 +131,11 @@ def penalised_huber(
 
 
 def _starts(mixtures: Array, losses: Array, count: int, seed: int) -> Iterator[Array]:
-    """Starting points [k + 2]: laws with constants from low to just below the smallest loss.
+    """Return starting points [k + 2]: laws with constants from low to just below the smallest loss.
 
     For fixed c, log(L - c) = log k + t r is linear, and its ridge solution is near the optimum for
-    that c. So the points lie along the one direction in which the problem is not convex; the second
-    half of them is perturbed.
+    that c. So the starting points differ in c, the only direction in which the problem is not
+    convex. The second half of the points is perturbed.
     """
     rng = np.random.default_rng(seed)
     design = np.column_stack([np.ones(len(losses)), mixtures])
@@ -153,7 +154,7 @@ def _starts(mixtures: Array, losses: Array, count: int, seed: int) -> Iterator[A
 def _best_descent(
     starts: Iterable[Array], mixtures: Array, losses: Array, settings: LawSettings
 ) -> Array:
-    """The best parameters [k + 2] that L-BFGS reaches from ``starts``."""
+    """Return the best parameters [k + 2] that L-BFGS reaches from ``starts``."""
     most = (LOG_BOUNDS[0], float(np.log(losses.max())))
     bounds = [most, LOG_BOUNDS, *[EXPONENT_BOUNDS] * mixtures.shape[1]]
     low, high = np.array(bounds).T
@@ -180,40 +181,42 @@ MAX_DESCENT_STEPS = 1000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LawOptimum:
-    """The best mixture by the laws."""
+    """The mixture with the smallest predicted loss."""
 
     weights: Array
     """[k], summing to 1."""
     predicted: float
     """Target at ``weights``."""
     grid_weights: Array
-    """[k] best point of the grid."""
+    """Best point [k] of the grid."""
     grid_predicted: float
     """Target at ``grid_weights``."""
     grid_steps: int
-    """Weights of the grid are multiples of 1 / ``grid_steps``."""
+    """Number of grid steps: the weights of the grid are multiples of 1 / ``grid_steps``."""
 
 
 def law_optimum(
     laws: MixingLaws, shares: Array, low: Array, high: Array, start: Array
 ) -> LawOptimum:
-    """Minimize ``shares`` times losses over weights between ``low`` and ``high``.
+    """Minimize the losses weighted by ``shares`` over mixtures between ``low`` and ``high``.
 
-    A law is a constant and an exponential of a linear function, so their weighted sum is convex and
-    a descent finds its global minimum; it starts from the best point of a grid.
+    A law is a constant plus the exponential of a linear function, so a weighted sum of laws is
+    convex and a local search (SLSQP) finds its global minimum. The search starts from the best
+    point of a grid.
 
     Args:
         laws: laws of m losses over k domains.
         shares: [m], >= 0.
         low: [k] smallest weights.
         high: [k] largest weights.
-        start: [k] a mixture within these bounds, used if no point of the grid is.
+        start: [k] a mixture within the bounds, used if no grid point lies within them.
     """
 
     def value(weights: Array) -> float:
         return float(laws.predict(weights[None])[0] @ shares)
 
-    steps = max(  # the finest grid of at most MAX_GRID_POINTS points
+    # Choose the finest grid that has at most MAX_GRID_POINTS points.
+    steps = max(
         (
             steps
             for steps in range(1, FINEST_GRID + 1)
@@ -244,7 +247,7 @@ def law_optimum(
     )
     weights = np.clip(found.x, low, high)
     weights /= weights.sum()
-    if value(weights) > value(begin):  # by rounding, or an unsuccessful descent
+    if value(weights) > value(begin):  # after rounding or a failed search
         weights = begin
     return LawOptimum(
         weights=weights,
@@ -256,9 +259,9 @@ def law_optimum(
 
 
 def simplex_grid(num_domains: int, steps: int, block: int = 4096) -> Iterator[Array]:
-    """All mixtures in multiples of 1 / ``steps``, in blocks [<= ``block``, num_domains].
+    """Yield all mixtures in multiples of 1 / ``steps``, in blocks [<= ``block``, num_domains].
 
-    Stars and bars: the positions of num_domains - 1 bars among the steps.
+    Enumerates by stars and bars: the positions of num_domains - 1 bars among the steps.
     """
     places = itertools.combinations(range(steps + num_domains - 1), num_domains - 1)
     while chosen := list(itertools.islice(places, block)):
@@ -275,31 +278,32 @@ MIN_POINTS = 3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PowerLaws:
-    """One law per curve, all with the same exponent."""
+    """Power laws: one per curve, all with the same exponent."""
 
     constant: Array
-    """[curves] c, the loss at infinite x, >= 0."""
+    """The constants c [curves], >= 0: the losses at infinite x."""
     factor: Array
-    """[curves] x0^a / unit^a, >= 0: the loss above c at x = ``unit``."""
+    """The factors x0^a / unit^a [curves], >= 0: the loss above c at x = ``unit``."""
     exponent: float
-    """a, shared by all curves as in the paper: few points of one curve do not determine it."""
+    """The exponent a, shared by all curves as in the paper: the few points of one curve do not
+    determine it."""
     unit: float
-    """Unit of x, which keeps numbers near 1."""
+    """Unit of x, chosen to keep numbers near 1."""
 
     def predict(self, x: float) -> Array:
-        """The losses [curves] at ``x``."""
+        """Predict the losses [curves] at ``x``."""
         return self.constant + self.factor * (x / self.unit) ** -self.exponent
 
 
 def fit_power_laws(x: Array, losses: Array) -> PowerLaws:
-    """Least squares over all curves, exact in c and x0 for each exponent (variable projection).
+    """Fit all curves by least squares, exact in c and x0 for each exponent (variable projection).
 
     Args:
         x: [points] training steps or parameters, increasing, > 0.
         losses: [curves, points], finite.
 
     Raises:
-        ValueError: for fewer than three points, which any exponent fits, or x not increasing.
+        ValueError: fewer than three points, which any exponent fits, or x not increasing.
     """
     if len(x) < MIN_POINTS:
         raise ValueError(f"{len(x)} points: a power law needs {MIN_POINTS} or more")
@@ -313,7 +317,8 @@ def fit_power_laws(x: Array, losses: Array) -> PowerLaws:
         residuals = constant[:, None] + factor[:, None] * curve - losses
         return float((residuals**2).sum())
 
-    # The error may have several minima, so the search starts around the best of a grid.
+    # The error may have several minima, so only the neighbourhood of a grid's best point is
+    # searched.
     row = np.log(np.geomspace(*EXPONENTS, 41))
     best = int(np.argmin([error(value) for value in row]))
     around = (row[max(best - 1, 0)], row[min(best + 1, len(row) - 1)])
@@ -324,12 +329,12 @@ def fit_power_laws(x: Array, losses: Array) -> PowerLaws:
 
 
 def _lines(curve: Array, losses: Array) -> tuple[Array, Array]:
-    """The c and f [curves], >= 0, with the least squares of c + f * curve - losses."""
+    """Return c and f [curves], >= 0, that minimize the sum of squares of c + f * curve - losses."""
     centered = curve - curve.mean()
     factor = np.maximum((losses - losses.mean(axis=1, keepdims=True)) @ centered, 0.0)
     factor /= (centered**2).sum()
     constant = losses.mean(axis=1) - factor * curve.mean()
-    # Where c would be negative, it is 0 and the line goes through the origin.
+    # Where c would be negative, c is set to 0, so that the line goes through the origin.
     through_origin = np.maximum(losses @ curve, 0.0) / (curve**2).sum()
     negative = constant < 0
     return np.where(negative, 0.0, constant), np.where(negative, through_origin, factor)

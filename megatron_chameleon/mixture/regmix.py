@@ -16,7 +16,8 @@ from scipy.spatial import cKDTree
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
 
-# Mixtures per block, chosen from the samples of this block and the unused ones of earlier blocks.
+# Mixtures per block. They are chosen from the block's samples and the unused samples of earlier
+# blocks.
 BLOCK = 32
 
 
@@ -25,20 +26,21 @@ class SamplingRule:
     """Distribution of a swarm's mixtures; the defaults are RegMix's."""
 
     prior_exponent: float = 0.5
-    """The Dirichlet's mean is prior^exponent, renormalised: flatter than the prior below 1."""
+    """Exponent of the prior: the Dirichlet's mean is prior^exponent, renormalised. An exponent
+    below 1 makes it flatter than the prior."""
     min_strength: float = 0.1
     max_strength: float = 5.0
-    """The concentration (sum of the Dirichlet's parameters) is one of ``num_strengths`` values,
-    log-spaced between these two."""
+    """The Dirichlet's concentration, the sum of its parameters, is one of ``num_strengths`` values
+    log-spaced from ``min_strength`` to ``max_strength``."""
     num_strengths: int = 15
     max_upweighting: float = 15.0
     """A sample with a weight above this many times its domain's prior is rejected."""
     smallest_weight: float = 2e-4
-    """Smaller weights are 0, and all weights are multiples of it."""
+    """Step of the weights: all weights are multiples of it, and smaller weights become 0."""
     oversampling: int = 100
-    """Samples per mixture. Mixtures are chosen at random from the samples that are left after
-    rejection and without duplicates, so that frequent ones (a single domain) are not chosen more
-    often."""
+    """Samples per mixture. Mixtures are chosen at random from the samples that remain after
+    rejected ones and duplicates are removed, so that frequent samples (a single domain) are not
+    chosen more often."""
     near_duplicate: float = 1e-5
     """Mixtures within this L1 distance are duplicates."""
 
@@ -63,9 +65,9 @@ REGMIX_SAMPLING = SamplingRule()
 def sample_mixtures(
     prior: Array, count: int, seed: int, rule: SamplingRule = REGMIX_SAMPLING
 ) -> Array:
-    """``count`` distinct mixtures; mixture i depends only on ``prior``, ``seed``, ``rule`` and i.
+    """Sample ``count`` mixtures; mixture i depends only on ``prior``, ``seed``, ``rule`` and i.
 
-    A swarm can therefore be extended later.
+    The mixtures are distinct, and a swarm can be extended later.
 
     Weights are quantized by the largest-remainder method, so every row sums to 1; rounding each
     weight separately, as RegMix's code does, would leave the sums off by a few steps.
@@ -81,7 +83,7 @@ def sample_mixtures(
         [count, k] float64; rows sum to 1 up to rounding.
 
     Raises:
-        ValueError: for fewer than ``count`` distinct mixtures.
+        ValueError: the samples contain fewer than ``count`` distinct mixtures.
     """
     shares = prior / prior.sum()
     present = np.flatnonzero(shares)
@@ -116,7 +118,7 @@ def sample_mixtures(
 def _dirichlet_samples(
     shares: Array, count: int, rng: np.random.Generator, rule: SamplingRule
 ) -> Array:
-    """[count, k], each from a Dirichlet of mean ``shares``^exponent and random concentration."""
+    """Sample [count, k] from Dirichlets with mean ``shares``^exponent and random concentrations."""
     center = shares**rule.prior_exponent
     center /= center.sum()
     strengths = np.geomspace(rule.min_strength, rule.max_strength, rule.num_strengths)
@@ -141,16 +143,16 @@ def quantize(mixtures: Array, smallest: float) -> Array:
     exact = kept / kept.sum(axis=1, keepdims=True) * steps
     whole = np.floor(exact)
     missing = steps - whole.sum(axis=1, keepdims=True)
-    # A domain that was set to 0 has remainder 0, and gets a step only after all others.
+    # A domain that was set to 0 has remainder 0, so it gets a step only after all others.
     order = np.argsort(-(exact - whole), axis=1, kind="stable")
     rank = np.argsort(order, axis=1, kind="stable")
     return (whole + (rank < missing)) / steps
 
 
 def drop_near_duplicates(mixtures: Array, distance: float) -> Array:
-    """The rows of ``mixtures`` [n, k] in lexicographic order, without near-duplicates.
+    """Return the rows of ``mixtures`` [n, k] in lexicographic order, without near-duplicates.
 
-    A row is dropped if its L1 distance to the last one kept is <= ``distance``.
+    A row is dropped if its L1 distance to the last kept row is <= ``distance``.
     """
     ordered = mixtures[np.lexsort(mixtures.T)]
     kept: list[Array] = []
@@ -162,25 +164,25 @@ def drop_near_duplicates(mixtures: Array, distance: float) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class TreeSettings:
-    """Gradient-boosted trees; other parameters are LightGBM's defaults.
+    """Settings of gradient-boosted trees; all other parameters are LightGBM's defaults.
 
-    The original stops early on its test set, which is then no longer held out. Here the number of
+    RegMix's code stops early on its test set, which is then no longer held out. Here the number of
     trees is fixed.
     """
 
     num_trees: int = 1000
     learning_rate: float = 0.01
     min_runs_in_leaf: int | None = None
-    """LightGBM's min_data_in_leaf; None: see :func:`runs_in_leaf`."""
+    """LightGBM's min_data_in_leaf; if None, the value of :func:`runs_in_leaf`."""
     seed: int = 42
 
 
 def runs_in_leaf(settings: TreeSettings, num_runs: int) -> int:
-    """Minimum runs per leaf of trees fitted to ``num_runs``.
+    """Return the minimum number of runs per leaf of trees fitted to ``num_runs`` runs.
 
-    By default LightGBM's 20, and an eighth of fewer than 160 runs: on RegMix's public runs the
-    rank correlation of held-out Pile-CC losses is then 0.94 instead of 0.90 with 64 runs, and 0.89
-    with 32, where leaves of 20 allow no split at all.
+    The default is LightGBM's 20, and an eighth of the runs if there are fewer than 160. On RegMix's
+    public runs, an eighth raises the rank correlation of held-out Pile-CC losses from 0.90 to 0.94
+    with 64 runs. With 32 runs it gives 0.89, where leaves of 20 allow no split at all.
     """
     if settings.min_runs_in_leaf is not None:
         return settings.min_runs_in_leaf
@@ -193,7 +195,7 @@ def fit_trees(
     settings: TreeSettings,
     on_fit: Callable[[], object] = lambda: None,
 ) -> Predict:
-    """LightGBM with squared error, one model per loss.
+    """Fit LightGBM with squared error, one model per loss.
 
     Args:
         mixtures: [n, k] float64.
@@ -202,10 +204,10 @@ def fit_trees(
         on_fit: called after each of the m fits.
 
     Returns:
-        Mixtures [any, k] -> losses [any, m].
+        A function from mixtures [any, k] to losses [any, m].
 
     Raises:
-        ImportError, OSError: if LightGBM is not installed, or its library cannot be loaded.
+        ImportError, OSError: LightGBM is not installed, or its library cannot be loaded.
     """
     import lightgbm
 
@@ -215,7 +217,7 @@ def fit_trees(
         "min_data_in_leaf": runs_in_leaf(settings, len(losses)),
         "seed": settings.seed,
         "deterministic": True,
-        "force_row_wise": True,  # by default, the timing of a trial decides
+        "force_row_wise": True,  # the default depends on timings
         "verbosity": -1,
     }
     boosters = []
@@ -235,18 +237,18 @@ def fit_trees(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampledOptimum:
-    """Mean of the best of many sampled mixtures."""
+    """Predicted optimum: the mean of the best of many sampled mixtures."""
 
     weights: Array
     """[k], summing to 1."""
     spread: Array
-    """[k] standard deviation of the weights among the best samples."""
+    """Standard deviation [k] of the weights among the best samples."""
     low: Array
-    """[k] 5% quantile of the weights among the best samples."""
+    """5% quantile [k] of the weights among the best samples."""
     high: Array
     """[k] 95% quantile."""
     predicted_best: float
-    """Mean of the predicted target over the best samples."""
+    """Predicted value of the target, averaged over the best samples."""
     predicted_all: float
     """Mean over all samples."""
 
@@ -260,7 +262,7 @@ def sampled_optimum(
     seed: int = 42,
     on_draws: Callable[[int], object] = lambda count: None,
 ) -> SampledOptimum:
-    """Mean of the ``num_best`` of ``num_draws`` Dirichlet(prior) samples (paper, section 3.4).
+    """Average the best ``num_best`` of ``num_draws`` Dirichlet(prior) samples (paper, section 3.4).
 
     Args:
         objective: mixtures [n, k] -> values [n] to minimize.

@@ -1,4 +1,4 @@
-"""A prior over the domains for a target, in place of the identity in the ridge.
+"""Prior over the domains for a target text; it replaces the identity in the ridge.
 
 The paper leaves targets to future work ("modifying the identity matrix within the KRLS to emphasize
 relevant domains"; Chameleon, Xie, Tonin and Cevher, ICML 2025, last section). Its appendix has
@@ -14,14 +14,15 @@ With D = diag(sqrt(eta)), K + k lambda D^-2 = D^-1 (D K D + k lambda I) D^-1, an
 
 the scores are the ridge leverage scores of the features scaled by sqrt(eta_i), at the same ridge.
 
-Fine-tuning uses S. Raising eta_i, with the others held or scaled down, raises S_i and lowers
-every other S_j: S_i / S_j never falls, nor does the weight of i where scores are not normalised.
+Fine-tuning uses S. If eta_i is raised and the other priors are constant or scaled down, S_i rises
+and every other S_j falls. So S_i / S_j never falls, and neither does the weight of i if scores are
+not normalised.
 
 Pretraining uses z_i = k C(x_i) = eta_i / S_i; 1 / S_i alone would lower the target's weight. Let
-q_i = x_i^T (k lambda I + sum_{j != i} eta_j x_j x_j^T)^-1 x_i, which does not contain eta_i. Then
-S_i = eta_i q_i / (1 + eta_i q_i) and z_i = eta_i + 1 / q_i: the prior is added to a term of the
-other domains. Where scores are divided by their sum, z_i = eta_i sum(S) / S_i: eta has mean 1, so
-equal priors give the plain weights.
+q_i = x_i^T (k lambda I + sum_{j != i} eta_j x_j x_j^T)^-1 x_i, which does not depend on eta_i. Then
+S_i = eta_i q_i / (1 + eta_i q_i) and z_i = eta_i + 1 / q_i: the prior is added to a term that
+depends on the other domains only. If scores are divided by their sum, z_i = eta_i sum(S) / S_i; eta
+has mean 1, so equal priors give the weights without a prior.
 
 The effect of the prior depends on the ridge. Where K is far below k lambda, 1 / q_i is near
 k lambda / K_ii and the pretraining weights ignore the prior. Where K is far above and of full rank,
@@ -30,8 +31,8 @@ and S is near 1 - (1 / eta_i) / sum_j (1 / eta_j).
 
 In pretraining, a larger prior does not always increase a domain's weight. Raising eta_i alone
 raises z_i by the same amount, but raises another z_j by more if x_j is a fraction of x_i, and it
-also changes sum(S). The weight fell in a tenth of random problems with about as many domains as
-features.
+also changes sum(S). In a tenth of random problems with about as many domains as features, the
+weight fell.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ DEFAULT_STRENGTH = 0.5
 
 
 def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> Array:
-    """The prior eta_i = (1 - strength) + strength * k * t_i, whose mean is 1.
+    """Return the prior eta_i = (1 - strength) + strength * k * t_i, whose mean is 1.
 
-    This is a weighted mean of the target and the uniform prior. Every domain has a prior above 0: a
-    prior of 0 would also remove the domain from the scores of the others.
+    The prior is a weighted mean of the target shares and the uniform prior. Every domain has a
+    prior above 0: a prior of 0 would also remove the domain from the scores of the others.
 
     Args:
         shares: t, [k], share of each domain in the target: >= 0, not all 0.
@@ -61,12 +62,12 @@ def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> A
     target = np.asarray(shares, dtype=np.float64)
     if target.min() == target.max():
         return np.ones_like(target)
-    target = target / target.max()  # so that their sum is finite
+    target = target / target.max()  # keeps the sum finite
     return (1.0 - strength) + strength * target.size * (target / target.sum())
 
 
 def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array:
-    """Share of each domain in a target text, by the directions of their embeddings.
+    """Compute the share of each domain in a target text, from the directions of the embeddings.
 
     t_i = max(0, cos(x_i - m, y - m))^2 with m the mean of the domain embeddings and y the target's.
     Subtracting m matters because hidden states have a large common mean: without it, all cosines
@@ -83,7 +84,7 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
         [k] float64, not negative, not all zero.
 
     Raises:
-        ValueError: shapes that do not fit, or values that are not finite.
+        ValueError: the shapes do not match, or a value is not finite.
     """
     domains = as_matrix(embeddings)
     text = as_matrix(np.asarray(target, dtype=np.float64)[None])
@@ -93,15 +94,15 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
 
 
 def scaled_prior(prior: npt.ArrayLike, num_domains: int) -> Array | None:
-    """The prior [k] scaled to mean 1, or None if all are equal.
+    """Return the prior [k] scaled to mean 1, or None if all entries are equal.
 
     Raises:
-        ValueError: not [k], or a value that is not finite and > 0.
+        ValueError: the shape is not [k], or a value is not finite and > 0.
     """
     eta = np.asarray(prior, dtype=np.float64)
     if eta.shape != (num_domains,):
         raise ValueError(f"prior has shape {eta.shape}, but there are {num_domains} domains")
-    for value in (eta.min(), eta.max()):  # NaN is either
+    for value in (eta.min(), eta.max()):  # both are NaN if any entry is
         check_positive(float(value), "prior")
     if eta.min() == eta.max():
         return None

@@ -1,4 +1,4 @@
-"""Domain weights: from leverage scores, from the sizes of the domains, and under constraints."""
+"""Domain weights: from leverage scores, from domain sizes, and under constraints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array, Mode, as_scores, check_mode, check_positive
 
-# Scores below this share of the mean score are rounding errors.
+# Scores below this fraction of the mean score are rounding errors.
 SCORE_FLOOR = 1e-10
 # Caps that sum to 1 up to rounding are accepted.
 ROUNDING = 1e-12
@@ -30,7 +30,7 @@ def domain_weights(
     score_floor: float = SCORE_FLOOR,
     score_ceiling: float = math.inf,
 ) -> Array:
-    """Softmax of the inverse scores (pretraining) or of the scores (fine-tuning).
+    """Compute weights as a softmax of inverse scores (pretraining) or of scores (fine-tuning).
 
     alpha_i = exp(z_i / tau) / sum_j exp(z_j / tau), with z = 1 / S for pretraining and z = S for
     fine-tuning (Chameleon, Xie, Tonin and Cevher, ICML 2025, section 3.2; tau is in the
@@ -39,9 +39,9 @@ def domain_weights(
 
     A domain at the mean of all domains has S near 0 and an unbounded 1 / S. Its score is clipped to
     ``score_floor`` times the mean score and a ``DegenerateScoreWarning`` names its position. With
-    the default floor it then gets nearly all weight in pretraining, the limit of the formula.
-    The floor matters to 1 / S only, so fine-tuning warns only if every score is 0 (the weights
-    are then equal).
+    the default floor the domain then gets nearly all weight in pretraining, which is the limit of
+    the formula. The floor matters only for 1 / S, so fine-tuning warns only if every score is 0
+    (the weights are then equal).
 
     With a prior eta, z = eta / S for pretraining (see ``megatron_chameleon.mixture.target``), and
     the limits apply to S / eta, relative to the mean of S. Fine-tuning uses z = S in both cases.
@@ -77,12 +77,12 @@ def domain_weights(
             stacklevel=2,
         )
     if normalize:
-        # Divide by the sum of the unclipped scores: clipping an outlier to the ceiling lowers the
-        # sum, which would raise all other scores. Scores with a mean of 0 have been set equal.
+        # Divide by the sum of the unclipped scores. Clipping an outlier to the ceiling would lower
+        # the sum and so raise all other scores. Scores that are all 0 have been set equal.
         limited = limited / float((vector if vector.mean() > 0.0 else limited).sum())
     logits = 1.0 / limited if mode == "pretrain" else limited
     with np.errstate(over="ignore", under="ignore"):
-        # With a tiny tau a difference overflows to -inf, whose exponential is 0, as it should be.
+        # With a tiny tau a difference overflows to -inf, whose exponential is correctly 0.
         unnormalized = np.exp((logits - logits.max()) / tau)
     return unnormalized / unnormalized.sum()
 
@@ -113,7 +113,7 @@ def clip_scores(
         limited, clipped = np.ones_like(scores), np.ones(scores.size, dtype=bool)
     else:
         ratios = scores if prior is None or mode == "finetune" else scores / prior
-        # Never below the smallest normal float, whose inverse is still finite.
+        # Scores are at least the smallest normal float, whose inverse is still finite.
         lowest = max(score_floor * mean, float(np.finfo(np.float64).tiny))
         lowest = lowest if mode == "pretrain" else 0.0
         limited = np.clip(ratios, lowest, max(score_ceiling * mean, lowest))
@@ -122,11 +122,11 @@ def clip_scores(
 
 
 def natural_weights(tokens: npt.ArrayLike, temperature: float = 1.0) -> Array:
-    """w_i proportional to n_i^(1/T), with n_i the tokens of domain i.
+    """Compute natural weights: w_i proportional to n_i^(1/T), with n_i the tokens of domain i.
 
-    T = 1 samples every token with the same probability, T > 1 moves towards uniform, T < 1 towards
-    the largest domain. This is the T of multilingual pretraining; for the exponent alpha of a paper
-    (XLM-R 0.3, RegMix's prior 0.5), T is 1 / alpha.
+    T = 1 samples every token with the same probability; T > 1 moves the weights towards uniform,
+    and T < 1 towards the largest domain. This is the T of multilingual pretraining; for the
+    exponent alpha of a paper (XLM-R 0.3, RegMix's prior 0.5), T is 1 / alpha.
 
     Args:
         tokens: n, [k], not negative, not all zero. A domain without tokens gets the weight 0.
@@ -136,19 +136,19 @@ def natural_weights(tokens: npt.ArrayLike, temperature: float = 1.0) -> Array:
         [k] float64, summing to 1.
 
     Raises:
-        ValueError: no tokens at all.
+        ValueError: no domain has tokens.
     """
     counts = np.asarray(tokens, dtype=np.float64)
     if not (counts > 0).any():
         raise ValueError("no tokens: at least one domain needs text")
-    # Relative to the largest, so that no T overflows; the logarithm of 0 is -inf.
+    # Tokens are divided by the largest count, so that no T overflows; the logarithm of 0 is -inf.
     with np.errstate(divide="ignore", over="ignore"):
         powers = np.exp(np.log(counts / counts.max()) / temperature)
     return powers / powers.sum()
 
 
 def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
-    """The mixture w with w_i <= c_i nearest to p in Kullback-Leibler divergence.
+    """Return the mixture w with w_i <= c_i that is nearest to p in Kullback-Leibler divergence.
 
     At the minimum of sum_i w_i log(w_i / p_i), domains below their cap keep their ratios:
     w_i = min(c_i, s p_i), with the s for which the sum is 1 (by the Karush-Kuhn-Tucker conditions;
@@ -176,7 +176,8 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
             "1: raise them"
         )
     order = present[np.argsort(upper[present] / target[present], kind="stable")]
-    # With the first n domains at their caps, s is the rest of 1 over the sum of the other weights.
+    # If the first n domains are at their caps, s is (1 - the sum of these caps) / (the sum of the
+    # other weights).
     left = 1.0 - np.concatenate([[0.0], np.cumsum(upper[order])[:-1]])
     others = np.cumsum(target[order][::-1])[::-1]
     fits = left / others * target[order] <= upper[order]
@@ -200,7 +201,7 @@ def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.Ar
         [k] float64, summing to 1.
 
     Raises:
-        ValueError: no old domain with a weight.
+        ValueError: no old domain has a weight.
     """
     new = np.asarray(weights, dtype=np.float64)
     old = np.asarray(is_old, dtype=bool)
