@@ -183,7 +183,7 @@ def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
 def _warn_left_out(problem: str, names: pd.Index) -> None:
     if not names.empty:
         listed = ", ".join([*names[:5], *(["..."] if len(names) > 5 else [])])
-        message = f"{problem}: {len(names)} are left out: {listed}"
+        message = f"{problem}: leaving out {len(names)}: {listed}"
         warnings.warn(message, MixtureRunsWarning, stacklevel=3)
 
 

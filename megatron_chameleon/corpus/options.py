@@ -175,7 +175,7 @@ class DomainOptions(CheckedOptions):
         if left_out:
             warnings.warn(
                 f"--rename-domain leaves out {sum(left_out.values()):,} {unit}, of "
-                f"{quoted(left_out)}",
+                f"domains {quoted(left_out)}",
                 stacklevel=3,
             )
         if unused := [name for name in self.rename_table if name not in {*found, ALL_OTHERS}]:

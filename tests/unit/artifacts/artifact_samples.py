@@ -191,7 +191,7 @@ def sample_result() -> a.EvaluationResult:
 
 
 def sample_downstream() -> downstream.DownstreamResult:
-    """Results of a complete task and of one that lacks 2-shot accuracy."""
+    """Downstream results of a complete task, and of a task without 2-shot accuracy."""
     scores = {
         0: downstream.ShotScore(0.5, 0.25, 4, 0, "hash 0"),
         2: downstream.ShotScore(1.0, None, 1, 1, "hash 2"),
@@ -220,7 +220,7 @@ def sample_part() -> downstream.DownstreamPart:
 
 
 def sample_sweep(root: Path) -> a.Sweep:
-    """Two axes around one centre, without mixture files."""
+    """A sweep of two axes around one centre, without mixture files."""
     centre: dict[str, a.SettingValue] = {"model_size": "82m", "train_iters": 2000, "ridge": 10.0}
     axes: dict[str, list[a.SettingValue]] = {"train_iters": [2000, 5000], "ridge": [1.0, 10.0]}
     inputs = ["2-proxy/ü", "3-embeddings/b"]

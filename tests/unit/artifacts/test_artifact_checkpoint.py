@@ -50,7 +50,7 @@ def test_damaged_checkpoint_of_a_run_is_skipped_with_a_warning(run):
 
 
 def test_checkpoint_with_a_damaged_record_is_skipped(run):
-    """A record that is not JSON, or that does not list a file."""
+    """Cover a record that is not JSON, and a record that does not list a file."""
     path = step_folder(run, 2) / "checkpoint.json"
     body = json.loads(path.read_text())
     del body["files"]["common.pt"], body["checksum"]

@@ -32,7 +32,7 @@ def test_expected_index_size_is_the_written_size(tmp_path_factory, lengths):
     assert prefix.with_suffix(".idx").stat().st_size == index_file_bytes(len(lengths))
 
 
-def test_hash_is_of_tokens_names_and_tokenizer(corpus, tmp_path):
+def test_hash_depends_only_on_tokens_names_and_tokenizer(corpus, tmp_path):
     moved = shutil.copytree(corpus.root, tmp_path / "elsewhere")
     assert Corpus.load(moved).hash == corpus.hash == corpus_in(tmp_path / "same").hash
     other_tokens = corpus_in(tmp_path / "tokens", content=8)

@@ -63,7 +63,8 @@ def test_store_of_another_recipe_is_unchanged(store):
 
 def test_file_of_other_tensors_is_rejected(store):
     path, vectors = store.root / store.domains["a"].file, vectors_of(0)
-    unchecked = {"a": dataclasses.replace(store.domains["a"], sha256=None)}  # as early releases
+    # As written by early releases.
+    unchecked = {"a": dataclasses.replace(store.domains["a"], sha256=None)}
     for tensors in (
         {"weights": vectors},
         {"vectors": vectors[:, :2]},

@@ -33,7 +33,7 @@ def plain_error(sums: list[float], sizes: list[int]) -> float:
 
 
 @given(CLUSTERS)
-def test_standard_error_of_a_ratio(clusters):
+def test_standard_error_of_a_ratio_matches_the_plain_formula(clusters):
     sums, sizes = zip(*clusters, strict=True)
     expected = plain_error(list(sums), list(sizes))
     assert ratio_standard_error(sums, sizes) == pytest.approx(expected, rel=1e-6, abs=1e-9)
@@ -82,7 +82,7 @@ def test_single_cluster_other_text_or_overflow_gives_no_error():
         assert found.error is None
 
 
-def test_means_and_bits_per_byte():
+def test_mean_perplexity_and_bits_per_byte_match_direct_formulas():
     clusters = Clusters([10.0, 12.0, 9.0], [5, 5, 5], [20, 30, 25])
     domains = {"a": DomainLoss(1.0, 10**6, 5.0), "b": DomainLoss(31 / 15, 15, 5.0, 75, clusters)}
     found = result(domains)

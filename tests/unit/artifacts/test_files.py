@@ -22,7 +22,7 @@ def test_file_is_replaced_after_the_block(tmp_path):
     try:
         with replacing(path) as temporary:
             temporary.write_text("new")
-            assert temporary.parent == path.parent  # another file system could not rename it
+            assert temporary.parent == path.parent  # renaming needs the same file system
             assert not path.exists()
     finally:
         os.umask(before)
@@ -105,7 +105,7 @@ def test_killed_replacement_of_a_folder_is_undone_later(folders, monkeypatch):
 def test_replaced_folder_is_deleted_and_never_restored(folders, monkeypatch):
     new, folder = folders
     with monkeypatch.context() as patched:
-        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed before it
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # as if killed before the deletion
         replace_folder(new, folder)
     assert len(names_in(folder.parent)) == 2
     finish_replacements(folder.parent)

@@ -15,7 +15,7 @@ from megatron_chameleon.errors import UserError
 
 @pytest.fixture
 def read_weights(tmp_path):
-    """``read(weights, **others)`` loads a mixture file of these fields alone."""
+    """Return ``read(weights, **others)``, which loads a mixture file with only these fields."""
 
     def read(weights, **others):
         path = tmp_path / "by_hand.json"
@@ -25,7 +25,7 @@ def read_weights(tmp_path):
     return read
 
 
-def test_user_supplied_weights(read_weights):
+def test_user_supplied_weights_are_read(read_weights):
     mixture = read_weights({"a": 0.25, "b": 0.75})
     assert mixture == Mixture(weights={"a": 0.25, "b": 0.75}, method="manual")
     reordered = Mixture(weights={"b": 0.75, "a": 0.25}, method="chameleon", scores={"a": 3.0})
@@ -70,7 +70,7 @@ def test_normalized_weights_keep_their_proportions(weights):
     assert normalized(shares, "here") == shares
 
 
-def test_weights_for_the_domains_of_a_corpus():
+def test_weights_are_ordered_like_the_domains_of_a_corpus():
     mixture = Mixture(weights={"c": 0.5, "a": 0.2, "b": 0.3})
     assert mixture.weights_for(["a", "b", "c"], "corpus") == [0.2, 0.3, 0.5]
     with pytest.raises(UserError, match=r"'c', .*a, b"):

@@ -38,7 +38,7 @@ a1,first,1,1.0,1.5
 
 @pytest.fixture
 def read(tmp_path):
-    """``read(ratios, metrics)`` reads two tables from their text."""
+    """Return ``read(ratios, metrics)``, which reads two tables from their text."""
 
     def make(ratios=REGMIX_RATIOS, metrics=REGMIX_METRICS):
         (tmp_path / "ratios.csv").write_text(ratios)
@@ -63,7 +63,7 @@ def test_tables_are_matched_by_run_name(read):
     np.testing.assert_array_equal(runs.losses, [[1.0, 1.5], [1.1, 1.4]])
 
 
-def test_round_trip(tmp_path):
+def test_written_tables_are_read_without_change(tmp_path):
     rng = np.random.default_rng(0)
     runs = MixtureRuns(
         keys=["0", "1", "4"],
@@ -85,16 +85,16 @@ def test_round_trip(tmp_path):
 
 
 def test_incomplete_runs_and_metrics_are_left_out(read):
-    with pytest.warns(MixtureRunsWarning, match=r"ratios.csv: .*: 1 are left out: 4$"):
+    with pytest.warns(MixtureRunsWarning, match=r"ratios.csv: .*: leaving out 1: 4$"):
         assert read(REGMIX_RATIOS + "4,0.5,0.5\n").keys == ["1", "2", "3"]
     for value in ("NaN", "", "inf"):
-        with pytest.warns(MixtureRunsWarning, match="runs lack a metric: 1 are left out: 2$"):
+        with pytest.warns(MixtureRunsWarning, match="runs lack a metric: leaving out 1: 2$"):
             runs = read(metrics=REGMIX_METRICS.replace("5.25", value))
         assert runs.keys == ["1", "3"]
         assert np.isfinite(runs.losses).all()
     header, *lines = REGMIX_METRICS.splitlines()
     table = "\n".join([header + ",extra", *(line + "," for line in lines)])
-    with pytest.warns(MixtureRunsWarning, match="no number in columns: 1 are left out: extra$"):
+    with pytest.warns(MixtureRunsWarning, match="no number in columns: leaving out 1: extra$"):
         assert read(metrics=table).losses.shape == (3, 2)
     with pytest.warns(MixtureRunsWarning, match=r"1 runs sum to 1 only within 0.004"):
         runs = read(REGMIX_RATIOS.replace("0.25,", "0.254,"))

@@ -51,7 +51,7 @@ def sample(samples, request) -> Sample:
 
 
 def edit(sample: Sample, **changes: object) -> None:
-    """Change fields, or delete those that are ``...``."""
+    """Change fields of the sample's file; the value ``...`` deletes a field."""
     body = json.loads(sample.file.read_text(encoding="utf-8")) | changes
     body.pop("checksum", None)
     kept = {name: value for name, value in body.items() if value is not ...}

@@ -14,7 +14,7 @@ from tests.small_corpus import EOD, Documents, write_corpus
 
 @pytest.fixture
 def make_corpus(tmp_path: Path) -> Callable[..., Corpus]:
-    """``make_corpus({"a": [5, 3], "b": [9]})``: domains with documents of these lengths."""
+    """Return ``make_corpus``: {"a": [5, 3]} makes a domain with documents of these lengths."""
 
     def make(lengths: dict[str, list[int]], folder: str = "corpus") -> Corpus:
         rng = np.random.default_rng(0)

@@ -36,7 +36,7 @@ def hard_weights(num_domains: int) -> list[Weights]:
 
 @dataclasses.dataclass(frozen=True)
 class MegatronTokenizer:
-    """The attributes of a tokenizer that Megatron's datasets read."""
+    """A tokenizer with only the attributes that Megatron's datasets read."""
 
     eod: int
     vocab_size: int

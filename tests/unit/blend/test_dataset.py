@@ -49,7 +49,7 @@ def blended(corpus, weights, num_samples, split="train", **options):
 
 @pytest.fixture
 def megatron_samples(corpus, one_rank, tmp_path):
-    """``megatron_samples(path, split, num_samples)``: by megatron.core's own builder."""
+    """Return ``megatron_samples(path, split, num_samples)``, which uses Megatron's own builder."""
 
     def build(path, split, num_samples):
         config = dataset_config(
@@ -132,7 +132,7 @@ def test_ties_are_resolved_as_in_megatron(make_corpus, megatron_samples, by_size
 
 
 def test_blending_by_size_matches_megatron_for_one_epoch(make_corpus, megatron_samples):
-    """Megatron stops after one epoch, which 43 * (7 / 43) > 7 in float64 must not exceed."""
+    """Megatron builds one epoch: 43 * (7 / 43) > 7 in float64 must not be rounded up to 8."""
     sizes = (7, 4, 22, 1, 9)
     corpus = make_corpus({f"d{n}": [SEQ_LENGTH] * n + [1] for n in sizes})
     text = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)

@@ -86,7 +86,7 @@ def expected(view, documents, begins, seq_length):
     st.integers(0, 2**32 - 1),
 )
 def test_windows_match_plain_slices(lengths, seq_length, dtype, kind, first, seed):
-    lengths[-1] += 2 * seq_length + 5  # the others may all be empty
+    lengths[-1] += 2 * seq_length + 5  # all other documents may be empty
     if isinstance(kind, str):
         view, documents, begins = epoch_view(
             lengths, dtype, seq_length, kind == "shuffled", seed, phase=first

@@ -32,7 +32,7 @@ def assert_same(found, expected):
 
 # Enough samples for several rounds of all lanes, with good and with hopeless guesses.
 @pytest.mark.parametrize("num_domains", [1, 2, 7, 17, 40, 600])
-def test_equals_the_compiled_helper_for_difficult_weights(num_domains):
+def test_blend_equals_the_compiled_helper_for_difficult_weights(num_domains):
     num_samples = 400_000 // max(1, num_domains // 10)
     for weights in (*hard_weights(num_domains), np.full(num_domains, 1e300)):
         out = np.empty(num_samples, np.int16), np.empty(num_samples, np.int64)
@@ -60,7 +60,7 @@ def test_counts_and_locations_match_the_index():
     st.lists(st.floats(0, 1, allow_subnormal=True), min_size=1, max_size=20),
     st.integers(0, 300),
 )
-def test_equals_the_compiled_helper(weights, num_samples):
+def test_blend_equals_the_compiled_helper(weights, num_samples):
     expected = compiled(weights, num_samples)
     assert_same(build_blending_indices(weights, num_samples), expected)
 

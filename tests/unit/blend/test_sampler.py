@@ -53,7 +53,7 @@ def test_ranks_partition_the_samples_of_each_step(size, micro_batch_size):
         for rank in range(size)
     ]
     assert {len(rank) for rank in ranks} == {3 * 24 // (micro_batch_size * size)}
-    # In turns of one micro-batch per rank, the order is the same in every layout.
+    # Taking one micro-batch of each rank in turn gives the same order in every layout.
     in_order = [index for turn in zip(*ranks, strict=True) for part in turn for index in part]
     assert in_order == list(range(24, 96))
 
@@ -77,7 +77,7 @@ def test_prefetching_changes_no_batch(depth, monkeypatch):
     with contextlib.closing(prefetch(micro_batches(samples, 6, 2), CPU)) as ahead:
         assert numbers(ahead) == numbers(micro_batches(Samples(24), 6, 2))
     assert threading.current_thread() not in samples.threads
-    with read_ahead(micro_batches(samples, 6, 2), CPU) as batches:  # on the CPU by this thread
+    with read_ahead(micro_batches(samples, 6, 2), CPU) as batches:  # on the CPU, this thread reads
         next(batches)
     assert threading.current_thread() in samples.threads
 

@@ -45,7 +45,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("number", [9, 10_000])  # read into memory, and mapped
+@pytest.mark.parametrize("number", [9, 10_000])  # a small entry is read, a large one mapped
 @pytest.mark.parametrize(
     "damage", [flip, lambda entry: os.truncate(entry, 20), lambda entry: os.truncate(entry, 0)]
 )

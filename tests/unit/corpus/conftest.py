@@ -17,7 +17,7 @@ EOD = "<|endoftext|>"
 
 
 def some_texts(count: int, seed: int = 0, words: int = 30) -> list[str]:
-    """Texts of words that repeat, with white space of all kinds between them."""
+    """Return distinct texts of repeated words, with white space of all kinds between them."""
     rng = random.Random(seed)
     vocabulary = ["".join(rng.choices("abcdefgh", k=rng.randint(1, 6))) for _ in range(200)]
     spaces = [" ", " ", " ", "\n", "    ", "\t"]
@@ -30,13 +30,13 @@ def some_texts(count: int, seed: int = 0, words: int = 30) -> list[str]:
 
 @pytest.fixture
 def texts() -> Callable[..., list[str]]:
-    """``texts(count, seed=0, words=30)``: different texts."""
+    """Return :func:`some_texts`."""
     return some_texts
 
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """``jsonl("a.jsonl", texts)`` writes a file; items other than strings are records."""
+    """Return a function that writes texts (strings) or records (others) as JSON lines."""
 
     def write(name: str, items: Iterable[str | dict[str, Any] | bytes]) -> Path:
         path = tmp_path / name

@@ -15,18 +15,18 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 
 
 def source_options(*inputs: object, **options: Any) -> SourceOptions:
-    """The options for these inputs."""
+    """Return SourceOptions with these values of ``--input``."""
     return SourceOptions((tuple(str(path) for path in inputs),), **options)
 
 
 def make_corpus(options: PreprocessOptions) -> Corpus:
-    """The corpus made with ``options``."""
+    """Make the corpus of ``options``, and load it."""
     preprocess_data(options)
     return Corpus.load(options.output)
 
 
 def documents_of(corpus: Corpus, name: str, split: Split) -> list[str]:
-    """The texts of a split, decoded from its files."""
+    """Decode the texts of a split from its files."""
     tokenizer = corpus_tokenizer(corpus)
     file = open_tokens(corpus, name, split)
     documents = np.split(file.tokens, np.cumsum(file.lengths)[:-1])
@@ -35,7 +35,7 @@ def documents_of(corpus: Corpus, name: str, split: Split) -> list[str]:
 
 
 def all_documents(corpus: Corpus, name: str) -> list[str]:
-    """The texts of a domain, split after split."""
+    """Decode the texts of a domain, split after split."""
     return [text for split in SPLITS for text in documents_of(corpus, name, split)]
 
 

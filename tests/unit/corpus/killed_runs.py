@@ -1,4 +1,4 @@
-"""Kill preprocessing right before one change of the output folder after another, and resume it.
+"""Kill preprocessing before each of its changes to the output folder in turn, and resume it.
 
 Run by its test as a script. The processes are forked from one that has imported everything and
 encoded nothing, so that hundreds of runs take seconds.
@@ -33,7 +33,7 @@ def kill_at(at: int, output: Path) -> Callable[[], int]:
 
     def is_change(event: str, arguments: tuple[object, ...]) -> bool:
         if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
-            return True  # by a descriptor, as rmtree does
+            return True  # relative to a descriptor, as in rmtree
         if event == "open" and (
             arguments[1] in ("r", "rb") or not isinstance(arguments[1], str | None)
         ):
@@ -66,7 +66,7 @@ def main(folder: Path, shard_bytes: int) -> None:
         folder / "expected",
         folder / "tokenizer.json",
         domains=DomainOptions(domain_key="set"),
-        encoding=EncoderOptions(encoder="own"),  # without the time that comparing takes
+        encoding=EncoderOptions(encoder="own"),  # does not spend time on comparing encoders
         split="60,20,20",
         shard_bytes=shard_bytes,
         workers=1,

@@ -81,7 +81,7 @@ def test_gigatoken_and_the_own_library_encode_any_text_alike(tokenizer, found):
 
 def test_the_own_library_encodes_unstable_characters(tokenizer_json, tmp_path):
     """The tokens depend on whether a library's Unicode release has the character as a letter."""
-    letters = [chr(n) for n in range(0x10940, 0x10960)]  # of Sidetic, in Unicode 17
+    letters = [chr(n) for n in range(0x10940, 0x10960)]  # letters of Sidetic, new in Unicode 17
     content = json.loads(tokenizer_json.read_text())
     model = content["model"]
     model["vocab"]["að"] = len(model["vocab"])  # 'a' and the first byte of such characters
@@ -123,7 +123,7 @@ def test_the_own_library_encodes_a_corpus_where_ids_disagree(
 
     own = corpus("own")
     with pytest.warns(UserWarning, match="differently"):
-        assert corpus("auto").domains == own.domains  # with the checksums of their files
+        assert corpus("auto").domains == own.domains  # compares the checksums of files
     with pytest.raises(UserError, match="--encoder own"):
         corpus("gigatoken")
 

@@ -40,7 +40,7 @@ from tests.small_corpus import word_tokenizer, write_small_corpus
 
 
 def write_shard(folder, blocks, domains):
-    """A shard of blocks of tokens, DOCUMENT records and digests, saved and loaded."""
+    """Write a shard of ``blocks`` (tokens, DOCUMENT records and digests), and load it."""
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, "uint16")
     for block in blocks:
@@ -75,7 +75,7 @@ def test_the_splits_follow_the_shares_and_never_change():
 
 
 def reasons_reference(rows):
-    """Plain reference: the reasons of one text after another."""
+    """Plain reference: find the reasons row by row."""
     of_each_text: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for high, low, _, split, by_source in rows:
         of_each_text.setdefault((high, low), []).append((split, by_source))
@@ -92,7 +92,7 @@ def reasons_reference(rows):
 
 
 def shards_of(folder, rows_of_each):
-    """Shards whose domains are numbered in order of first occurrence."""
+    """Write shards whose domains are numbered in order of first occurrence."""
     found, numbers = [], []
     for number, rows in enumerate(rows_of_each):
         own, blocks = list(dict.fromkeys(row[2] for row in rows)), []

@@ -248,7 +248,7 @@ def test_a_stalled_read_does_not_delay_an_interrupt(options, monkeypatch):
 
 @pytest.fixture
 def mixed(options, jsonl, texts, tmp_path):
-    """Files of three formats whose records name their domains, and texts that repeat."""
+    """Options for files of three formats with repeated texts, whose records name their domains."""
     some = texts(300, 1)
     records = [
         {"text": text, "set": "abc"[number % 3]} for number, text in enumerate(some + some[:80])
@@ -310,7 +310,7 @@ def test_a_full_disk_while_joining_keeps_all_shards(options, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", ["size", "content", None])
-def test_a_source_that_changed_since_a_shard_was_made(options, tmp_path, change):
+def test_resuming_with_a_source_of_changed_content_is_an_error(options, tmp_path, change):
     """A changed size or content is an error; a changed modification time alone is not."""
     preprocess_data(replace(options, shard="1/3"))
     path = tmp_path / "a.jsonl"

@@ -324,7 +324,7 @@ def test_a_key_of_several_columns_is_an_error(write, key):
         read(write(pa.Table.from_arrays([column, column], [name, name])), text_key=key)
 
 
-def test_null_too_long_and_invalid_texts(write):
+def test_null_is_an_empty_text_and_long_or_invalid_texts_are_malformed(write):
     texts = ["a" * 100, None, "ä" * 50, "a" * 101, "ä" * 51]
     reader, found = read(write([{"text": text} for text in texts]), max_document_bytes=100)
     assert texts_of(found) == [texts[0], "", texts[2]]

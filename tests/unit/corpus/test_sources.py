@@ -107,7 +107,7 @@ def test_wrong_inputs_are_rejected(folder, inputs, options, problem):
 
 
 def test_domains_in_paths_can_be_renamed_or_left_out(folder):
-    with pytest.warns(UserWarning, match=r"leaves out 1 files, of '\[x\]'"):
+    with pytest.warns(UserWarning, match=r"leaves out 1 files, of domains '\[x\]'"):
         found = find(
             f"a={folder}/b.jsonl",
             folder / "a.jsonl",
@@ -178,7 +178,7 @@ def read(*inputs, domains=None):
         ("hf:/a:b/c", DatasetName("/a:b/c")),
     ],
 )
-def test_names_of_data_sets(text, name):
+def test_data_set_names_are_parsed(text, name):
     assert DatasetName.parse(text) == name
     assert str(name) == text
 

@@ -41,7 +41,9 @@ OTHER_PLAN = dataclasses.replace(PLAN, options={"split": "80,10,10"})
 # Plans
 
 
-def test_plans_differ_only_where_shards_do(tmp_path, jsonl, texts, tokenizer_json, monkeypatch):
+def test_plans_differ_only_in_options_that_change_shards(
+    tmp_path, jsonl, texts, tokenizer_json, monkeypatch
+):
     a, b = (f"{x}={jsonl(f'{x}.jsonl', texts(20, ord(x)))}" for x in "ab")
     options = PreprocessOptions(SourceOptions(((a, b),)), tmp_path / "out", tokenizer_json)
     tokenizer = load_tokenizer(tokenizer_json, options.eod_token)

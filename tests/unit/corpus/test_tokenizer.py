@@ -62,7 +62,7 @@ def load(path):
 
 
 def documents(tokenizer, texts):
-    """The ids of each text, its end included."""
+    """Encode texts; return the ids of each text with its end-of-document token."""
     tokens, lengths = tokenizer.encode_documents(texts)
     assert tokens.dtype == tokenizer.token_type
     assert lengths.dtype == np.int32
@@ -71,7 +71,7 @@ def documents(tokenizer, texts):
     return [part.tolist() for part in np.split(tokens, np.cumsum(lengths)[:-1])]
 
 
-def test_documents_decode_to_their_texts_and_end_once(path):
+def test_documents_decode_to_their_texts_with_one_end_token(path):
     tokenizer = load(path)
     together = documents(tokenizer, TEXTS)
     assert together == [documents(tokenizer, [text])[0] for text in TEXTS]
@@ -87,7 +87,7 @@ def test_a_byte_level_bpe_gives_the_same_ids_in_every_form(tokenizer_json, tmp_p
     expected = documents(load(tokenizer_json), TEXTS)
     assert documents(load(write_gpt2_files(tokenizer_json, tmp_path)), TEXTS) == expected
     tiktoken = documents(load(write_tiktoken(tokenizer_json, tmp_path / "a.tiktoken")), TEXTS)
-    # There the end-of-document token comes last, not first.
+    # In the tiktoken file the end-of-document token has the last id, not the first.
     assert [[1 + i for i in ids[:-1]] + [0] for ids in tiktoken] == expected
 
 

@@ -57,7 +57,7 @@ def embed(reader, corpus, windows, batch_size, layer=LAYER, **more):
 
 
 def embed_direct(reader, corpus, windows, layer=LAYER, norm=lambda states: states):
-    """One window at a time, without padding, in float64."""
+    """Plain reference: one window at a time, without padding, averaged in float64."""
     tokens = open_tokens(corpus, corpus.names[0], "train")
     rows = []
     for document, start, length in zip(
@@ -72,7 +72,7 @@ def embed_direct(reader, corpus, windows, layer=LAYER, norm=lambda states: state
 
 @pytest.fixture
 def embedded(monkeypatch):
-    """(sequences, tokens per sequence) of each forward pass."""
+    """Record (sequences, tokens per sequence) of each forward pass."""
     shapes = []
     original = Reader.hidden_states
 
@@ -97,7 +97,7 @@ def test_vector_is_the_mean_hidden_state_of_its_window(reader, corpus, windows, 
 
 
 def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, embedded, monkeypatch):
-    """Widths are multiples, as on a GPU, but at most the number of positions."""
+    """Widths are multiples of 24, as if on a GPU, but at most the 32 positions of the model."""
     expected = embed(reader, corpus, windows, 1)
     embedded.clear()
     monkeypatch.setattr("megatron_chameleon.embedding.embed.length_multiple", lambda _layout: 24)
@@ -105,10 +105,10 @@ def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, embedd
     assert {width for _, width in embedded} == {24, 32}
 
 
-def test_final_norm_and_windows_across_documents(one_rank, corpus):
+def test_final_norm_and_windows_across_documents_match_the_reference(one_rank, corpus):
     reader = make_reader(one_rank)
     norm = reader.model.decoder.final_layernorm
-    with torch.no_grad():  # initially ones and zeros
+    with torch.no_grad():  # they are ones and zeros initially
         norm.weight.add_(torch.linspace(-0.5, 0.5, norm.weight.numel()))
         norm.bias.add_(torch.linspace(1.0, -1.0, norm.bias.numel()))
     lengths = open_tokens(corpus, corpus.names[0], "train").lengths

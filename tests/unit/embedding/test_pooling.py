@@ -15,7 +15,7 @@ LENGTHS = torch.tensor([9, 1, 5, 0])
 
 
 def mean_direct(hidden, lengths):
-    """One sequence and one token at a time, in float64."""
+    """Plain reference: one sequence and one token at a time, in float64."""
     means = np.zeros((hidden.size(1), hidden.size(2)))
     for b, length in enumerate(lengths.tolist()):
         for position in range(length):
@@ -25,7 +25,7 @@ def mean_direct(hidden, lengths):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("shape", "offset"), [((128, 3, 64), 1), ((2000, 1, 2), 6e4)])
-def test_mean_over_the_tokens(dtype, shape, offset):
+def test_masked_mean_matches_a_sum_in_float64(dtype, shape, offset):
     """Sums are in float32: float16 would overflow at values around 60,000."""
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(shape, generator=generator) * 4 + offset).to(dtype)
@@ -59,6 +59,6 @@ def test_norm_precedes_the_mean(states):
     assert not mean[3].any()
 
 
-def test_kernels_in_the_interpreter():
+def test_kernels_match_float64_in_the_interpreter():
     pytest.importorskip("triton")
     interpreted("tests.unit.embedding.pooling_kernel_checks")
