@@ -56,18 +56,14 @@ setup: $(STAMP)
 quickstart: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
 
-# tests/conftest.py groups the tests. The folders with long groups come first, so that the workers
-# finish together.
-TWO_WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder
-
 test: $(STAMP)
-	$(BIN)/python -m pytest tests --ignore tests/gpu $(TWO_WORKERS)
+	$(BIN)/python -m pytest tests --ignore tests/gpu -n 2
 
 test-numeric: $(STAMP)
-	$(BIN)/python -m pytest $(NUMERIC_TESTS) $(TWO_WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(NUMERIC_TESTS) -n 2 $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow tests $(TWO_WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m slow tests -n 2 $(PYTEST_ARGS)
 
 test-gpu: $(STAMP)
 	if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

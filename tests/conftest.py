@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 # Set before torch and numpy are imported. Workers and ranks share a few cores, and the tests of
 # bit-identity need one thread per process for a fixed order of additions.
@@ -40,17 +41,35 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/gpu as ``gpu``, and group tests that share fixtures.
-
-    With ``--dist loadgroup`` the tests of a group run on one worker, which sets up their fixtures
-    once. A group is a file of tests/unit, or another folder, whose tests share launches of ranks.
-    """
+    """Mark everything in tests/gpu as ``gpu``."""
     for item in items:
-        path = item.path.relative_to(TESTS)
-        folder = path.parts[0]
-        if folder == "gpu":
+        if item.path.is_relative_to(TESTS / "gpu"):
             item.add_marker(pytest.mark.gpu)
-        item.add_marker(pytest.mark.xdist_group(str(path) if folder == "unit" else folder))
+
+
+def group_of(nodeid: str) -> str:
+    """Return the file of a test in tests/unit, and the folder of any other test."""
+    path = nodeid.partition("::")[0]
+    folder = path.split("/")[1]
+    return path if folder == "unit" else folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run a group on one worker, which sets up fixtures and launches ranks only once.
+
+    xdist 3.8 ignores ``--dist loadgroup`` under pytest 9.2, which has no ``Node._nodeid``. Groups
+    start in the order of collection: those of many launches come first, so that the workers finish
+    together.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
