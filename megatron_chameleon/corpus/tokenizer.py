@@ -246,6 +246,8 @@ class TiktokenEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
+        if len(texts) == 1:  # starting a thread takes as long as encoding a short text
+            return [self._encode(texts[0])]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
             return list(pool.map(self._encode, texts))
 
