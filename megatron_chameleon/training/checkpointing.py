@@ -81,19 +81,19 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
     checkpoint, problems = newest_verified_checkpoint(plan.options.run_dir, layout)
     sharded = plan.options.parallel.use_distributed_optimizer
     if checkpoint and bool(checkpoint.layout.get("use_distributed_optimizer")) != sharded:
-        # megatron saves the state of the distributed optimizer in a format of its own.
+        # megatron saves the distributed optimizer's state in another format.
         raise UserError(
-            f"{checkpoint.root} has another format of the optimizer's state; "
+            f"{checkpoint.root} has the optimizer's state in another format; "
             f"{'leave out' if sharded else 'pass'} --use-distributed-optimizer to resume from it"
         )
     return Progress(run, checkpoint, tuple(problems))
 
 
 def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
-    """Read the run that exists in the folder; None if there is none. Nothing is written.
+    """Read run.json, and check that this command may resume its run; None for a new run.
 
     Raises:
-        UserError: if that run has other options, another corpus or another mixture.
+        UserError: if the run in the folder has other options, another corpus or another mixture.
     """
     folder = plan.options.run_dir
     if not TrainingRun.exists(folder):
@@ -134,7 +134,7 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_files(record: Corpus | CheckpointRecord, what: str, layout: Layout) -> None:
-    """Verify the hashes of the files of ``record``, sharded over the ranks. Collective.
+    """Verify the hashes of the files of ``record``; ranks share the work. Collective.
 
     Raises:
         UserError: on every rank, if any file does not match its hash.
@@ -184,7 +184,7 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
         Phase(phase.first_sample, tuple(phase.weights[name] for name in names))
         for phase in checkpoint.mixture_phases
     )
-    # The initial mixture is the same: the hashes match.
+    # The first phase is skipped: check_run_folder has compared the hashes of the initial mixtures.
     for phase in plan.schedule.until(checkpoint.samples)[1:]:
         if phase not in past:
             step = phase.first_sample // plan.options.global_batch_size
@@ -206,7 +206,7 @@ def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> 
     if checkpoint.order_version != samples.order_version:
         raise UserError(
             f"{checkpoint.root} has version {checkpoint.order_version} of the sample order of "
-            f"--permutation {samples.permutation}, this release has version "
+            f"--permutation {samples.permutation}, but this release has version "
             f"{samples.order_version}; resume with the release that wrote it, or start from scratch"
         )
     counts = samples.counts(checkpoint.samples).tolist()
@@ -214,8 +214,8 @@ def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> 
         if count != checkpoint.domain_samples.get(name):
             raise UserError(
                 f"{checkpoint.root} records {checkpoint.domain_samples.get(name)} samples of "
-                f"'{name}', its weights imply {count}: it is damaged or of another version; resume "
-                "from an earlier checkpoint, or start from scratch"
+                f"'{name}', but its weights imply {count}: it is damaged or was written by another "
+                "version; resume from an earlier checkpoint, or start from scratch"
             )
 
 
@@ -259,9 +259,10 @@ class CheckpointWriter:
         """Write a checkpoint, or start an asynchronous save.
 
         Args:
-            state: state to save; with ``--async-save`` it may change as soon as this returns.
+            state: state to save; with ``--async-save``, the caller may modify it after this call.
             record: record of the checkpoint.
-            is_last: whether the run stops after it. The save is then synchronous and must succeed.
+            is_last: whether the run stops after this save, which is then synchronous and must
+                succeed.
 
         Raises:
             UserError: on every rank, if the last checkpoint cannot be written.
@@ -274,7 +275,7 @@ class CheckpointWriter:
                 self._in_flight = record
             else:
                 request.execute_sync()
-                if not record.guard.get("streak"):  # keep the one before the skipped steps
+                if not record.guard.get("streak"):  # keep the one before the streak
                     self._delete_old()
         except SaveError as error:
             if is_last:
@@ -289,7 +290,7 @@ class CheckpointWriter:
         """Finish the asynchronous save, if there is one.
 
         Args:
-            blocking: whether to wait for it.
+            blocking: whether to wait until the save has ended.
         """
         record = self._in_flight
         if record is None:

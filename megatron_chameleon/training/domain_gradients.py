@@ -16,8 +16,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_chameleon.blend.sampler import Batch, to_device
 from megatron_chameleon.training.optimizer import is_counted
 
-# Numbers per chunk of a dot product: chunks are summed in float32, their sums in float64. Larger
-# chunks are less exact and not faster.
+# Products per chunk of a dot product: each chunk is summed in float32, and the sums of the chunks
+# are added in float64. Larger chunks are less exact and not faster.
 CHUNK = 1 << 10
 
 # Chunks per matrix multiplication.
@@ -46,7 +46,7 @@ class DomainGradients:
         self._buckets = list(_buckets(model, num_domains))
 
     def start_batch(self, domain_tokens: torch.Tensor, learning_rate: float) -> None:
-        """Start a global batch, before the gradients of its domains are computed."""
+        """Start a global batch; call this before its gradients are computed."""
         self.domain_tokens, self.learning_rate = domain_tokens, learning_rate
         self.present = [domain for domain, tokens in enumerate(domain_tokens.tolist()) if tokens]
         present = torch.tensor(self.present, dtype=torch.int64)
@@ -58,7 +58,7 @@ class DomainGradients:
             bucket.rows[self.present.index(domain)].copy_(bucket.gradient)
 
     def dot_products(self) -> torch.Tensor:
-        """[k, k] float64: dot products of all pairs of gradients, identical on every rank."""
+        """Dot products of all pairs of gradients: [k, k] float64, identical on every rank."""
         k, count = self.domain_tokens.numel(), len(self.present)
         products = torch.zeros(k, k, dtype=torch.float64, device=self.domain_tokens.device)
         total = products.new_zeros(count, count)
@@ -138,7 +138,7 @@ class GradientBucket:
         gradient: [n] float32 view of the bucket, or of this rank's shard of it.
         spans: ranges of ``gradient`` that this rank counts in dot products; other ranks count the
             rest.
-        rows: [k, n] float32 copies.
+        rows: [k, n] float32; row i is the gradient of the i-th domain of the batch.
     """
 
     gradient: torch.Tensor
@@ -147,7 +147,7 @@ class GradientBucket:
 
 
 def span_products(rows: torch.Tensor) -> torch.Tensor:
-    """[m, m] float64: dot products of ``rows`` [m, n] float32.
+    """Dot products of ``rows`` [m, n] float32 with each other: [m, m] float64.
 
     Chunks of ``CHUNK`` numbers are summed in float32, at full speed, and their sums in float64.
     """
@@ -177,8 +177,9 @@ def _buckets(model: Sequence[DistributedDataParallel], count: int) -> Iterator[G
             ]
             for bucket in buffer.buckets:
                 numel = bucket.grad_data.numel()
-                # This rank's shard. Without the distributed optimizer, all data-parallel ranks hold
-                # the same gradients, and each counts this range of them.
+                # The range of this rank's shard. Without the distributed optimizer, every
+                # data-parallel rank holds all gradients, but counts only this range in dot
+                # products.
                 first, last = (numel * r // group.size() for r in (group.rank(), group.rank() + 1))
                 gradient = bucket.grad_data[first:last] if sharded else bucket.grad_data
                 mine = bucket.offset + first, bucket.offset + last

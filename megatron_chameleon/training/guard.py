@@ -51,7 +51,7 @@ class StepGuard:
     All ranks make the same calls with the same numbers, and so reach the same decisions.
 
     Args:
-        options: when a step is skipped.
+        options: thresholds for skipping a step and for stopping the run.
         state: result of :meth:`state` in the checkpoint to resume from; empty for a new run.
 
     Attributes:
@@ -66,10 +66,10 @@ class StepGuard:
         self._options = options
         window = options.spike_window
         self._windows = {name: deque(state.get(name, ()), maxlen=window) for name in LABELS}
-        self._phase: int | None = state.get("phase")  # older checkpoints lack it
+        self._phase: int | None = state.get("phase")  # older checkpoints lack the phase
         self.skipped: int = state.get("skipped", 0)
         self.updates: int = state.get("updates", 0)
-        # Older checkpoints hold the skipped steps themselves.
+        # Older checkpoints hold a dictionary for each skipped step, newer ones its number.
         streak = state.get("streak", ())
         self.streak: list[int] = [s["step"] if isinstance(s, dict) else s for s in streak]
         self.unlogged: list[SkippedStep] = []
@@ -119,7 +119,7 @@ class StepGuard:
     def record(self, step: SkippedStep, *, is_last_step: bool) -> bool:
         """Record a step that was not accepted; return whether to stop the run.
 
-        It stops if the streak has reached its limit, or if no step of the run was accepted.
+        The run stops if the streak has reached its limit, or if it ends without an accepted step.
         """
         self.streak.append(step.step)
         self.unlogged.append(step)
@@ -140,7 +140,7 @@ class StepGuard:
 class StepSync:
     """All-reduce of loss and stop flags, without an extra device synchronization.
 
-    Call :meth:`send`, compute the gradient norm, which synchronizes, and then read the results.
+    Call :meth:`send`, then compute the gradient norm, which synchronizes, then read the results.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -150,7 +150,7 @@ class StepSync:
         self._host = torch.zeros(2 + len(REASONS), dtype=torch.float64, pin_memory=on_gpu)
 
     def send(self, domain_sums: torch.Tensor, stop_flags: Sequence[float]) -> None:
-        """Start the all-reduce of this rank's values.
+        """Start the all-reduce of this rank's losses and stop flags.
 
         Args:
             domain_sums: [k, 3] float64 on the device, as in :class:`StepResult`.
@@ -162,17 +162,17 @@ class StepSync:
         self._host.copy_(mine, non_blocking=True)
 
     def loss(self) -> float | None:
-        """Mean loss of the step's tokens; None if none has a loss. Call it after the norm."""
+        """Mean loss of the step's tokens; None if none has a loss. Call this after the norm."""
         loss, tokens = self._host[:2].tolist()
         return loss / tokens if tokens else None
 
     def stop_reasons(self) -> list[str]:
-        """The ``REASONS`` for which any rank asks to stop. Call it after the norm."""
+        """The ``REASONS`` for which any rank wants to stop. Call this after the norm."""
         flags = self._host[2:].tolist()
         return [reason for reason, flag in zip(REASONS, flags, strict=True) if flag]
 
     def signals(self, stop_flags: Sequence[float]) -> list[str]:
-        """Names of the signals that any rank has received. Collective; waits for the device.
+        """Names of the stop signals that any rank has received. Collective; waits for the device.
 
         The time limit is ignored here, so that every command makes at least one step.
         """

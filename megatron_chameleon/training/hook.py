@@ -33,7 +33,8 @@ from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.step import Passes
 
 TokenValues = Sequence[torch.Tensor]
-"""One value per token: [b, s] for each micro-batch of this rank. Empty before the last stage."""
+"""A tensor [b, s] with a value per token, for each micro-batch of this rank; empty on ranks before
+the last pipeline stage."""
 
 
 class TrainingHook:
@@ -95,11 +96,11 @@ class TrainingHook:
         return None
 
     def metrics(self) -> dict[str, Any]:
-        """Values for metrics.jsonl at every log interval, as JSON values."""
+        """Return the JSON values that metrics.jsonl records at every log interval."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """State for resuming, as JSON values.
+        """Return the state that a resumed run restores, as JSON values.
 
         Also called before each step, after :meth:`new_mixture`, so that a skipped step can be
         undone; keep it small.
@@ -116,7 +117,7 @@ class TrainingHook:
 
 @dataclasses.dataclass
 class GlobalBatch:
-    """This rank's micro-batches of a step; can be read repeatedly.
+    """This rank's micro-batches of one step, which a hook may read repeatedly.
 
     Per-token values exist on the last pipeline stage, sharded over the data-parallel ranks; sums
     over them are identical on every rank.
@@ -144,31 +145,32 @@ class GlobalBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled, over all ranks."""
+        """Number of tokens in the batch, over all ranks."""
         mine = sum(batch["tokens"].numel() for batch in self.micro_batches)
         return mine * self.layout.data_size
 
     def token_losses(
         self, other: Passes | None = None, other_shape: ModelShape | None = None
     ) -> list[torch.Tensor]:
-        """Per-token losses of the model, or of another with the same layout, forward only.
+        """Compute the losses of all tokens by the trained model, or another one, forward only.
 
         Args:
-            other: passes of another model, such as a reference model; by default the trained one.
-            other_shape: shape of that model, to count its FLOPs.
+            other: passes of another model in the same layout, such as a reference model; by default
+                those of the trained model.
+            other_shape: shape of the other model, to count its FLOPs.
         """
         shape = other_shape or self.shape
         self.hook.flops += forward_flops(shape, self.num_tokens, self.passes.shape.seq_length)
         return (other or self.passes).token_losses(self.micro_batches)
 
     def domain_sums(self, values: TokenValues) -> torch.Tensor:
-        """[k] float64: ``values`` of unmasked tokens, summed per domain over all ranks.
+        """Sum ``values`` of unmasked tokens per domain, over all ranks: [k] float64.
 
         Args:
-            values: the result of :meth:`token_losses`, or derived from it.
+            values: the result of :meth:`token_losses`, or tensors computed from it.
         """
         sums = torch.zeros(self.num_domains, dtype=torch.float64, device=self.passes.device)
-        # Empty except on the last stage.
+        # ``values`` is empty except on the last pipeline stage.
         for batch, value in zip(self.micro_batches, values, strict=bool(values)):
             masked = value.double() * batch["loss_mask"].to(value.device)
             sums.index_add_(0, batch["domain"].to(value.device), masked.sum(1))
@@ -176,7 +178,7 @@ class GlobalBatch:
 
     @functools.cached_property
     def domain_tokens(self) -> torch.Tensor:
-        """[k] float64: tokens with a loss per domain, over all ranks."""
+        """Tokens with a loss per domain, over all ranks: [k] float64."""
         return self.domain_sums([torch.ones_like(b["loss_mask"]) for b in self.micro_batches])
 
 
@@ -265,7 +267,7 @@ class HookRunner:
     def forward_backward(
         self, batches: Iterator[Batch], step: int, learning_rate: float
     ) -> torch.Tensor:
-        """As :meth:`Passes.forward_backward`, over the next global batch.
+        """Run forward and backward passes over the next global batch, with the hook's weights.
 
         Args:
             batches: this rank's micro-batches.
@@ -288,12 +290,12 @@ class HookRunner:
     def undo_step(self) -> None:
         """Restore the hook's state from before the last step, which was skipped.
 
-        Its loss or gradient may have been NaN, and made the hook's state NaN.
+        The loss or gradient of that step may have been NaN, and may have made the state NaN.
         """
         self._hook.load_state_dict(self._before_step)
 
     def state(self) -> HookState | None:
-        """A snapshot of the hook's state for a checkpoint; None without a hook.
+        """Copy the hook's state for a checkpoint; None without a hook.
 
         Raises:
             TypeError: if the state is not JSON-serializable.
@@ -309,10 +311,10 @@ class HookRunner:
     def _combine_gradients(
         self, batch: GlobalBatch, loss_weights: torch.Tensor | None, gradients: DomainGradients
     ) -> torch.Tensor:
-        """Compute the gradient of each domain, then the sum of them weighted by the hook."""
+        """Compute the gradient of each domain, then their sum with the hook's weights."""
         rows: list[list[int]] = [[] for _ in range(batch.num_domains)]  # samples of each domain
         domains = torch.cat([part["domain"] for part in batch.micro_batches])
-        for row, domain in enumerate(domains.tolist()):  # synchronizes once
+        for row, domain in enumerate(domains.tolist()):  # synchronizes with the device once
             rows[domain].append(row)
         stages = self._layout.pipeline_size
         by_domain = micro_batches_by_domain(
@@ -320,7 +322,7 @@ class HookRunner:
             {domain: rows[domain] for domain in gradients.present},
             largest=self._passes.shape.micro_batch_size,
             pipeline=stages,
-            rounds=stages if len(self._model) > 1 else 1,  # interleaved
+            rounds=stages if len(self._model) > 1 else 1,  # interleaved stages
         )
         sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
         padding = torch.zeros(1, dtype=torch.int64, device=self._passes.device)
@@ -335,7 +337,7 @@ class HookRunner:
         length = self._passes.shape.seq_length
         padded = int(sum_over_ranks(padding, self._layout)) * length
         self._hook.flops += training_flops(self._shape, padded, length)
-        if self._layout.is_last_stage:  # without the padding samples
+        if self._layout.is_last_stage:  # sampled tokens, without padding samples
             sampled = torch.tensor([len(own) * length for own in rows])
             sums[:, 2] = to_device(sampled, self._passes.device)
         return sums

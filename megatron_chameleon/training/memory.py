@@ -33,7 +33,7 @@ BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_ga
 
 
 def training_setup(options: ModelOptions, shape: ModelShape, world_size: int) -> TrainingSetup:
-    """The training setup of ``options`` on ``world_size`` ranks.
+    """Describe training with ``options`` on ``world_size`` ranks, to estimate its memory.
 
     Raises:
         UserError: if the global batch does not fit the ranks.
@@ -52,7 +52,7 @@ def training_setup(options: ModelOptions, shape: ModelShape, world_size: int) ->
 
 
 def print_estimate(options: EstimateMemoryOptions) -> int:
-    """Print the estimate for each rank. Returns the exit status: 1 if it does not fit.
+    """Print the peak memory of a rank; return exit status 1 if it exceeds the device memory.
 
     Raises:
         UserError: if the options do not describe a possible run.
@@ -78,7 +78,7 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
         print(f"  {name.replace('_', ' '):<14}{size / GB:10.2f} GB{size / total:7.0%}")
     others = [f"stage {n} {size / GB:.2f}" for n, size in enumerate(totals) if n != fullest]
     if others:
-        print(f"of stage {fullest}, the fullest; in GB: {', '.join(others)}")
+        print(f"pipeline stage {fullest} needs most; the others, in GB: {', '.join(others)}")
     if options.device_memory_gb is None:
         return 0
     left = options.device_memory_gb - total / GB
@@ -96,7 +96,7 @@ def explain_out_of_memory() -> Iterator[None]:
     """Convert an out-of-memory error of torch within the block to a UserError with a hint.
 
     Raises:
-        UserError: on the rank that ran out.
+        UserError: on the rank that ran out of memory.
     """
     try:
         yield
@@ -107,7 +107,7 @@ def explain_out_of_memory() -> Iterator[None]:
 
 
 def check_host_memory(plan: TrainingPlan, layout: Layout) -> None:
-    """Check that the host has the memory for its ranks, if they train on the CPU.
+    """Check that the host has enough memory for its ranks if they train on the CPU.
 
     Raises:
         UserError: if the machine is too small.
@@ -127,8 +127,8 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
     """Run one step without an update, to allocate its peak memory. Collective.
 
     Weights, gradients, optimizer, schedule and random states are unchanged afterwards, but not
-    after an error, which ends the run. The hook's memory is already allocated; its own forward
-    passes need less and are not run.
+    after an error, which ends the run. The hook's memory is already allocated; its forward passes
+    need less memory than a step, and are not run.
 
     Raises:
         torch.OutOfMemoryError: if the device memory does not suffice.
@@ -144,7 +144,7 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
     for part in parts:  # allocates Adam's moments of the parameters that have none yet
         part.init_state_fn(part.optimizer, part.config)
     optimizer.accepts = lambda _grad_norm: False
-    # Two rounds fill the pipeline if its stages are interleaved, one otherwise.
+    # Two rounds of micro-batches fill a pipeline of interleaved stages, one round any other.
     count = layout.pipeline_size * (2 if len(model.chunks) > 1 else 1)
     count = min(count, model.passes.shape.num_microbatches)
     model.passes.forward_backward(_random_batches(plan, count), count)

@@ -44,13 +44,13 @@ class Interval:
     """Measurements of the steps since the last log, over all ranks.
 
     Attributes:
-        loss: mean over the steps that were not skipped; NaN if all were.
-        domain_loss: the same per domain.
+        loss: mean loss of the steps that were not skipped; NaN if all were skipped.
+        domain_loss: mean loss of each domain in these steps.
         domain_tokens: tokens with a loss, without skipped steps.
         domain_tokens_drawn: all tokens sampled, including skipped steps.
-        grad_norm: of the last step that was not skipped.
-        tokens_per_second: over all ranks.
-        memory_bytes: of the rank that uses most.
+        grad_norm: gradient norm of the last step that was not skipped.
+        tokens_per_second: tokens sampled per second, over all ranks.
+        memory_bytes: memory of the rank that uses most, as in :func:`memory_bytes`.
     """
 
     loss: float
@@ -70,7 +70,7 @@ class IntervalMeter:
         self._restart()
 
     def add(self, result: StepResult) -> None:
-        """Add a step; of a skipped step, only its sampled tokens are counted."""
+        """Add a step. Of a skipped step, only the number of sampled tokens is added."""
         if result.skipped:
             self._sums[:, 2] += result.domain_sums[:, 2]
             return
@@ -78,7 +78,7 @@ class IntervalMeter:
         self._grad_norm = result.grad_norm
 
     def read(self) -> Interval:
-        """The interval's measurements, identical on every rank; starts a new one. Collective."""
+        """Return the measurements of all ranks, and start a new interval. Collective."""
         losses, tokens, sampled = sum_over_ranks(self._sums, self._layout).cpu().T.tolist()
         seconds = time.perf_counter() - self._start
         interval = Interval(
@@ -99,7 +99,7 @@ class IntervalMeter:
         return mean_losses(self._names, losses, tokens)
 
     def restart_clock(self) -> None:
-        """Exclude the time up to now from the speed."""
+        """Leave the time up to now out of the measured speed."""
         self._start = time.perf_counter()
 
     def _counts(self, numbers: list[float]) -> dict[str, int]:
@@ -122,7 +122,7 @@ def sum_over_ranks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
 def mean_losses(
     names: Sequence[str], losses: Sequence[float], tokens: Sequence[float]
 ) -> dict[str, float]:
-    """Domain -> summed loss over number of tokens, for domains with tokens."""
+    """Domain -> summed loss divided by number of tokens, for domains with tokens."""
     return {name: loss / n for name, loss, n in zip(names, losses, tokens, strict=True) if n}
 
 
@@ -159,14 +159,14 @@ class PhaseTimers:
         self._last_mark = self._mark()
 
     def lap(self, phase: str) -> None:
-        """Count the device's time since the last lap or start as ``phase``."""
+        """Add the device's time since the last :meth:`lap` or :meth:`start` to ``phase``."""
         mark = self._mark()
         self._laps.append((phase, self._last_mark, mark))
         self._last_mark = mark
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count this process's time in the block as ``phase``."""
+        """Add the time that this process spends in the block to ``phase``."""
         start = time.perf_counter()
         try:
             yield
@@ -174,7 +174,7 @@ class PhaseTimers:
             self._seconds[phase] += time.perf_counter() - start
 
     def timed(self, items: Iterator[T], phase: str) -> Iterator[T]:
-        """Iterate over ``items``; count the time to make each as ``phase``."""
+        """Iterate over ``items``; add the time that it takes to produce them to ``phase``."""
         while True:
             with self.during(phase):
                 item = next(items, None)
@@ -252,10 +252,10 @@ class JsonLinesLogger:
         self._unwritten = b""
 
     def log(self, step: int, figures: Figures) -> None:
-        """Append a line: the step first, null for NaN and infinities.
+        """Append a line with the step and ``figures``; NaN and infinities are written as null.
 
         Raises:
-            OSError: if it cannot be written; later calls may succeed.
+            OSError: if the line cannot be written; later calls write it if they can.
         """
         line = json.dumps(finite({"step": step, **figures}), ensure_ascii=False, allow_nan=False)
         self._unwritten += line.encode() + b"\n"
@@ -373,7 +373,7 @@ def _installed(package: str, without: str) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for NaN and infinities, which JSON cannot represent."""
+    """Replace NaN and infinities in ``value`` by None: JSON cannot represent them."""
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -58,8 +58,9 @@ def data_parallel(
         for number, chunk in enumerate(model)
     ]
     if layout.overlap_grad_reduce:
-        # Schedules read from the shared config when gradients may be sent: after the last
-        # micro-batch. As in Megatron, stages after the first wait until all can send at once.
+        # Megatron's schedules call these functions, so that gradients are reduced after the last
+        # micro-batch only. Stages after the first wait, so that all stages communicate at the same
+        # time.
         config = wrapped[0].config
         no_sync = [chunk.no_sync for chunk in wrapped]
         start_sync = [chunk.start_grad_sync for chunk in wrapped]
@@ -133,7 +134,7 @@ class GuardedOptimizer(ChainedOptimizer):
     and ``step`` returns False as its first value, as megatron does when a loss scale overflows.
 
     Attributes:
-        accepts: the callback: gradient norm -> whether to update the model.
+        accepts: callback that takes the gradient norm and returns whether to update the model.
     """
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
@@ -170,7 +171,7 @@ def use_fused_kernels(optimizer: GuardedOptimizer) -> None:
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             _fuse(part.optimizer)
-            # Loading a checkpoint restores the settings of its parameter groups.
+            # Loading a checkpoint overwrites the settings of the parameter groups.
             part.optimizer.register_load_state_dict_post_hook(_fuse)
     # megatron chooses these functions at import and has no argument for others.
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
@@ -184,7 +185,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False)
     for parameter, state in optimizer.state.items():
-        if "step" in state:  # the fused kernel reads it on the parameter's device
+        if "step" in state:  # the fused kernel needs it on the parameter's device
             state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
@@ -228,7 +229,7 @@ class TrainedModel:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
-        """Forward, backward and update.
+        """Run one step: forward passes, backward passes and update.
 
         Args:
             forward_backward: fills the gradient buffers from the next global batch, and returns
@@ -275,18 +276,18 @@ def build_trained_model(
         layout,
         options.seed,
         bf16=options.bf16,
-        # Ranks have different numbers of samples of a domain.
+        # Means per rank would be wrong: ranks have different numbers of samples of a domain.
         per_token_loss=options.boundaries.eod_mask_loss or combines_gradients,
         recompute=options.parallel.recompute,
         # The CPU is always deterministic; there the option should not change any bit.
         deterministic=options.deterministic and on_gpu,
-        # Megatron's default. The compiler cannot trace Apex's kernel.
+        # Megatron's default, except that the compiler cannot trace Apex's kernel.
         gradient_accumulation_fusion=layers._grad_accum_fusion_available
         and on_gpu
         and not options.compile_layers,
     )
     if plan.pretrained and not checkpoint:
-        # Before the optimizer, which copies its main weights from the model.
+        # Load the weights before the optimizer is built, which copies its main weights from them.
         plan.pretrained.load(chunks)
     if options.compile_layers:
         for chunk in chunks:

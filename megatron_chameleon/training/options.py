@@ -27,7 +27,7 @@ from megatron_chameleon.ranges import (
 class StoppingOptions(CheckedOptions):
     """When a run saves a checkpoint and exits with status 0, to be resumed later.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, sent to any rank, do so at any time.
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, sent to any rank, have this effect at any time.
     tools/compute_mixture.py then exits with status 75, or 0 under torchrun.
     """
 
@@ -44,12 +44,12 @@ class CheckpointingOptions(CheckedOptions):
     needs host memory for a second copy of the state."""
     keep_last_checkpoints: int = 5
     """Number of checkpoints to keep; older ones are deleted when a newer one is complete. 0 keeps
-    all; with 1 there is no fallback if it is damaged."""
+    all; 1 leaves no older checkpoint to resume from if the last one is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardOptions(CheckedOptions):
-    """When a step is skipped: the model is not updated, data and learning rate advance."""
+    """When a step is skipped: the model is not updated, but data and learning rate advance."""
 
     max_consecutive_skipped_steps: Count = 10
     """Stop after this many consecutive skipped steps, counted across resumes. A step is skipped if
@@ -58,11 +58,11 @@ class GuardOptions(CheckedOptions):
     """A loss or gradient norm is a spike if it exceeds the mean of the last --spike-window steps by
     this many standard deviations; 0 disables the check (OLMo 2 uses 6)."""
     spike_window: SeveralRepetitions = 128
-    """Steps in the statistics of --spike-factor, which applies once half of them are done since the
-    start or the last mixture change."""
+    """Steps over which --spike-factor takes the mean and the standard deviation. The check begins
+    after half as many steps, counted from the start or the last mixture change."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a window without a factor."""
+        """Raise UserError for --spike-window without --spike-factor."""
         super().__post_init__()
         if self.spike_factor == 0:
             self.reject_changed(["spike_window"], "has no effect without --spike-factor")
@@ -78,10 +78,10 @@ class LoggingOptions(CheckedOptions):
     """Also log to this Weights & Biases project; if WANDB_API_KEY is set, to WANDB_PROJECT by
     default."""
     wandb_exp_name: str | None = None
-    """Name of the Weights & Biases run; by default that of the run folder."""
+    """Name of the Weights & Biases run; by default the name of the run folder."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a name without Weights & Biases."""
+        """Raise UserError for --wandb-exp-name without Weights & Biases."""
         super().__post_init__()
         if not self.uses_wandb:
             why = "has no effect without --wandb-project or WANDB_API_KEY"
@@ -107,13 +107,13 @@ class OnlineOptions(CheckedOptions):
     """Average the hidden states after this many layers, before the final norm; by default half of
     the layers."""
     online_recipe: Literal["reference", "paper", "scaled"] = "reference"
-    """As --recipe of tools/compute_mixture.py."""
+    """How embeddings become weights, as for --recipe of tools/compute_mixture.py."""
     online_smoothing: BelowOne = 0.5
-    """Weight of the previous mixture in the new one (assumed: online mixing is later work in the
-    paper)."""
+    """Weight of the previous mixture in the new one (assumed: the paper leaves online mixing to
+    later work)."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for settings without an interval."""
+        """Raise UserError for other --online options without --online-interval."""
         super().__post_init__()
         if self.online_interval is None:
             settings = ("online_windows", "online_layer", "online_recipe", "online_smoothing")
@@ -128,12 +128,12 @@ class ProfilingOptions(CheckedOptions):
     """Write a trace of some steps to the folder 'profile' of the run, for chrome://tracing or
     Perfetto."""
     profile_step_start: int = 10
-    """Steps done when the trace begins."""
+    """Number of steps done when the trace begins."""
     profile_step_end: int = 12
-    """Steps done when it ends."""
+    """Number of steps done when the trace ends."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for steps without a trace, and steps in the wrong order."""
+        """Raise UserError for profiled steps without --profile, or in the wrong order."""
         super().__post_init__()
         if not self.profile:
             steps = ("profile_step_start", "profile_step_end")
@@ -159,7 +159,7 @@ class ValidationOptions(CheckedOptions):
     """Also validate after the last step if --eval-interval does not divide --train-iters."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for amounts without effect."""
+        """Raise UserError for options that have no effect together."""
         super().__post_init__()
         if self.eval_interval == 0:
             amounts = ["eval_iters", "eval_tokens", "eval_last_step"]
@@ -188,12 +188,12 @@ class OptimizerOptions(CheckedOptions):
     adam_beta2: BelowOne = 0.95
     """Second-moment decay (assumed)."""
     adam_eps: NonNegative = 1e-8
-    """Added to the denominator of the update."""
+    """Number added to the denominator of Adam's update."""
     clip_grad: NonNegative = 1.0
     """Maximum global gradient norm; 0 disables clipping (paper: 1.0)."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a learning rate that would rise."""
+        """Raise UserError if --min-lr exceeds --lr."""
         super().__post_init__()
         if self.lr < self.min_lr:
             raise UserError(f"--lr {self.lr} --min-lr {self.min_lr}: --lr must be >= --min-lr")
@@ -218,7 +218,7 @@ class ModelOptions(CheckedOptions):
     global_batch_size: BatchSize = 128
     """Sequences per step, over all ranks (paper: 128; Pile: 512)."""
     micro_batch_size: BatchSize = 8
-    """Sequences per forward pass and rank."""
+    """Sequences per forward pass of a rank."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
@@ -274,7 +274,7 @@ class TrainingOptions(ModelOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions(CheckedOptions):
-    """Files of a run; inherited, so that they come first in --help."""
+    """Input files and folder of a run. A base class, so that these options come first in --help."""
 
     run_dir: Path
     """Folder of this run, for run.json, metrics.jsonl and checkpoints."""

@@ -41,8 +41,9 @@ class TrainingPlan:
             none.
         data: the training tokens.
         mixture: initial mixture.
-        schedule: weights of every sample, in the order of ``data.names``.
-        by_size: whether the weights are the sizes of data sets without weights.
+        schedule: mixture weights of every sample, in the order of ``data.names``.
+        by_size: whether the samples follow Megatron's order for data sets without weights: with
+            ``--data-path`` without weights, or with a single domain.
         pretrained: initial weights of the model; None for random ones.
         shape: shape of the model.
         provenance: provenance of the run.
@@ -59,17 +60,17 @@ class TrainingPlan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch."""
+        """Number of tokens in one global batch."""
         return self.options.global_batch_size * self.options.seq_length
 
     @property
     def num_samples(self) -> int:
-        """Samples of the whole run."""
+        """Number of samples in the whole run."""
         return self.options.train_iters * self.options.global_batch_size
 
     @property
     def boundaries(self) -> DocumentBoundaries:
-        """Masks and positions of samples with several documents."""
+        """Masks and positions for samples that contain several documents."""
         return DocumentBoundaries(self.data.tokenizer.eod_id, self.options.boundaries)
 
     def samples(self, schedule: MixtureSchedule) -> BlendedTokens:
@@ -118,7 +119,8 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         size = model_size(options.model_size or DEFAULT_SIZE)
         shape = ModelShape(size, data.tokenizer.vocab_size, options.seq_length)
     check_model_layout(shape.size, options.parallel, options.seq_length)
-    # The name if there is one, so that records are the same whether it was passed or not.
+    # Name the size if it has a name, so that records do not depend on whether --model-size was
+    # passed.
     options = dataclasses.replace(options, model_size=name_of(shape.size))
     inputs = {"corpus": data.hash, "mixture": mixture.hash}
     if pretrained:
@@ -140,7 +142,8 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
 
     Returns:
         The tokens, the initial mixture, its weights as specified (the blend normalizes them, as
-        Megatron does), and whether these are sizes, as in Megatron if there are no weights.
+        Megatron does), and whether these are the sizes of the data sets, which Megatron uses if no
+        weights are passed.
 
     Raises:
         UserError: if a file is missing, damaged or does not fit.
@@ -158,7 +161,7 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
         options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
     )
     data = data_path_tokens(path, options.data.split, tokenizer.identity)
-    if path.weights is None:  # weights are sizes, and a domain that is too small would get 0
+    if path.weights is None:  # weights are sizes, and a small domain would get 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
     weights = [float(weight) for weight in path.weights or sizes]
@@ -169,7 +172,7 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
 
 
 def load_mixture(name: str | None, domains: list[str]) -> Mixture:
-    """Load a mixture file; uniform for None or 'uniform'."""
+    """Load a mixture file; return uniform weights for None or 'uniform'."""
     return Mixture.uniform(domains) if name in (None, "uniform") else Mixture.load(Path(str(name)))
 
 
@@ -192,7 +195,9 @@ def load_schedule(
                 f"{options.train_iters - 1}"
             )
         if step in changes:
-            raise UserError(f"--mixture-change {value}: step {step} has another one; pass only one")
+            raise UserError(
+                f"--mixture-change {value}: step {step} has another change; pass only one"
+            )
         changes[step] = name
     if not all(options.data.mixture_change):
         raise UserError("--mixture-change: pass STEP=MIXTURE, or leave it out")

@@ -38,7 +38,7 @@ class Pretrained:
         where: folder of the weights.
         shape: shape of the run's model; its position table may be longer than the run's samples.
         hash: hex SHA-256 of the weights.
-        load: loads them into this rank's chunks of the model.
+        load: function that loads the weights into this rank's chunks of the model.
         left_out: descriptions of weights that are not loaded.
     """
 

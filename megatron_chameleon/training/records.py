@@ -66,7 +66,7 @@ class RunRecords:
         guard: the guard that counts skipped steps.
         stopped_by: why the run stops before its last step, or None.
         failed_saves: failed checkpoint saves over the whole run.
-        validation_flops: floating-point operations of validations since this start of the run.
+        validation_flops: floating-point operations of validations since this process started.
         meter: losses and tokens since the last log.
         phases: timers of the training phases.
     """
@@ -99,7 +99,7 @@ class RunRecords:
     def close_loggers(self) -> None:
         """Close the loggers."""
         for logger in self._loggers:
-            with contextlib.suppress(OSError):  # already reported
+            with contextlib.suppress(OSError):  # a failed write has already been reported
                 logger.close()
 
     @property
@@ -108,12 +108,12 @@ class RunRecords:
         return self.step >= self.plan.options.train_iters
 
     def add(self, result: StepResult) -> None:
-        """Count a step, and add its losses."""
+        """Count a step, and add its losses to the meter."""
         self.step += 1
         self.meter.add(result)
 
     def samples_at(self, step: int) -> int:
-        """Samples of the first ``step`` steps."""
+        """Number of samples in the first ``step`` steps."""
         return step * self.plan.options.global_batch_size
 
     def domain_samples(self) -> dict[str, int]:
@@ -139,21 +139,21 @@ class RunRecords:
         }
 
     def cost(self) -> Cost:
-        """Cost of all ranks since this start of the run."""
+        """Cost over all ranks since this process started to train."""
         tokens = (self.step - self.first_step) * self.plan.tokens_per_step
         flops = training_flops(self.plan.shape, tokens, self.plan.options.seq_length)
         flops += self.validation_flops + self._hook.flops
         return self._stopwatch.cost(flops, self.layout.world_size)
 
     def last_checkpoint(self, before_step: int | None = None) -> str | None:
-        """Folder of the run's last checkpoint, optionally the last before a step, if any."""
+        """Folder of the last checkpoint, or the last before ``before_step``; None without one."""
         run_dir = self.plan.options.run_dir
         end = step_folder(run_dir, before_step or self.step + 1)
         folders = [folder for folder in checkpoint_folders(run_dir) if folder < end]
         return str(folders[-1]) if folders else None
 
     def read_meter(self) -> Interval:
-        """The measurements since the last call. Collective."""
+        """Return the measurements since the last call. Collective."""
         interval = self.meter.read()
         self._sampled.update(interval.domain_tokens_drawn)
         self._logged_step = self.step
@@ -227,7 +227,7 @@ class RunRecords:
             print(message)
 
     def start_message(self) -> str:
-        """What is trained, and with which mixture."""
+        """Message at the start of training: model, steps, layout and mixture."""
         plan, layout, step = self.plan, self.layout, self.step
         options, size, schedule = plan.options, plan.shape.size, self.samples.schedule
         name = options.model_size or f"{size.num_layers} layers of width {size.hidden_size}"
@@ -259,7 +259,7 @@ class RunRecords:
         return "\n".join(lines)
 
     def end_message(self) -> str:
-        """Tokens and cost so far, and the next command to run."""
+        """Message at the end of training: tokens, cost and the next command to run."""
         options, cost = self.plan.options, self.cost()
         lines = [
             f"trained to step {self.step} in {format_duration(cost.wall_seconds)}, "
@@ -281,7 +281,7 @@ class RunRecords:
         return "\n".join(lines)
 
     def checkpoint(self, hook: HookState | None) -> CheckpointRecord:
-        """The record of a checkpoint; the log must include the last step."""
+        """Build the record of a checkpoint of the last step, which must have been logged."""
         plan, step, samples = self.plan, self.step, self.samples_at(self.step)
         counts = self.samples.counts(samples).tolist()
         return CheckpointRecord(
@@ -340,7 +340,7 @@ class RunRecords:
             warnings.warn(f"{error}; the previous record is kept", stacklevel=2)
 
     def _phases(self) -> list[MixturePhase]:
-        """Mixture phases of the steps done."""
+        """Mixture phases that the steps so far have used."""
         names = self.plan.data.names
         return [
             MixturePhase(phase.first_sample, dict(zip(names, phase.weights, strict=True)))
@@ -349,5 +349,5 @@ class RunRecords:
 
 
 def format_duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as in '0:03:05' or '2 days, 0:03:05'."""
+    """Format seconds as '0:03:05' or '2 days, 0:03:05'."""
     return str(datetime.timedelta(seconds=round(seconds)))

@@ -58,7 +58,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, options: ModelOptions, data_parallel_size: int) -> BatchShape:
-        """Shape of the options' global batch on each of ``data_parallel_size`` ranks.
+        """Split the global batch of ``options`` among ``data_parallel_size`` ranks.
 
         Raises:
             UserError: if the ranks cannot share the batch equally, or the pipeline schedule cannot
@@ -84,7 +84,7 @@ class Passes:
 
     Attributes:
         model: model chunks, one per virtual pipeline stage of this rank; wrapped in
-            DistributedDataParallel where they are trained.
+            DistributedDataParallel if they are trained.
         shape: shape of the batch.
         num_domains: number of domains (k).
     """
@@ -110,7 +110,7 @@ class Passes:
         Args:
             batches: this rank's micro-batches. If some of their tokens are masked, the model must
                 be built with ``per_token_loss``.
-            num_microbatches: number of micro-batches; by default those of a step.
+            num_microbatches: number of micro-batches; by default as many as in a step.
             loss_weights: [k] weight of a token's loss by its domain; by default 1.
             micro_batch_size: samples per micro-batch; by default as in a step. Without pipeline
                 parallelism, micro-batches may also be smaller.
@@ -129,7 +129,7 @@ class Passes:
             batches, num_microbatches, loss, forward_only=False, micro_batch_size=micro_batch_size
         )
         sums = torch.zeros(self.num_domains, 3, dtype=torch.float64, device=self.device)
-        for output in outputs:  # empty but on the last pipeline stage
+        for output in outputs:  # empty except on the last pipeline stage
             sums += output["domain_sums"]
         return sums
 
@@ -196,7 +196,7 @@ def micro_batch_loss(
 
     Args:
         batch: a micro-batch, with loss_mask [b, s] and domain [b].
-        token_losses: [b, s].
+        token_losses: [b, s], the loss of each token.
         num_domains: number of domains (k).
         loss_weights: [k] weight of a token's loss by its domain; by default 1. The logged sums are
             unweighted.
@@ -216,7 +216,7 @@ def micro_batch_loss(
 
 
 def domain_sums(batch: Batch, num_domains: int, masked: torch.Tensor) -> torch.Tensor:
-    """[k, 3] float64 of losses [b, s]: summed loss, tokens with a loss, tokens sampled."""
+    """Sum masked losses [b, s] per domain: [k, 3] float64, with the columns of StepResult."""
     counted = batch["loss_mask"].sum(1, dtype=torch.float64)
     sampled = torch.full_like(counted, masked.size(1))
     parts = torch.stack([masked.detach().sum(1, dtype=torch.float64), counted, sampled], dim=1)
@@ -238,7 +238,7 @@ def finalize_gradients(
     Args:
         model: this rank's model chunks.
         num_tokens: int32 scalar on the device, tokens with a loss in this rank's micro-batches,
-            counted on the last pipeline stage; None if losses are means. Overwritten.
+            counted on the last pipeline stage; None if losses are means. The tensor is overwritten.
         pg_collection: process groups, passed by the schedules.
         force_all_reduce: all-reduce gradients even if they would be reduce-scattered.
     """
@@ -254,5 +254,5 @@ def finalize_gradients(
 
 
 def counts_losses(layout: Layout) -> bool:
-    """Whether this rank's loss sums are counted: tensor-parallel ranks hold identical ones."""
+    """Whether sums over ranks include this rank's losses, which tensor-parallel ranks repeat."""
     return layout.is_last_stage and layout.tensor_rank == 0

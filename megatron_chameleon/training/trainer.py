@@ -194,7 +194,7 @@ class Trainer:
         return sums
 
     def _accepts(self, grad_norm: float) -> bool:
-        """Whether the step may update the model; called by the optimizer with the norm."""
+        """Whether a step with this gradient norm may update the model; called by the optimizer."""
         records, schedule = self.records, self.records.samples.schedule
         phase = schedule.phases[schedule.phase_at(records.samples_at(records.step))]
         return self.guard.accepts(self.sync.loss(), grad_norm, phase.first_sample)
@@ -278,7 +278,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Rings reduce in a fixed order. By default, NCCL may choose another algorithm in each run.
     os.environ.setdefault("NCCL_ALGO", "Ring")
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # of Transformer Engine
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

@@ -23,10 +23,11 @@ from megatron_chameleon.training.step import Passes, domain_sums
 
 
 class Validation:
-    """Loss on fixed windows of every domain's valid split. Windows are samples as in training.
+    """Loss on fixed windows of every domain's valid split.
 
-    Windows ignore document boundaries and are scored as by tools/evaluate.py. Validation uses no
-    random numbers and reads no training samples.
+    Windows are numbered and batched as training samples are. They ignore document boundaries and
+    are scored as by tools/evaluate.py. Validation uses no random numbers and reads no training
+    samples.
 
     Args:
         texts: windows of each domain; None for a domain without text.
@@ -57,7 +58,7 @@ class Validation:
         return math.ceil(len(self._rows) / self._global_batch_size) * self._global_batch_size
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The windows with these numbers; past the last window, samples without a loss."""
+        """Stack the windows with these numbers; past the last window, samples have no loss."""
         count, length = len(indices), self._passes.shape.seq_length
         batch = {
             "tokens": torch.zeros(count, length, dtype=torch.int64),
@@ -90,7 +91,7 @@ class Validation:
         sums = torch.zeros(len(self._names), 3, dtype=torch.float64, device=passes.device)
         with read_ahead(passes.shape.micro_batches(self, layout), passes.device) as ahead:
             while batches := list(itertools.islice(ahead, passes.shape.num_microbatches)):
-                losses = passes.token_losses(batches)  # empty but on the last stage
+                losses = passes.token_losses(batches)  # empty except on the last stage
                 for batch, token_losses in zip(batches, losses, strict=bool(losses)):
                     masked = token_losses * batch["loss_mask"]
                     sums += domain_sums(batch, len(self._names), masked)
@@ -101,7 +102,7 @@ class Validation:
 
 
 def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:
-    """Build the run's validation; None if there is none before its last step.
+    """Build the run's validation; None if no step is due for one.
 
     A domain without text in its valid split is skipped with a warning.
 

@@ -54,7 +54,7 @@ def record_at(run_dir: Path, step: int) -> CheckpointRecord:
 
 
 def weights_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Name -> weight of a checkpoint."""
+    """Name -> model weight, a tensor, in a checkpoint."""
     with distributed(TrainingParallelOptions(), seed=0) as layout:
         reader = open_reader(CheckpointRecord.load(step_folder(run_dir, step)), layout)
         return {name: p.detach().clone() for name, p in reader.model.named_parameters()}

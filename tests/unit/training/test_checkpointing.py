@@ -1,4 +1,4 @@
-"""Checkpoints of a run on one rank: asynchronous saves, old ones deleted, and a full disk."""
+"""Checkpoints of a run on one rank: asynchronous saves, deletion of old checkpoints, full disks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASYNC = CheckpointingOptions(async_save=True)
 WRITE = "write_preloaded_data"
 SMALLER_THAN_ANY_FILE = 100
 SMALLER_THAN_THE_WEIGHTS = 50_000
-"""Bytes. Records, metrics and megatron's common.pt are smaller."""
+"""A file size limit in bytes. Records, metrics and megatron's common.pt are smaller."""
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def fill_disk(monkeypatch, capsys):  # capsys: the limit must not apply to captu
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_full_disk_costs_one_checkpoint_only(options_for, finished_run, fill_disk, async_save):
+def test_full_disk_loses_only_one_checkpoint(options_for, finished_run, fill_disk, async_save):
     run_dir = run_to_step_2(options_for)
     fill_disk(SMALLER_THAN_ANY_FILE, first=2, until=4)  # steps 4 and 5 of the run
     checkpointing = CheckpointingOptions(async_save=async_save)
@@ -113,7 +113,7 @@ def test_run_whose_last_checkpoint_cannot_be_written_fails_and_resumes(
     assert record_at(run_dir, 6).hash == record_at(finished_run, 6).hash
 
 
-def test_killed_writer_costs_one_checkpoint_only(options_for, tmp_path, monkeypatch):
+def test_killed_writer_loses_only_one_checkpoint(options_for, tmp_path, monkeypatch):
     real = getattr(FileSystemWriterAsync, WRITE)
 
     def killed_once(*arguments, **more):

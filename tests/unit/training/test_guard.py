@@ -60,7 +60,7 @@ def test_resumed_guard_decides_as_an_uninterrupted_one(cut):
     assert 0 < whole.skipped < 10
 
 
-def test_mixture_change_resets_the_bound():
+def test_mixture_change_resets_the_spike_threshold():
     losses = [2.0, 2.02, 1.98, 2.01] * 4
     same, changed = (make_guard(spike_factor=6.0, spike_window=8) for _ in range(2))
     assert all(guard.accepts(loss, 1.0, 0) for loss in losses for guard in (same, changed))

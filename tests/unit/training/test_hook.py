@@ -94,7 +94,7 @@ class Combiner(TrainingHook):
         return torch.tensor(self.weights, dtype=torch.float64)
 
 
-def test_hook_reads_the_losses_of_the_batch_and_weighs_them(passes, micro_batches, one_rank):
+def test_hook_reads_token_losses_and_weights_them(passes, micro_batches, one_rank):
     class Weigher(TrainingHook):
         weights: torch.Tensor | None = None
 
@@ -133,7 +133,7 @@ def test_hook_reads_the_losses_of_the_batch_and_weighs_them(passes, micro_batche
         assert sums[3, 0] > 0  # the logged losses are not weighted
 
 
-def test_domain_gradients_are_those_of_mean_losses_and_combine(
+def test_domain_gradients_equal_autograd_and_combine_by_weight(
     passes, micro_batches, one_rank, monkeypatch
 ):
     hook = Combiner([0.25, -1.5, 9.0, 3.0])
@@ -171,7 +171,7 @@ def plain_products(rows):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_products_of_long_rows_equal_float64(length):
+def test_dot_products_equal_float64_within_rounding(length):
     generator = torch.Generator().manual_seed(length)
     storage = torch.randn(5, length + 10, generator=generator) + 0.5
     rows = storage[1:4, 3 : 3 + length]

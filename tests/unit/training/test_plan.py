@@ -42,7 +42,7 @@ def changing(*changes: str) -> DataOptions:
     return DataOptions(mixture_change=(changes,), permutation="epoch")
 
 
-def test_a_plan_of_a_corpus(plan, corpus, tmp_path):
+def test_plan_reads_corpus_mixture_and_mixture_changes(plan, corpus, tmp_path):
     made = plan()
     assert made.data == corpus_tokens(corpus)
     assert made.schedule == MixtureSchedule.fixed([1 / 3] * 3)
@@ -74,7 +74,7 @@ def data_path(corpus, tmp_path):
     return changes
 
 
-def test_a_plan_of_a_data_path(plan, data_path, tmp_path):
+def test_plan_reads_a_data_path_with_or_without_weights(plan, data_path, tmp_path):
     made = plan(**data_path("30 NEWS 70 CODE", split="80,10,10"))
     assert made.schedule.weights_at(0) == (30.0, 70.0)
     assert made.mixture.weights == {"news": 0.3, "code": 0.7}
@@ -130,7 +130,7 @@ MISTAKES = """
 
 
 @pytest.mark.parametrize("flags", [line.strip() for line in MISTAKES.strip().splitlines()])
-def test_a_mistake_ends_with_status_2_and_writes_nothing(
+def test_invalid_options_exit_with_status_2_and_write_nothing(
     tmp_path, monkeypatch, capsys, corpus, flags
 ):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -38,7 +38,7 @@ SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
 TOKENS_PER_STEP = 8 * 32
 
 
-def test_records_of_a_finished_run(finished_run, corpus):
+def test_finished_run_records_tokens_losses_and_checkpoints(finished_run, corpus):
     run = TrainingRun.load(finished_run)
     assert (run.status, run.step, run.train_iters) == ("finished", 6, 6)
     assert run.tokens == 6 * TOKENS_PER_STEP
@@ -190,7 +190,7 @@ def test_deterministic_profile_and_dry_step_change_nothing(
 
 
 def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch):
-    """The data loader, the guard and stop requests are included."""
+    """The count includes the data loader, the guard and stop requests."""
     waits, run_step = [], trainer.Trainer._run_step
 
     def counting(trainer):

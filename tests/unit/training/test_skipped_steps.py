@@ -44,7 +44,7 @@ def test_infinite_gradient_in_the_last_step_is_skipped(
     assert record_at(run_dir, 6).hash != record_at(finished_run, 6).hash
 
 
-def test_streak_ends_the_run_at_a_checkpoint_from_before_it(
+def test_run_with_too_many_skipped_steps_fails_and_keeps_the_last_checkpoint(
     pretrain_options, finished_run, tmp_path, monkeypatch
 ):
     options = pretrain_options(tmp_path / "run", guards=THREE)
