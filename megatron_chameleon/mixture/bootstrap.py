@@ -138,8 +138,8 @@ def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArra
 # Limit on the number of values of all domains' windows in memory: 1 GiB in float32, enough for 80
 # domains of 4096 windows with 768 features.
 MAX_VALUES = 1 << 28
-# Minimum number of groups per domain: a variance estimated from 32 groups has a relative error of 1
-# / sqrt(2 * 31) = 13%.
+# Minimum number of groups per domain: a variance that is estimated from 32 groups has a relative
+# error of 1 / sqrt(2 * 31) = 13%.
 FEWEST_GROUPS = 32
 
 

@@ -206,7 +206,7 @@ class WeightResult:
 
     @property
     def effective_dimension(self) -> float:
-        """Sum of the scores: number of independent directions that the domains span."""
+        """Sum of the scores: the number of independent directions that matter at this ridge."""
         return float(self.scores.sum())
 
 
