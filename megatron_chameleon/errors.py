@@ -47,7 +47,8 @@ def system_error_message(error: BaseException) -> str | None:
     """One line on the system error that caused ``error``; None for a bug.
 
     Searches the chain of exceptions for the errno of an OSError, a MemoryError, or the text of a
-    system error in another library's exception. A bug in the handling of a system error is a bug.
+    system error in another library's exception. A bug's exception that is raised while a system
+    error is handled counts as a bug.
     """
     for cause in _chain(error):
         if isinstance(cause, MemoryError):

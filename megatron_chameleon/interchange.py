@@ -46,7 +46,7 @@ UNSAFE_IN_ARGS_FILE = re.compile(r"\s")
 
 @dataclasses.dataclass(frozen=True)
 class ExportOptions(CheckedOptions):
-    """Write a mixture in another trainer's format. Paths are absolute, weights exact.
+    """Write a mixture in another trainer's format. Paths are absolute, and weights are exact.
 
     Raises:
         UserError: for an option that does not apply to the format, or a number out of range.

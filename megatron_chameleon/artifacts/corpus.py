@@ -27,7 +27,7 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 # position and verifies every block that it touches.
 BLOCK_BYTES = 1 << 14
 
-# Leaves room for suffixes below the 255 bytes that file systems allow.
+# Leaves room for suffixes within the 255 bytes that file systems allow.
 MAX_FILE_NAME = 200
 
 

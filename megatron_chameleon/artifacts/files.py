@@ -193,7 +193,7 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def finish_replacements(parent: Path, name: str = "*") -> None:
-    """Undo or complete interrupted :func:`replace_folder` calls, before looking for the folders.
+    """Undo or complete interrupted calls of :func:`replace_folder`, before folders are opened.
 
     A missing folder is restored. If the folder exists, its old version is deleted.
 

@@ -143,7 +143,7 @@ class MixturePhase:
 
 
 def normalized(weights: dict[str, float], where: str) -> dict[str, float]:
-    """Scale ``weights`` to sum to 1, unless they do within ``SUM_TOLERANCE``.
+    """Scale ``weights`` to sum to 1, unless their sum is within ``SUM_TOLERANCE`` of it.
 
     Raises:
         UserError: if a weight is negative or not finite, or if all weights are zero.

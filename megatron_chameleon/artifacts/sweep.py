@@ -64,7 +64,7 @@ class Sweep(FolderRecord):
         """The points of an axis, in the order of its values.
 
         Raises:
-            UserError: if one of them is missing.
+            UserError: if a point is missing.
         """
         found = []
         for value in self.axes[parameter]:
@@ -82,7 +82,7 @@ class Sweep(FolderRecord):
         """The mixture of ``point``.
 
         Raises:
-            UserError: if it cannot be read, or its weights have changed since the sweep.
+            UserError: if the mixture cannot be read, or its weights have changed since the sweep.
         """
         path = self.root / point.mixture
         mixture = Mixture.load(path)

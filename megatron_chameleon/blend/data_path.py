@@ -54,7 +54,7 @@ class DataPath:
         counts = Counter(Path(prefix).resolve() for prefix in prefixes)
         twice = [prefix for prefix in prefixes if counts[Path(prefix).resolve()] > 1]
         if twice:
-            raise UserError(f"--data-path names {twice[0]} twice; add its weights up")
+            raise UserError(f"--data-path names {twice[0]} twice; add up the weights")
         return cls(tuple(prefixes), tuple(map(float, weights)) if pairs else None)  # type: ignore[arg-type]
 
 

@@ -144,11 +144,11 @@ def check_weights(data: TokenData, weights: Sequence[float]) -> None:
         )
     for name, weight in zip(data.names, weights, strict=True):
         if not math.isfinite(weight) or weight < 0:
-            raise UserError(f"weight of '{name}' is {weight}; weights are finite and not negative")
+            raise UserError(f"weight of '{name}' is {weight}; weights must be finite and >= 0")
     if np.count_nonzero(weights) > MAX_DOMAINS:
         raise UserError(
-            f"{np.count_nonzero(weights)} domains of {data.where} have a weight, and a blend holds "
-            f"{MAX_DOMAINS}; set the others to 0, or merge domains"
+            f"{np.count_nonzero(weights)} domains of {data.where} have a weight above 0, but a "
+            f"blend holds at most {MAX_DOMAINS}; set some weights to 0, or merge domains"
         )
     if not 0 < sum(weights) < math.inf:
         raise UserError("the weights must sum to a finite number above 0; scale them to sum to 1")

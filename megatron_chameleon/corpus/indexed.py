@@ -51,7 +51,7 @@ _BUFFER_BYTES = 1 << 20
 _INDEX_BLOCK = 1 << 17  # index entries written at a time
 # Sequences checked at a time: a block stays in the processor's cache.
 _CHECK_BLOCK = 1 << 15
-# Smaller files are read rather than mapped: a map costs more.
+# Smaller files are read rather than mapped, which is cheaper.
 _SMALL_FILE_BYTES = 1 << 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HINT = "restore it or preprocess again"

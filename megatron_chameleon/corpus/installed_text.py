@@ -164,7 +164,7 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     limits = dataclasses.asdict(options)
     del limits["output_dir"], limits["roots"]
     write_json(folder / SUMMARY_FILE, {"domains": summaries, "limits": limits})
-    for name in earlier - {SUMMARY_FILE}:  # temporary files of a killed run included
+    for name in earlier - {SUMMARY_FILE}:  # including temporary files of a killed run
         (folder / name).unlink(missing_ok=True)
     return gathered
 

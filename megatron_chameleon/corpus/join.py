@@ -324,7 +324,7 @@ def _ranges(
     """Yield the TEXT records of all texts, one range of digests at a time."""
     count = max(1, -(-sum(sum(shard.runs) for shard in shards) // _RANGE_TEXTS))
     edges = np.array([(i << 64) // count for i in range(1, count)], dtype=np.uint64)
-    runs = []  # shard, first record of a sorted run, and where the edges divide it
+    runs = []  # shard, first record of a sorted run, and positions of the edges in the run
     for number, shard in enumerate(shards):
         begin = 0
         for size in shard.runs:

@@ -278,7 +278,7 @@ def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
 
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
-    """A table with a row per domain and the total, and the documents left out."""
+    """Format a table of tokens, documents and documents left out, per domain and in total."""
     import pandas as pd
 
     rows = {}

@@ -403,7 +403,7 @@ def _batch(
 
 
 def text_digest(text: bytes) -> bytes:
-    """[16] bytes that identify a text: BLAKE2b of its UTF-8."""
+    """Return 16 bytes that identify a text: BLAKE2b of its UTF-8."""
     return hashlib.blake2b(text, digest_size=16).digest()
 
 

@@ -140,7 +140,7 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
         for source in _named_sources(flag, values, split)
     ]
     sources: list[Source] = []
-    counts: Counter[str] = Counter()  # of sources by domain before renaming
+    counts: Counter[str] = Counter()  # number of sources by domain before renaming
     for flag, source in named:
         name = _domain_of(source, domains, flag) if source.domain is None else None
         if name is None:
@@ -384,7 +384,7 @@ class DatasetName:
         """Parse ``text``.
 
         Raises:
-            UserError: if it has no name.
+            UserError: if ``text`` has no name.
         """
         rest, _, split = text.removeprefix(DATASET_PREFIX).partition("#")
         head, colon, config = rest.rpartition(":")
@@ -409,7 +409,7 @@ def read_dataset_shard(source: Source) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Stream the rows of one shard with ``datasets``; row numbers count from 1.
 
     Raises:
-        UserError: if they cannot be read.
+        UserError: if the rows cannot be read.
     """
     name = DatasetName.parse(source.path)
     with _dataset_errors(name):

@@ -143,7 +143,7 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
     shards_at_least = sum(source.bytes for source in sources) // options.shard_bytes
     if shards_at_least > _MAX_SHARDS:
         raise UserError(
-            f"--shard-bytes {options.shard_bytes} makes {shards_at_least} shards; use a larger one"
+            f"--shard-bytes {options.shard_bytes} makes {shards_at_least} shards; increase it"
         )
     compared = {
         **json_values(options.source),
@@ -319,7 +319,7 @@ class CorpusFolder:
 
 
 def _is_of_ended_process(name: str) -> bool:
-    """Whether a process of this machine that has ended made the staging directory ``name``."""
+    """Whether the staging directory ``name`` is of a process of this machine that has ended."""
     made_here = re.fullmatch(rf"{re.escape(socket.gethostname())}-(\d+)-\w+", name)
     return made_here is not None and not psutil.pid_exists(int(made_here[1]))
 

@@ -354,7 +354,7 @@ class TokenizerFile:
         return tokenizer_hash(self.content, self.pattern, self.special_tokens)
 
     def open(self) -> Encoder:
-        """Open the file in its library. Raises UserError if it cannot be read there."""
+        """Open the file in its library. Raises UserError if the library cannot read it."""
         if self.kind == "tokenizers":
             return JsonEncoder(self.path, self.content)
         if self.kind == "sentencepiece":

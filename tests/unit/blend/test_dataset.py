@@ -67,7 +67,7 @@ def megatron_samples(corpus, one_rank, tmp_path):
 
 
 def of_data_path(corpus, text, num_samples, split="1", weights=None):
-    """The samples of ``--data-path text``; ``weights`` are the sizes if it has no weights."""
+    """Open the samples of ``--data-path text``; pass sizes as ``weights`` if it has no weights."""
     path = DataPath.parse(text)
     return BlendedTokens(
         data_path_tokens(path, split, corpus.tokenizer),
@@ -94,8 +94,8 @@ THREE_DOMAINS = {"long": "0.4 ", "short": "0.35 ", "tiny": "0.25 "}
 TWO_DOMAINS = {"long": "30 ", "short": "70 "}
 
 
-# Numbers of samples for which a domain is read for less than one epoch, for one to two, and for
-# many, whose final epoch is shuffled separately or not.
+# Numbers of samples that need less than one epoch of a domain, one to two epochs, or many; Megatron
+# shuffles the final epoch of some of them separately.
 @pytest.mark.parametrize(
     ("num_samples", "split", "weights"),
     [

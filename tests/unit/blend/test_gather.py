@@ -38,7 +38,7 @@ def token_file(lengths, dtype, rng):
 
 
 def indexed_view(lengths, dtype, index_dtype, seq_length, first, seed):
-    """A view of windows over documents in random order, that order, and where windows begin."""
+    """Return a view by random Megatron indices, the order of documents, and each window's begin."""
     rng = np.random.default_rng(seed)
     file = token_file(lengths, dtype, rng)
     documents = rng.permutation(len(lengths)).astype(np.int32)

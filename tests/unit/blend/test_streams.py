@@ -73,7 +73,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
 
 def build_concurrently(folder, start, results):
     def slowly():
-        time.sleep(0.2)  # so that all of them build
+        time.sleep(0.2)  # so that all threads build the entry
         return arrays_of(50)
 
     start.wait()

@@ -60,7 +60,7 @@ class _HubHandler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_GET  # noqa: N815
 
     def _describe(self, repository: Path, parts: list[str], body: dict[str, Any]) -> None:
-        """The API's description of the commit, of a folder, or of the requested paths."""
+        """Return the API's JSON for the commit, a folder, or the requested paths."""
         what, folder = parts[0], "/".join(parts[2:-2])
         if what in ("", "revision"):
             self._send(json.dumps({"id": repository.name, "sha": COMMIT, "siblings": []}).encode())

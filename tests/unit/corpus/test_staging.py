@@ -68,7 +68,7 @@ def test_plans_differ_only_in_options_that_change_shards(
     ):
         assert named in (changed.difference(begun) or "")
     monkeypatch.setattr(staging, "_MAX_SHARDS", 100)
-    with pytest.raises(UserError, match=r"^--shard-bytes 1 makes \d+ shards; use a larger one$"):
+    with pytest.raises(UserError, match=r"^--shard-bytes 1 makes \d+ shards; increase it$"):
         plan((a, b), shard_bytes=1)
 
 

@@ -203,7 +203,7 @@ def test_long_texts_that_tiktoken_fails_on_are_divided(tiktoken_file):
 
 
 def test_gpt2_files_may_have_other_names_and_orders(tokenizer_json, tmp_path):
-    """As transformers, Megatron-LM and the first release call them."""
+    """Use the names in transformers, in Megatron-LM and in the first release of GPT-2."""
     vocab_file = write_gpt2_files(tokenizer_json, tmp_path)
     expected = tokenizer_json_of(vocab_file)
     assert tokenizer_json_of(write_gpt2_files(tokenizer_json, tmp_path, "gpt2-")) == expected
