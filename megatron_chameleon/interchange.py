@@ -38,7 +38,7 @@ APPLIES_TO: dict[str, tuple[ExportFormat, ...]] = {
     "split": ("megatron-data-path", "megatron-data-args", "olmo-core"),
     "token_budget": ("olmo-core",),
 }
-# Characters in a path that split or change a word in $(...) or between double quotes.
+# Characters at which a shell splits or changes a path in $(...) or double quotes.
 UNSAFE_IN_SHELL = re.compile(r"""[\s*?\[\\$`"']""")
 # Megatron-LM splits the file's content at white space, without quoting.
 UNSAFE_IN_ARGS_FILE = re.compile(r"\s")
@@ -78,9 +78,9 @@ class ExportOptions(CheckedOptions):
     """Replace an existing output file."""
     split: Literal["train", "valid", "test"] | None = None
     """The split whose files megatron-data-path, megatron-data-args and olmo-core list; default:
-    train. The other formats list all splits, or none."""
+    train. The other formats list either all splits or none."""
     token_budget: LargeCount | None = None
-    """Training tokens, for olmo-core only, whose limit on repeated text is computed from them;
+    """Training tokens; only for olmo-core, which computes its limit on repeated text from them;
     default: the token budget of the mixture."""
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class WeightedDomain:
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """The content of an export.
+    """The domains and settings from which an export is written.
 
     Attributes:
         domains: all domains of the corpus, in its order.
@@ -175,7 +175,7 @@ def export_mixture(options: ExportOptions) -> None:
 
 
 def exported_text(options: ExportOptions) -> str:
-    """The content that :func:`export_mixture` writes.
+    """Return the text that :func:`export_mixture` writes.
 
     Raises:
         UserError: as :func:`export_mixture`, or for a weight on a domain that the corpus does not
@@ -201,7 +201,7 @@ def _json(value: object) -> str:
 
 
 def megatron_data_path(export: Export) -> str:
-    """``WEIGHT PREFIX WEIGHT PREFIX ...`` on one line, for ``--train-data-path``.
+    """Format ``WEIGHT PREFIX WEIGHT PREFIX ...`` on one line, for ``--train-data-path``.
 
     Raises:
         UserError: for a path that a shell or Megatron-LM would split.
@@ -210,7 +210,7 @@ def megatron_data_path(export: Export) -> str:
 
 
 def megatron_data_args(export: Export) -> str:
-    """Contents of a ``--data-args-path`` file: a weight and a prefix per line.
+    """Format the file for ``--data-args-path``, with a weight and a prefix per line.
 
     Raises:
         UserError: for a path with white space, at which Megatron-LM would split it.
@@ -221,7 +221,7 @@ def megatron_data_args(export: Export) -> str:
 
 
 def megatron_per_split(export: Export) -> str:
-    """The JSON of ``--per-split-data-args-path``: split -> arguments, or null without text.
+    """Format the JSON for ``--per-split-data-args-path``: split -> arguments; null if empty.
 
     The arguments are a list, so that paths may contain white space.
 
@@ -232,7 +232,7 @@ def megatron_per_split(export: Export) -> str:
 
 
 def megatron_bridge(export: Export) -> str:
-    """Keyword arguments of Megatron Bridge's ``GPTDatasetConfig``, as JSON.
+    """Format keyword arguments of Megatron Bridge's ``GPTDatasetConfig`` as JSON.
 
     ``blend_per_split`` has the list of prefixes and the list of weights for train, valid and test;
     ``blend`` and ``split`` must then be null, whatever the recipe sets.
@@ -248,7 +248,7 @@ def megatron_bridge(export: Export) -> str:
 
 
 def _words(export: Export, split: Split) -> list[str]:
-    """Weight, prefix, weight, prefix ... of the files of ``split``."""
+    """List the weight and prefix of each domain in turn, for the files of ``split``."""
     words = []
     for domain in export.sampled_from(split):
         prefix = domain.prefixes[split]
@@ -277,7 +277,7 @@ def _bare_words(export: Export, unsafe: re.Pattern[str]) -> list[str]:
 
 
 def torchtitan(export: Export) -> str:
-    """Keyword arguments of ``HFDataSource``, one set per domain, under the key ``sources``.
+    """Format JSON whose ``sources`` has the keyword arguments of one ``HFDataSource`` per domain.
 
     ``InterleavedHuggingFaceTextDataLoader`` samples packed sequences by these weights, so they are
     shares of the tokens. torchtitan reads text, not .bin files: each domain must be registered in
@@ -300,7 +300,7 @@ def torchtitan(export: Export) -> str:
 
 
 def olmo_core(export: Export) -> str:
-    """A ``SourceMixtureList`` as JSON, with the .bin files of the corpus.
+    """Format a ``SourceMixtureList`` as JSON, with the .bin files of the corpus.
 
     OLMo-core reads these files as they are: token ids without a header, each document ended by the
     end-of-document token. Its ``dtype`` is ``uint16`` or ``uint32`` (for our int32: no id is
@@ -331,10 +331,10 @@ def olmo_core(export: Export) -> str:
 
 
 def litgpt(export: Export) -> str:
-    """Arguments of litdata's ``CombinedStreamingDataset`` as JSON, with names for data sets.
+    """Format arguments of litdata's ``CombinedStreamingDataset`` as JSON, with domain names.
 
-    litdata reads its own chunks, not .bin files: replace each name by a ``StreamingDataset``.
-    ``iterate_over_all`` is false because litdata rejects weights otherwise.
+    litdata reads its own chunks, not .bin files: replace each domain's name by a
+    ``StreamingDataset``. ``iterate_over_all`` is false because litdata rejects weights otherwise.
     """
     sampled = export.sampled()
     arguments = {
@@ -346,7 +346,7 @@ def litgpt(export: Export) -> str:
 
 
 def csv_table(export: Export) -> str:
-    """Comma-separated values (RFC 4180) with a header: domain, weight, tokens and prefixes."""
+    """Format as CSV (RFC 4180) with a header: domain, weight, tokens and prefixes."""
     import pandas as pd
 
     table: str = pd.DataFrame(_rows(export)).to_csv(index=False, lineterminator="\n")
@@ -354,7 +354,7 @@ def csv_table(export: Export) -> str:
 
 
 def json_table(export: Export) -> str:
-    """The rows of the CSV table as a JSON list of objects."""
+    """Format the rows of the CSV format as a JSON list of objects."""
     return _json(_rows(export))
 
 

@@ -41,11 +41,11 @@ from megatron_chameleon.report.run_folder import (
 from megatron_chameleon.report.tables import Table
 
 LEAST_RATIO = 2.0
-"""Mixtures are distinguishable if their spread is at least this many times that of the seeds."""
+"""Mixtures are distinguishable if between_mixtures / between_seeds is at least this."""
 UNITS = {"flops": "FLOPs", "device_seconds": "device-seconds"}
 HINT = "examples/compare_methods.sh adds what is missing"
 REFERENCE = "chameleon"
-# Mixtures of these methods also exist with proxies of fewer steps, with this suffix.
+# Mixtures of these methods have this suffix if their proxies were trained for fewer steps.
 SHORTER_PROXIES, SHORTER_SUFFIX = ("doremi", "doge"), "-2k"
 # Options of a base run that may differ between compared runs: paths, the compared settings, and
 # options that do not change results.
@@ -59,11 +59,11 @@ Array = NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class ComparedMixture:
-    """A mixture with its cost, and its base models and their evaluations, by seed.
+    """A mixture with its cost, base models and their evaluations, in the order of the seeds.
 
     Attributes:
         paid: cost to obtain the mixture, including its inputs.
-        same_as: label of a mixture with the same weights, whose models are shown.
+        same_as: label of an earlier mixture with the same weights, whose models are used here too.
     """
 
     name: str
@@ -92,14 +92,14 @@ def paired_difference(ours: Array, theirs: Array) -> tuple[float, float, float]:
 
 
 def spread_of(averages: Array) -> dict[str, Any]:
-    """Spread between mixtures and between seeds of ``averages`` [m, s], at least two of both.
+    """Standard deviation of ``averages`` [m, s] between mixtures and between seeds; m, s >= 2.
 
     Returns:
         ``between_mixtures``: standard deviation, over mixtures, of their means over seeds.
         ``between_seeds``: pooled standard deviation within mixtures after removing the seed's
         effect: the root of the sum of squared residuals of y[m, s] = mixture m + seed s, divided by
-        their (m - 1)(s - 1) degrees of freedom. ``ratio`` of the two, infinite without any effect
-        of the seed; without any effect of the mixture it is around 1 / sqrt(number of seeds).
+        their (m - 1)(s - 1) degrees of freedom. ``ratio``: between_mixtures / between_seeds; it
+        is infinite if the seed has no effect, and around 1 / sqrt(s) if the mixture has none.
         ``are_distinguishable``: whether the ratio is ``LEAST_RATIO`` or more.
     """
     by_mixture = averages.mean(axis=1, keepdims=True)
@@ -118,7 +118,7 @@ def spread_of(averages: Array) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MethodComparison:
-    """m mixtures with s seeds on k domains.
+    """Results of m mixtures, each with s seeds, on k domains.
 
     Attributes:
         options: options with the names and seeds.
@@ -134,23 +134,23 @@ class MethodComparison:
 
     @property
     def averages(self) -> Array:
-        """[m, s]: average over domains, each with the same weight, as in the paper's tables."""
+        """Perplexities [m, s], averaged over domains with equal weights, as in the paper."""
         averages: Array = self.perplexities.mean(axis=2)
         return averages
 
     @property
     def baseline(self) -> ComparedMixture:
-        """The mixture that the others' perplexities are compared with."""
+        """The mixture with whose perplexities all others are compared."""
         return self.mixtures[self.options.baseline]
 
     @property
     def reference(self) -> ComparedMixture | None:
-        """The mixture that the others' costs are divided by, if it is compared."""
+        """The mixture by whose cost all costs are divided; None if it is not compared."""
         return self.mixtures.get(self.options.reference or REFERENCE)
 
     @property
     def spread(self) -> dict[str, Any] | None:
-        """Spread over the mixtures with separate models; None for a single one."""
+        """:func:`spread_of` the mixtures with separate models; None if there is only one."""
         rows = [i for i, each in enumerate(self.mixtures.values()) if each.same_as is None]
         return spread_of(self.averages[rows]) if len(rows) > 1 else None
 
@@ -198,12 +198,12 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
     """Compare the mixtures in ``options``, print the tables, and write them to 7-report.
 
     Raises:
-        UserError: if something is missing or cannot be compared.
+        UserError: if a mixture, run or evaluation is missing or cannot be compared.
     """
     stem, record = options.run / REPORT / options.name, options.record
     targets = [(stem.with_suffix(".json"), (".png", ".txt", ".md", ".csv"))]
     for path, suffixes in targets + ([] if record is None else [(record, (".md",))]):
-        # Only an earlier comparison is replaced.
+        # Replace existing files only if they are of an earlier comparison.
         keys = read_json(path, "choose another name").keys() if path.is_file() else set()
         if not keys >= {"seeds", "mixtures"}:
             require_new([path, *map(path.with_suffix, suffixes)], "choose another name")
@@ -241,7 +241,7 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         UserError: if something is missing, unfinished, or cannot be compared.
     """
     if "uniform" not in folder.mixtures and folder.base_runs:
-        # --mixture uniform needs no file.
+        # Base runs with --mixture uniform need no mixture file.
         uniform = Mixture.uniform(list(next(iter(folder.base_runs.values())).mixture))
         path = folder.root / MIXTURE / "uniform.json"
         folder = dataclasses.replace(
@@ -319,10 +319,10 @@ def _load_base(
 
 
 def _require_last_checkpoint(path: Path, result: EvaluationResult, run: TrainingRun) -> None:
-    """Raise UserError unless ``result``, read from ``path``, is of the last weights of ``run``."""
+    """Raise UserError unless ``result``, from ``path``, is of the last checkpoint of ``run``."""
     folders = checkpoint_folders(run.root)
     if not folders:
-        raise UserError(f"{run.root} has no checkpoint; put it back, or delete the run, and {HINT}")
+        raise UserError(f"{run.root} has no checkpoint; restore it, or delete the run, and {HINT}")
     if (result.step, result.checkpoint_hash) != (run.step, CheckpointRecord.load(folders[-1]).hash):
         raise UserError(
             f"{path} evaluates other weights (step {result.step} of {result.checkpoint}) than "
@@ -337,7 +337,7 @@ def require_choice(options: CompareMethodsOptions, methods: Collection[str]) -> 
         path = options.run / MIXTURE / f"{name}.json"
         if name not in known and not path.is_file():
             raise UserError(
-                f"--mixtures {name}: unknown method, and there is no {path}; "
+                f"--mixtures {name}: unknown method, and {path} does not exist; "
                 f"choose from {', '.join(sorted(known))}"
             )
 
@@ -351,7 +351,7 @@ def require_evaluations(options: CompareMethodsOptions) -> None:
 
 
 def comparison_table(compared: MethodComparison) -> Table:
-    """A column per mixture: weights, average perplexity over seeds, and cost to obtain it."""
+    """Table with a column per mixture: weights, average perplexity over seeds, and cost."""
     baseline, reference, count = compared.baseline, compared.reference, len(compared.domains)
     rows = {
         "average_perplexity": ("average perplexity", tables.format_perplexity),
@@ -385,7 +385,7 @@ def comparison_table(compared: MethodComparison) -> Table:
 
 
 def domain_table(compared: MethodComparison) -> Table:
-    """Per domain: mean perplexity over seeds, and its standard deviation."""
+    """Table of every domain's mean perplexity over seeds, with its standard deviation."""
     labels, found = [m.label for m in compared.mixtures.values()], compared.perplexities
     means = pd.DataFrame(found.mean(axis=1), labels, compared.domains).T
     deviations = pd.DataFrame(found.std(axis=1, ddof=1), labels, compared.domains).T
@@ -404,7 +404,7 @@ def notes(compared: MethodComparison) -> list[str]:
         f"{run.step:,} steps ({run.tokens:,} tokens) with {len(seeds)} seeds "
         f"({', '.join(map(str, seeds))}); models of one seed start from the same weights and "
         f"sample with the same seed. Perplexity on {protocol.describe()}, averaged over domains, "
-        "each with the same weight."
+        "all with the same weight."
     ]
     spread = compared.spread
     if spread is not None:
@@ -436,19 +436,22 @@ def notes(compared: MethodComparison) -> list[str]:
     for each in mixtures:
         if each.same_as is not None:
             sentences.append(
-                f"{each.label} has the weights of {each.same_as}: the same models are shown."
+                f"{each.label} has the same weights as {each.same_as}, so both columns show the "
+                "same models."
             )
         if not each.paid.is_known:
             missing = ", ".join(each.paid.missing)
-            sentences.append(f"The cost of {each.label} is unknown: no cost of {missing}.")
+            sentences.append(
+                f"The cost of {each.label} is unknown: no cost is recorded for {missing}."
+            )
     return sentences
 
 
 def cost_figure(compared: MethodComparison) -> Figure:
-    """Average perplexity against FLOPs: a dot for each base model, a bar at each mixture's mean.
+    """Plot average perplexity against FLOPs: a dot per base model, a bar at each mixture's mean.
 
-    The axis of FLOPs is logarithmic, and linear near 0. Mixtures of unknown cost are only in the
-    legend.
+    The FLOPs axis is logarithmic, and linear near 0. Mixtures of unknown cost appear in the legend
+    only.
     """
     figure = figures.new_figure(8.0, 4.8)
     axes = figure.add_subplot()
@@ -511,7 +514,7 @@ def as_json(compared: MethodComparison) -> dict[str, Any]:
 
 
 def as_csv(compared: MethodComparison) -> str:
-    """A line per mixture: its figures, the average of each seed, then weights by domain."""
+    """CSV with a line per mixture: metrics, average perplexity per seed, and domain weights."""
     lines = []
     for (name, details), averages in zip(compared.details.items(), compared.averages, strict=True):
         line = {k: v for k, v in details.items() if isinstance(v, float | int | str)}

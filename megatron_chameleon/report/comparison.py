@@ -49,7 +49,7 @@ _SEED = re.compile(r"-seed(\d+)\b")
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """An evaluation and the base run of the same name, where the run folder has it."""
+    """An evaluation, and the base run of the same name if the run folder has it."""
 
     name: str
     label: str
@@ -58,12 +58,12 @@ class Evaluated:
 
     @property
     def seed(self) -> int | None:
-        """The seed in the name; None without one."""
+        """The seed in the run's name; None if the name has none."""
         found = _SEED.search(self.name)
         return None if found is None else int(found[1])
 
     def has_weights_of(self, other: Evaluated) -> bool:
-        """Whether both were trained with the same weights."""
+        """Whether both runs were trained with the same weights."""
         if self.run is None or other.run is None:
             return False
         return same_weights(self.run.mixture, other.run.mixture)
@@ -71,7 +71,7 @@ class Evaluated:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Evaluated runs, the baseline first, all under one protocol on one corpus."""
+    """Runs evaluated under one protocol on one corpus; the baseline, if any, comes first."""
 
     runs: tuple[Evaluated, ...]
     baseline: Evaluated | None
@@ -97,7 +97,7 @@ class Comparison:
         return self.by_domain(lambda loss: loss.perplexity)
 
     def by_domain(self, figure: Callable[[DomainLoss], float | None]) -> pd.DataFrame:
-        """``figure`` of each domain (rows) and run (columns, by label)."""
+        """Apply ``figure`` to the losses of each domain (rows) and run (columns, by label)."""
         columns = {
             run.label: [figure(run.result.domains[name]) for name in self.domains]
             for run in self.runs
@@ -105,9 +105,9 @@ class Comparison:
         return pd.DataFrame(columns, index=self.domains, dtype=float)
 
     def counts_better(self, perplexity: pd.DataFrame) -> list[list[str]]:
-        """A summary row: in how many domains each column is better than the first.
+        """Summary row that counts the domains in which each column is better than the first.
 
-        Without a baseline or other columns there is no row.
+        The list is empty if there is no baseline or only one column.
         """
         if self.baseline is None or len(perplexity.columns) < 2:
             return []
@@ -121,14 +121,14 @@ class Comparison:
         summary: Iterable[Sequence[str]] = (),
         notes: Iterable[str] = (),
     ) -> Table:
-        """A table of texts by domain; domains without held-out text have '-' in all columns."""
+        """Build a table of formatted columns by domain; '-' for domains without held-out text."""
         texts = pd.concat(columns, axis=1).reindex([*self.domains, *self.left_out])
         return Table.by_row(title, "domain", texts, summary, notes)
 
 
 @dataclasses.dataclass(frozen=True)
 class SeedGroup:
-    """Runs with the same weights whose names differ by their seed only; or a single run.
+    """Runs with the same weights whose names differ in the seed only; or a single run.
 
     The standard deviation across seeds measures the noise of training. The standard error of a
     single run measures the sampling of the held-out text.
@@ -150,10 +150,10 @@ class SeedGroup:
 
 
 def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
-    """The evaluated runs of ``folder``.
+    """Load the evaluated runs of ``folder``.
 
     Args:
-        folder: with at least one evaluation.
+        folder: run folder with at least one evaluation.
         baseline: name of an evaluated run; None takes the first one trained with uniform weights.
 
     Raises:
@@ -267,7 +267,7 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
 def _over_seeds(
     perplexity: pd.DataFrame, groups: Iterable[SeedGroup]
 ) -> pd.api.typing.DataFrameGroupBy[Any]:
-    """Group the columns of ``perplexity``, a run each, by the labels of ``groups``."""
+    """Group the columns of ``perplexity``, one per run, by the labels of ``groups``."""
     labels = {run.label: group.label for group in groups for run in group.runs}
     return perplexity.T.groupby(labels, sort=False)
 
@@ -307,12 +307,12 @@ def findings(comparison: Comparison) -> list[str]:
 
 
 def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
-    """Per domain: training weight, its interval, and the held-out perplexity of every run.
+    """Table of each domain's training weight, its interval, and every run's perplexity.
 
-    The average gives each domain the same weight, as in the paper's tables.
+    The average over domains weights all domains equally, as in the paper's tables.
     """
     runs = comparison.runs
-    # The distinct mixtures of the runs; the baseline's only where there is no other run.
+    # The distinct mixtures of the runs; the baseline's is shown only if there is no other run.
     mixed: list[Evaluated] = []
     for run in comparison.others or runs:
         if run.run is not None and not any(run.has_weights_of(other) for other in mixed):
@@ -335,7 +335,7 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     notes = [f"On {runs[0].result.protocol.describe()}. Lower is better{marked}."]
     if comparison.left_out:
         empty = ", ".join(comparison.left_out)
-        notes.append(f"No held-out text, and not in the average: {empty}.")
+        notes.append(f"Domains without held-out text, not in the average: {empty}.")
     columns = [
         pd.DataFrame(weights),
         unigram.map(format_perplexity).rename("unigram perplexity"),
@@ -345,9 +345,9 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
 
 
 def seed_table(comparison: Comparison) -> Table | None:
-    """Per domain the mean over seeds of every method, ± their standard deviation.
+    """Table of every method's mean perplexity over seeds, ± standard deviation, by domain.
 
-    None where no method has several seeds.
+    The result is None if no method has several seeds.
     """
     groups = seed_groups(comparison)
     if all(len(group.runs) == 1 for group in groups):
@@ -359,13 +359,13 @@ def seed_table(comparison: Comparison) -> Table | None:
     texts = formatted(means, format_perplexity, min, over_seeds.std().T)
     summary = [["average", *texts.iloc[-1]], *comparison.counts_better(means.iloc[:-1])]
     seeds = ", ".join(f"{group.label} {len(group.runs)}" for group in groups)
-    note = f"Means over seeds ± the standard deviation across seeds; seeds: {seeds}."
+    note = f"Means over seeds ± the standard deviation across seeds. Seeds: {seeds}."
     columns = [texts.add_prefix("perplexity ")]
     return comparison.table("Held-out perplexity over seeds", columns, summary, [note])
 
 
 def loss_table(comparison: Comparison) -> Table:
-    """Per domain: predicted tokens, the loss of every run, and the others' minus the baseline's."""
+    """Table by domain: predicted tokens, every run's loss, and its difference to the baseline."""
     runs, baseline = comparison.runs, comparison.baseline
     tokens = pd.Series({n: f"{d.tokens:,}" for n, d in runs[0].result.domains.items()})
     losses = comparison.by_domain(lambda d: d.loss)
@@ -375,8 +375,8 @@ def loss_table(comparison: Comparison) -> Table:
         formatted(losses, "{:.4f}".format, errors=errors).add_prefix("loss "),
     ]
     notes = [
-        "Nats per token ± the standard error over documents: the effect of sampling the held-out "
-        "text, not that of another training run."
+        "Losses are in nats per token, ± the standard error over documents. The error measures the "
+        "sampling of the held-out text, not the variation between training runs."
     ]
     summary = []
     if baseline is not None and comparison.others:
@@ -401,13 +401,13 @@ def loss_table(comparison: Comparison) -> Table:
             summary.append([label, *(f"{n} of {k}" if k else MISSING for n, k in counts)])
         notes.append(
             f"Differences to {baseline.label} are paired: both models predict the same tokens. The "
-            f"last rows count those beyond {SURE:g} standard errors."
+            f"last rows count the differences beyond {SURE:g} standard errors."
         )
     return comparison.table("Held-out loss", columns, summary, notes)
 
 
 def bits_per_byte_table(comparison: Comparison) -> Table | None:
-    """Per domain: bytes of text and bits per byte of every run; None where no bytes are known."""
+    """Table by domain: bytes of text and every run's bits per byte; None if no bytes are known."""
     sizes = {name: d.text_bytes for name, d in comparison.runs[0].result.domains.items()}
     if not any(sizes.values()):
         return None

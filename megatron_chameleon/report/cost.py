@@ -76,7 +76,7 @@ class MixtureCost:
         return float(self.mixture.parameters.get("paper_flops") or 0.0)
 
     def cells(self) -> list[str]:
-        """FLOPs and device-hours, 'unknown' where they are incomplete."""
+        """Format FLOPs and device-hours, or 'unknown' if the cost is incomplete."""
         if not self.is_known:
             return [UNKNOWN, UNKNOWN]
         return [format_flops(self.cost.flops), format_hours(self.cost.device_seconds)]
@@ -115,7 +115,7 @@ def ledger_of(folder: RunFolder) -> Ledger:
     proxies = {}
     for run in folder.proxies.values():
         for checkpoint in run.checkpoints:
-            # With a damaged checkpoint, the mixture's proxy is listed as missing.
+            # If the checkpoint is damaged, the mixture's proxy is listed as missing.
             with contextlib.suppress(UserError):
                 proxies[CheckpointRecord.load(run.root / checkpoint).hash] = run
     mixtures, entries = {}, folder.costs()
@@ -156,7 +156,7 @@ def cost_tables(folder: RunFolder) -> list[Table]:
 
 
 def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
-    """FLOPs and device-hours per mixture, including its inputs, and multiples of Chameleon's."""
+    """Table of FLOPs and device-hours per mixture, inputs included, and relative to Chameleon's."""
     by_method = {m.mixture.method: n for n, m in reversed(list(ledger.mixtures.items()))}
     reference = next((by_method[m] for m in REFERENCE_METHODS if m in by_method), None)
     by_paper = any("paper_flops" in m.mixture.parameters for m in ledger.mixtures.values())
@@ -190,22 +190,22 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
     for name, mixture in ledger.mixtures.items():
         if mixture.missing:
             is_recorded = "total_cost" in mixture.mixture.parameters
-            rest = "; the total in its file is shown" if is_recorded else ""
+            rest = "; the table shows the total that its file records" if is_recorded else ""
             missing = ", ".join(mixture.missing)
-            notes.append(f"Not found for {name}, and not counted: {missing}{rest}.")
+            notes.append(f"Missing in the cost of {name}: {missing}{rest}.")
     return Table.of("Cost to obtain each mixture", header, rows, notes=notes)
 
 
 def _made_from(
     folder: RunFolder, mixture: Mixture, proxies: Mapping[str, TrainingRun], path: tuple[Path, ...]
 ) -> tuple[dict[str, Cost], list[str]]:
-    """Costs of a mixture's inputs, and descriptions of missing ones.
+    """Costs of a mixture's inputs, and descriptions of the inputs whose cost is missing.
 
     Args:
-        folder: of the run.
-        mixture: whose parts are looked up.
+        folder: run folder.
+        mixture: the mixture whose inputs are looked up.
         proxies: checkpoint hash -> the run in 2-proxy that saved it.
-        path: the mixture's file last, preceded by those of the mixtures that it is a part of.
+        path: the mixture's file at the end, preceded by the files of the mixtures that include it.
     """
     parts: dict[str, Cost] = {}
     missing: list[str] = []
@@ -228,7 +228,7 @@ def _made_from(
         if place.is_file() and place.suffix == ".json":
             part = Mixture.load(place)
             parts[_entry(folder, place)] = part.cost
-            if place not in path:  # two mixtures may name each other, if overwritten in turn
+            if place not in path:  # overwritten mixtures can name each other
                 found, lacking = _made_from(folder, part, proxies, (*path, place))
                 parts |= found
                 missing += lacking
@@ -240,7 +240,7 @@ def _made_from(
 
 
 def _costs_at(place: Path) -> Iterator[tuple[Path, Cost]]:
-    """The artifact at ``place``, or those in the folder."""
+    """Paths and costs of the artifact at ``place``, or of all artifacts in that folder."""
     for kind in (SwarmRecord, TrainingRun, EmbeddingStore):
         if kind.exists(place):
             yield place, kind.load(place).cost
@@ -251,7 +251,7 @@ def _costs_at(place: Path) -> Iterator[tuple[Path, Cost]]:
 
 
 def _entry(folder: RunFolder, place: Path) -> str:
-    """Ledger key of the artifact at ``place``, independent of the referring path."""
+    """Ledger key of the artifact at ``place``, the same for every path that leads to it."""
     if place in folder.entries:
         return folder.entries[place]
     name = place.with_suffix("") if place.suffix == ".json" else place

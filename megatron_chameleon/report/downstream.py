@@ -33,7 +33,7 @@ METRIC_NAMES = {"acc_norm": "normalised accuracy", "acc": "accuracy"}
 
 @dataclasses.dataclass(frozen=True)
 class DownstreamComparison:
-    """Results on the same questions, the baseline's first.
+    """Downstream results on the same questions; the baseline's, if any, comes first.
 
     Attributes:
         results: label of a run -> its result; at least one.
@@ -47,19 +47,19 @@ class DownstreamComparison:
 
     @property
     def protocol(self) -> DownstreamProtocol:
-        """The protocol of all results."""
+        """The evaluation protocol, which all results share."""
         return next(iter(self.results.values())).protocol
 
     def complete(self, shots: int | None = None) -> list[str]:
-        """The tasks that every run has with this, or with every number of shots."""
+        """Tasks that every run has with ``shots`` shots or, if None, with every number of shots."""
         return list(self.accuracies(shots).dropna().index)
 
     def accuracies(self, shots: int | None = None, field: str = "accuracy") -> pd.DataFrame:
         """Accuracy, or its standard error, by task (rows) and label of the run (columns).
 
         Args:
-            shots: number of solved examples; None takes the mean over all numbers of shots. NaN
-                where it was not evaluated; there is no mean unless all of them were.
+            shots: number of solved examples; None takes the mean over all numbers of shots. A value
+                that was not evaluated is NaN, and so is a mean if any number of shots is missing.
             field: "accuracy" or "standard_error".
         """
         found = pd.DataFrame(math.nan, self.tasks, list(self.results))
@@ -73,10 +73,10 @@ class DownstreamComparison:
 def compare_downstream(
     folder: RunFolder, baseline: str | None = None
 ) -> DownstreamComparison | None:
-    """The downstream results of ``folder``; None where there are none.
+    """Load the downstream results of ``folder``; None if it has none.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         baseline: name of a base run; None takes the first one trained with uniform weights.
 
     Raises:
@@ -99,7 +99,7 @@ def compare_downstream(
 
 
 def base_run_of(folder: RunFolder, name: str) -> str:
-    """Name of the base run that a downstream result is of; ``name`` if none is found."""
+    """Name of the base run that downstream result ``name`` is of; ``name`` if none is found."""
     for candidate in (name, name.removesuffix(DOWNSTREAM_SUFFIX)):
         if candidate in folder.base_runs:
             return candidate
@@ -109,19 +109,20 @@ def base_run_of(folder: RunFolder, name: str) -> str:
 
 
 def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Table]:
-    """Accuracy in percent by task: the mean over shots, and by number of shots.
+    """Tables of accuracy in percent by task: the mean over shots, and each number of shots.
 
-    Args and raises as for :func:`compare_downstream`; no tables where there are no results.
+    Arguments and errors are those of :func:`compare_downstream`. The list is empty if there are no
+    results.
     """
     found = compare_downstream(folder, baseline)
     if found is None:
         return []
 
     def rows(shots: int | None) -> tuple[pd.DataFrame, list[str]]:
-        """Texts by task, and the row of averages over the tasks that all runs have."""
+        """Format accuracies by task, and their averages over the tasks that all runs have."""
         values, errors = found.accuracies(shots), found.accuracies(shots, "standard_error")
         shared = errors.loc[found.complete(shots)]
-        # Tasks have different questions, so that their errors are independent.
+        # Tasks have different questions, so their errors are independent.
         error = (shared**2).sum(skipna=False) ** 0.5 / len(shared) if len(shared) else math.nan
         means = pd.DataFrame({"mean": values.loc[shared.index].mean(), "error": error}).T
         texts = formatted(
@@ -158,7 +159,7 @@ def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Ta
 
 
 def _notes(found: DownstreamComparison) -> list[str]:
-    """Protocol and metrics, and what was not evaluated."""
+    """Notes on the protocol, the metrics, and the tasks that were not evaluated."""
     protocol, complete = found.protocol, found.complete()
     limit = "" if protocol.limit is None else f", the first {protocol.limit:,} questions of a task"
     notes = [
@@ -179,10 +180,10 @@ def _notes(found: DownstreamComparison) -> list[str]:
     if len(complete) < len(found.tasks):
         notes.append(
             f"The average and the count are over the {len(complete)} of {len(found.tasks)} tasks "
-            "that all runs have in full."
+            "that all runs have with every number of shots."
         )
     for label, result in found.results.items():
-        # The gaps that its file states, then those that only the other files show.
+        # Gaps that this result's file records, then tasks that only other results have.
         gaps = [str(gap).rstrip(".") for gap in result.gaps]
         stated = {gap.task for gap in result.gaps}
         for task in found.tasks:

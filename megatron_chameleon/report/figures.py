@@ -37,7 +37,7 @@ PROXY_COLOR = "#777777"
 REFERENCE_COLOR = "#444444"
 GRID_COLOR = "#DDDDDD"
 LINE_STYLES = ("solid", "dashed", "dotted", "dashdot")
-# Colours that the page redefines when it is dark; others stay as they are.
+# Colours that the page redefines in dark mode; all others are the same in both modes.
 PAGE_COLORS = {
     "#ffffff": "var(--paper)",
     "#000000": "var(--ink)",
@@ -46,7 +46,7 @@ PAGE_COLORS = {
     REFERENCE_COLOR.lower(): "var(--reference)",
     **{color.lower(): f"var(--series-{i})" for i, color in enumerate(COLORS[:-1])},
 }
-# In SVG, more points than these become an image instead of an element each.
+# In SVG, more points than this are drawn as one image instead of one element each.
 MOST_POINTS = 3000
 IMAGE_DPI = 200
 # Text on a coloured cell, the same in light and dark pages.
@@ -56,7 +56,7 @@ DPI = 130
 NAME_LIMIT, LABEL_LIMIT, NARROW_LIMIT = 26, 40, 19
 # A legend with more rows makes the figure taller, by this many inches each.
 LEGEND_ROWS, LEGEND_ROW_HEIGHT = 3, 0.21
-# Above these, numbers in cells and names on axes would overlap.
+# With more domains than these, numbers in cells and names on axes would overlap.
 CELLS_WITH_NUMBERS, NAMES_ON_AN_AXIS = 12, 60
 # Maximum number of domains with a panel of losses, and with bars.
 MOST_PANELS, MOST_BARS = 24, 60
@@ -94,17 +94,17 @@ class Picture:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG; equal figures give equal bytes."""
+    """Encode the figure as PNG; equal figures give equal bytes."""
     return _saved(figure, format="png", dpi=DPI, metadata={"Software": None})
 
 
 def pdf(figure: Figure) -> bytes:
-    """The figure as PDF; equal figures give equal bytes."""
+    """Encode the figure as PDF; equal figures give equal bytes."""
     return _saved(figure, format="pdf", metadata={"CreationDate": None})
 
 
 def _saved(figure: Figure, **options: Any) -> bytes:
-    """The figure as a file; the first file that is saved fixes the layout."""
+    """Return the bytes of the saved figure; the first save fixes its layout."""
     stream = io.BytesIO()
     with warnings.catch_warnings():
         # matplotlib warns of each character that is in none of its fonts.
@@ -115,16 +115,17 @@ def _saved(figure: Figure, **options: Any) -> bytes:
 
 
 def svg_content(figure: Figure, name: str) -> str:
-    """The content of the ``<svg>`` element of ``figure``; equal figures give equal text.
+    """Content of the ``<svg>`` element of ``figure``; equal figures give equal text.
 
     Args:
-        figure: with the colours of ``report.figures``; saved as PNG and PDF before, since images
-            and points are changed for the page. matplotlib escapes its texts.
+        figure: figure in the colours of this module. Save it as PNG and PDF first, since this
+            function changes its images and points. matplotlib escapes its texts.
         name: salts the ids, so that several figures can be in one page.
     """
     no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     # Interpolation "none" embeds a pixel for each entry, and the page scales it without smoothing.
-    # Points stay shapes, unless they are many: an image cannot follow the page's colours.
+    # Points remain vector shapes unless there are many, since an image cannot follow the page's
+    # colours.
     images = [i for axes in figure.axes for i in axes.images if i.get_interpolation() == "nearest"]
     points = [line for axes in figure.axes for line in axes.lines if line.get_rasterized()]
     are_many = sum(np.size(line.get_xdata()) for line in points) > MOST_POINTS
@@ -160,13 +161,13 @@ def charted_mixtures(folder: RunFolder) -> dict[str, Mixture]:
 
 
 def weights_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
-    """Horizontal bars of the weights, grouped by domain, with their intervals.
+    """Draw the weights and their intervals as horizontal bars, grouped by domain.
 
-    Of more than ``MOST_BARS`` domains, those with the largest weight in any mixture are shown. The
-    largest weight of the first mixture is on top.
+    If there are more than ``MOST_BARS`` domains, those with the largest weights in any mixture are
+    shown. The largest weight of the first mixture is on top.
 
     Args:
-        mixtures: label -> mixture; without any, None is returned.
+        mixtures: label -> mixture; if empty, the result is None.
     """
     if not mixtures:
         return None
@@ -202,16 +203,16 @@ def weights_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
     if any(mixture.intervals for mixture in mixtures.values()):
         caption += " Whiskers are bootstrap intervals."
     if count > MOST_BARS:
-        caption += f" Of {count} domains the {MOST_BARS} with the largest weights are shown."
+        caption += f" Only the {MOST_BARS} of {count} domains with the largest weights are shown."
     return Picture("weights", "Weight of each domain", caption, figure)
 
 
 def affinity_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
-    """Heat map of the affinity matrix of the first mixture that has one; None without any.
+    """Heat map of the affinity matrix of the first mixture that has one; None if none has one.
 
     The colour scale spans the entries off the diagonal, since the diagonal is often far larger;
-    entries beyond it have the end's colour. It spans at least a tenth of the largest entry, so that
-    nearly orthogonal domains are nearly white.
+    entries beyond the scale have the colour of its end. It spans at least a tenth of the largest
+    entry, so that nearly orthogonal domains are nearly white.
     """
     label = next((name for name, m in mixtures.items() if m.affinity is not None), None)
     if label is None:
@@ -246,8 +247,8 @@ def affinity_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
     bar.set_label("affinity (inner product of domain embeddings)")
     bar.outline.set_visible(False)
     caption = (
-        f"Inner products of the domains' embeddings, of the {label} mixture: red where two domains "
-        "are similar, blue where they are opposite, white where neither."
+        f"Inner products of the domain embeddings of the {label} mixture: red for two similar "
+        "domains, blue for opposite domains, white for unrelated ones."
     )
     return Picture("affinity", "Affinity of the domains", caption, figure)
 
@@ -284,12 +285,12 @@ def run_curves(label: str, run: TrainingRun) -> RunCurves:
 
 
 def smoothing_window(curve: pd.Series[float]) -> int:
-    """Odd number of points of the running mean; 1 (no smoothing) for a curve of few points."""
+    """Odd number of points in the running mean; 1 (no smoothing) for a curve of few points."""
     return len(curve) // SMOOTH_POINTS | 1
 
 
 def smoothed(curve: pd.Series[float]) -> pd.Series[float]:
-    """Centred running mean of the losses; half a window is left out at each end."""
+    """Centred running mean of the losses, without the first and the last half window."""
     return curve.rolling(smoothing_window(curve), center=True).mean().dropna()
 
 
@@ -310,7 +311,7 @@ def panel_domains(runs: Sequence[RunCurves]) -> pd.Series[float]:
 
 
 def loss_picture(folder: RunFolder) -> Picture | None:
-    """Loss curves of the base runs and the proxies; None where no run has metrics."""
+    """Loss curves of the base runs and the proxies; None if no run has metrics."""
     names = distinct_runs(folder, folder.base_runs)
     labels = run_labels(folder.base_runs, names)
     runs = [run_curves(labels[name], folder.base_runs[name]) for name in names]
@@ -319,25 +320,25 @@ def loss_picture(folder: RunFolder) -> Picture | None:
     if not any(len(run.total) for run in (*runs, *proxies)):
         return None
     caption = (
-        "All domains together at the top, each domain below. Thin lines are the recorded losses, "
-        "bold ones their running mean, dots losses on held-out text."
+        "The top panel shows all domains together, the others one domain each. Thin lines are the "
+        "recorded losses, bold lines their running mean, and dots the losses on held-out text."
     )
     count = len(panel_domains(runs))
     if count > MOST_PANELS:
         caption += (
-            f" Panels show {MOST_PANELS} of {count} domains: those whose last losses (of the "
-            "running mean) differ most between the runs."
+            f" The panels show {MOST_PANELS} of {count} domains: those whose last smoothed losses "
+            "differ most between the runs."
         )
     return Picture("loss", "Training loss", caption, loss_figure(runs, proxies))
 
 
 def loss_figure(runs: Sequence[RunCurves], proxies: Sequence[RunCurves] = ()) -> Figure:
-    """Training loss of all runs in one panel, and small panels of at most ``MOST_PANELS`` domains.
+    """Draw the training loss of all runs in one panel, and domains in small panels.
 
-    If there are more domains, the panels show those whose last losses differ most between runs, or
-    the first ones. Thin lines are recorded losses, bold lines their running mean; dots are losses
-    on held-out text. Domain panels omit the first tenth of the steps, whose high losses would
-    flatten the curves.
+    If there are more than ``MOST_PANELS`` domains, the panels show those whose last losses differ
+    most between runs, or the first ones. Thin lines are recorded losses, bold lines their running
+    mean; dots are losses on held-out text. Domain panels omit the first tenth of the steps, whose
+    high losses would flatten the curves.
     """
     ranges = panel_domains(runs)
     chosen = ranges.sort_values(ascending=False, kind="stable").index[:MOST_PANELS]
@@ -400,12 +401,12 @@ def _draw_curve(
 
 
 def sweep_picture(axes: Sequence[SweptAxis]) -> Picture:
-    """Weights over the values of each hyperparameter, with their intervals as thin bars.
+    """Plot weights over the values of each hyperparameter, with intervals as thin bars.
 
     Values are evenly spaced. All panels share one scale; a dashed line marks the common centre.
 
     Args:
-        axes: at least one, of the same domains; a panel each.
+        axes: at least one axis, all with the same domains; each becomes a panel.
     """
     first = axes[0]
     by_weight = np.argsort(-first.weights.iloc[:, first.centre].to_numpy(), kind="stable")
@@ -448,8 +449,8 @@ def sweep_picture(axes: Sequence[SweptAxis]) -> Picture:
     figure.supxlabel("flat lines: stable weights; bars: bootstrap intervals, if any", fontsize=9)
     legend_above(figure, handles, labels)
     caption = (
-        "A panel for each hyperparameter, a line for each domain: flat lines are weights that do "
-        "not depend on it. The dashed line is the centre of the sweep."
+        "Each panel is for a hyperparameter, and each line for a domain; a flat line is a weight "
+        "that does not depend on the hyperparameter. The dashed line is the centre of the sweep."
     )
     return Picture("stability", "Stability of the weights", caption, figure)
 
@@ -477,13 +478,14 @@ class WindowMap:
 
 
 def window_map(folder: RunFolder) -> WindowMap | None:
-    """Windows of the embedding store with the most domains, in two dimensions.
+    """Project windows of the embedding store with the most domains to two dimensions.
 
-    UMAP (McInnes et al. 2018) where umap-learn is installed and there are 200 windows, PCA
-    otherwise. Equal stores give equal maps on one machine; UMAP's differ between machines.
+    The projection is UMAP (McInnes et al. 2018) if umap-learn is installed and there are at least
+    200 windows, and PCA otherwise. Equal stores give equal maps on one machine; UMAP's differ
+    between machines.
 
     Args:
-        folder: of the run; None is returned if none of its stores has three windows.
+        folder: run folder; if none of its embedding stores has three windows, the result is None.
 
     Raises:
         UserError: if a file of the store is damaged, or its vectors are not finite.
@@ -537,12 +539,13 @@ def umap_points(vectors: Array) -> Array | None:
     """UMAP embedding [n, 2] of ``vectors`` [n, h]; None if umap-learn is not installed."""
     try:
         from threadpoolctl import threadpool_limits
-        from umap import UMAP  # takes seconds: it compiles
+        from umap import UMAP  # takes seconds, since it compiles
     except ImportError:
         return None
     # Numba sets OpenMP's number of threads for the whole process, torch included.
     with threadpool_limits(limits=1, user_api="openmp"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of isolated points, and that a seed implies one thread
+        # UMAP warns of isolated points, and that a seed implies one thread.
+        warnings.simplefilter("ignore")
         found = UMAP(
             n_neighbors=NEIGHBOURS, min_dist=MIN_DIST, random_state=SEED, n_jobs=1
         ).fit_transform(vectors)
@@ -550,12 +553,13 @@ def umap_points(vectors: Array) -> Array | None:
 
 
 def windows_picture(folder: RunFolder) -> Picture | None:
-    """A point for each window of text; None without embeddings."""
+    """Map with a point for each window of text; None if there are too few embeddings."""
     found = window_map(folder)
     if found is None:
         return None
     caption = (
-        f"A point for each window of text, near others with similar embeddings: {found.summary}."
+        "Each point is a window of text; windows with similar embeddings are close to each other: "
+        f"{found.summary}."
     )
     return Picture("windows", "Map of window embeddings", caption, window_map_figure(found))
 
@@ -563,7 +567,8 @@ def windows_picture(folder: RunFolder) -> Picture | None:
 def window_map_figure(found: WindowMap) -> Figure:
     """Draw every window as a point, coloured by domain, with a legend next to the map.
 
-    At most ``MOST_NAMED`` domains, with distant centroids, are in the legend; others are grey.
+    At most ``MOST_NAMED`` domains, those with distant centroids, are in the legend; others are
+    grey.
     """
     named = named_domains(found)
     figure = new_figure(9.0, 6.0)
@@ -638,12 +643,12 @@ def plain_legend(
 
 
 def color_of(index: int) -> str:
-    """The colour of the series at ``index``, cyclically."""
+    """The colour of series number ``index``; colours repeat cyclically."""
     return COLORS[index % len(COLORS)]
 
 
 def tidy(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Draw no frame but the two axes, and grid lines of these axes behind the data."""
+    """Remove the frame except for the two axes, and draw ``grid`` lines behind the data."""
     axes.grid(axis=grid, color=GRID_COLOR)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -30,9 +30,9 @@ class CompareMethodsOptions(CheckedOptions):
     run_suffix: str = ""
     """Text between the mixture's name and -seedN in the names of base runs."""
     baseline: str = "uniform"
-    """The mixture that the others' perplexities are compared with."""
+    """The mixture with whose perplexities all others are compared."""
     reference: str | None = None
-    """The mixture that the others' costs are divided by; default: chameleon, if it is compared."""
+    """The mixture by whose cost all costs are divided; default: chameleon, if it is compared."""
     name: str = "compare_methods"
     """Name of the files in 7-report, before .txt, .md, .csv, .json and .png."""
     record: Path | None = None
@@ -48,7 +48,7 @@ class CompareMethodsOptions(CheckedOptions):
     base run has an evaluation of its last checkpoint."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for too few runs to compare."""
+        """Raise UserError if there are too few mixtures or seeds to compare."""
         super().__post_init__()
         for flag, values, least in (
             ("--mixtures", self.mixtures, 1 if self.check == "evaluations" else 2),

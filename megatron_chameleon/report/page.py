@@ -45,9 +45,9 @@ from megatron_chameleon.report.tables import (
 )
 
 PAGE_NAME, TABLES_NAME = "report.html", "tables.md"
-# Holds a CSV file for each table.
+# Folder with a CSV file for each table.
 TABLES_FOLDER = "tables"
-# Lists the files of a report; the next report removes those that it does not replace.
+# This file lists a report's files; the next report removes those that it does not replace.
 LIST_NAME = "report_files.json"
 _FILE_NAME = re.compile(rf"[\w-]+\.\w+|{TABLES_FOLDER}/[\w-]+\.csv")
 PACKAGES_OF_A_REPORT = ("megatron-chameleon", "numpy", "pandas", "matplotlib")
@@ -60,10 +60,13 @@ NOT_EVALUATED = (
 SECTIONS = {
     "result": (
         "Held-out perplexity",
-        "On text held out from training. Lower is better.",
+        "Perplexity on text held out from training. Lower is better.",
     ),
-    "loss": ("Held-out loss", "Mean loss on the same text, with standard errors."),
-    "bits-per-byte": ("Bits per byte", "Loss per byte of text, comparable across tokenizers."),
+    "loss": ("Held-out loss", "Mean loss on the held-out text, with standard errors."),
+    "bits-per-byte": (
+        "Bits per byte",
+        "Loss per byte of text, which can be compared across tokenizers.",
+    ),
     "weights": ("Weights", "Each domain's share of the training tokens."),
     "downstream": ("Downstream tasks", "Accuracy of each model on benchmark tasks."),
     "cost": ("Cost", "The cost to obtain each mixture, and that of every stage."),
@@ -74,14 +77,14 @@ SECTIONS = {
     ),
     "affinity": ("Affinity", "Similarity of the domains' embeddings."),
     "stability": ("Stability", "Change of the weights over the hyperparameters of the sweep."),
-    "windows": ("Map of windows", "The embedded windows of text, in two dimensions."),
+    "windows": ("Map of windows", "Embeddings of windows of text, projected to two dimensions."),
     "paper": ("The paper's numbers", "Results printed in the paper, next to those of these runs."),
 }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Section:
-    """A heading, a sentence of introduction, tables, figures and facts.
+    """A section of the page: heading, introduction, tables, figures and facts.
 
     ``name`` is the section's anchor in the page.
     """
@@ -112,12 +115,12 @@ class Report:
 
     @property
     def pictures(self) -> list[figures.Picture]:
-        """The pictures of all sections."""
+        """All pictures of the report, in the order of the sections."""
         return [picture for section in self.sections for picture in section.pictures]
 
     @property
     def tables(self) -> list[Table]:
-        """The tables of all sections."""
+        """All tables of the report, in the order of the sections."""
         return [table for section in self.sections for table in section.tables]
 
     @functools.cached_property
@@ -138,7 +141,7 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     Everything is read and rendered before the first file is written.
 
     Args:
-        runs: at least one run folder; several are merged, each once.
+        runs: at least one run folder; several are merged, without duplicates.
         baseline: name of the evaluated base run that the others are compared with; None takes
             the first one trained with uniform weights.
         output: the folder to write to; None takes 7-report of the first run folder.
@@ -270,7 +273,7 @@ def _origins_section(
 
 
 def rendered(report: Report) -> dict[str, bytes]:
-    """Path below the report's folder -> content, for every file of the report."""
+    """Render every file of the report: path below the report's folder -> content."""
     files: dict[str, bytes] = {}
     for picture in report.pictures:
         files[f"{picture.name}.png"] = figures.png(picture.figure)
@@ -283,7 +286,7 @@ def rendered(report: Report) -> dict[str, bytes]:
 
 
 def html_page(report: Report) -> str:
-    """The page as text; equal reports give equal pages. Every name in it is escaped."""
+    """Render the page as HTML; equal reports give equal pages. All names are escaped."""
 
     def finalize(value: object) -> object:
         """Collapse white space and replace unprintable characters before text is escaped."""
@@ -317,7 +320,7 @@ def html_page(report: Report) -> str:
 
 
 def markdown_page(report: Report) -> str:
-    """The sections with their tables, and their figures by the names of their PNG files."""
+    """Render the sections as Markdown with their tables; figures are references to PNG files."""
     sentences = [f"- {markdown(sentence)}" for sentence in (*report.findings, *report.caveats)]
     parts = [f"# {markdown(report.title)}", *(["\n".join(sentences)] if sentences else [])]
     for section in report.sections:
@@ -340,8 +343,8 @@ def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
         files: at least one.
 
     Raises:
-        UserError: if a file cannot be written (earlier ones stay), or would replace one that is not
-            of a report, or if the list of an earlier report's files is damaged.
+        UserError: if a file cannot be written (files written before it remain), if it would replace
+            a file that is not of a report, or if the list of an earlier report's files is damaged.
     """
     path, earlier = folder / LIST_NAME, set[str]()
     if os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""A run's tables with the figures printed in Chameleon's paper, if both have the same setting.
+"""Tables of a run's results next to those that Chameleon's paper prints for the same setting.
 
 paper_results.json has the figures as printed; averages and counts are recomputed from its rows. The
 paper's weights and the FLOPs to obtain them are in ``artifacts.published``.
@@ -38,7 +38,7 @@ TITLE, PAPER = "Next to the paper: ", "paper: "
 # The paper does not print the training tokens of its base models. These values are assumed, as in
 # examples/hyperparameters.sh; for fine-tuning, the paper prints the 10,000 steps.
 ASSUMED_STEPS, ASSUMED_SEQ_LENGTH = 10_000, 1024
-# Runs with half to twice as many tokens match the setting.
+# A run matches a setting if it has half to twice as many tokens.
 TOKEN_FACTOR = 2.0
 SHOTS = [0, 1, 2, 3, 4, 5]
 PREFIXES = ("redpajama", "slimpajama", "thepile", "pile", "wiki40b", "thestack", "stack")
@@ -58,9 +58,9 @@ class Setting:
         size: name of the model's size.
         model: its dimensions, with the keys of a run's record.
         batch_size: sequences per step.
-        baseline: the method that the others are counted against.
+        baseline: the method with which the paper's other methods are compared, row by row.
         perplexity: tables of held-out perplexity per domain: caption, and method -> column.
-        downstream: the same of accuracy per task in percent, the mean over 0 to 5 shots.
+        downstream: tables of accuracy per task in percent, the mean over 0 to 5 shots, likewise.
         fine_tuned: whether the model started from weights trained on the Pile.
     """
 
@@ -76,7 +76,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """The data set and the size."""
+        """Label of the setting: the data set and the model size."""
         return f"{self.data['label']}, {self.size}"
 
     @property
@@ -136,7 +136,7 @@ def paper_names(setting: Setting, domains: Iterable[str]) -> dict[str, str] | No
     names = {}
     for domain in domains:
         name = plain(domain)
-        # The name of the data set in front is ignored.
+        # A data set's name at the start of a domain's name is ignored.
         prefix = next((p for p in PREFIXES if name.startswith(p)), "")
         names[domain] = known.get(name) or known.get(name.removeprefix(prefix)) or ""
     return names if sorted(names.values()) == sorted(column.printed) else None
@@ -145,7 +145,7 @@ def paper_names(setting: Setting, domains: Iterable[str]) -> dict[str, str] | No
 def paper_tables(
     folder: RunFolder, comparison: Comparison | None, baseline: str | None = None
 ) -> list[Table]:
-    """Each of the run's tables with the paper's columns next to its own.
+    """Build tables of the run's results with the paper's columns next to them.
 
     A setting matches if it has the corpus's domains (in any spelling), the model's size and, within
     a factor of two, the training tokens. Without evaluated runs, it is compared with the runs with
@@ -157,7 +157,7 @@ def paper_tables(
         baseline: name of the baseline run, used where ``comparison`` has none.
 
     Returns:
-        The tables; none if no setting of the paper matches.
+        The tables; an empty list if no setting of the paper matches.
 
     Raises:
         UserError: if an artifact is damaged, or downstream results cannot be compared.
@@ -188,10 +188,10 @@ def paper_tables(
 
 def _perplexity_table(setting: Setting, names: Mapping[str, str], comparison: Comparison) -> Table:
     left_out, baseline = comparison.left_out, comparison.baseline
-    notes = [f"Not in any average or count here: {', '.join(left_out)}."] if left_out else []
+    notes = [f"Not in averages and counts: {', '.join(left_out)}."] if left_out else []
     notes.append(
-        "The paper does not print its training tokens, sequence length and tokenizer: compare "
-        "columns within one side only."
+        "The paper does not print its training tokens, sequence length and tokenizer, so compare "
+        "its columns with each other only."
     )
     printed = printed_figures(setting.perplexity[0])
     rows = [*comparison.domains, *left_out]
@@ -208,7 +208,7 @@ def _downstream_table(setting: Setting, folder: RunFolder, baseline: str | None)
     if found is None:
         return []
     if sorted(found.protocol.shots) != SHOTS or found.protocol.limit is not None:
-        return []  # the paper averages over other questions
+        return []  # the paper's averages are over other shots or questions
     printed = printed_figures(setting.downstream[0])
     both = [task for task in found.complete() if task in printed.index]
     notes = [
@@ -226,13 +226,13 @@ def _both_sides(
     baseline: str | None,
     notes: Iterable[str],
 ) -> Table:
-    """The runs' columns, then the paper's, with averages and counts over the same rows.
+    """Table of the runs' columns, then the paper's, with averages and counts over the same rows.
 
     Args:
         noun: what a row is, "domain" or "task".
         setting: setting of the paper.
         sides: figures of the runs by label, and of the paper by method, with the same rows.
-        both: the rows in averages and counts.
+        both: names of the rows that averages and counts include.
         baseline: label of the runs' baseline, if there is one.
         notes: notes that follow the one on the paper.
     """
@@ -254,9 +254,9 @@ def _both_sides(
     than = paper if baseline in (None, paper) else f"{baseline} (the paper: {paper})"
     summary = [["average", *averages], [f"{noun}s better than {than}", *counts]]
     first = (
-        f"The paper is {_content()['source']}, '{printed['caption']}'. The best of each row is "
-        "marked, separately for these runs and for the paper's columns, whose averages and counts "
-        "are recomputed."
+        f"The paper's columns are from {_content()['source']}, '{printed['caption']}'; their "
+        "averages and counts are recomputed. The best of each row is marked, separately for these "
+        "runs and for the paper."
     )
     table = pd.concat([ours, theirs], axis=1)
     return Table.by_row(f"{TITLE}{title}", noun, table, summary if both else (), [first, *notes])
@@ -265,9 +265,10 @@ def _both_sides(
 def _weights_table(
     setting: Setting, names: Mapping[str, str], folder: RunFolder, comparison: Comparison | None
 ) -> Table:
-    """The distinct weights that the evaluated runs were trained with, and the paper's.
+    """Table of the distinct weights of the evaluated runs, and of the paper's weights.
 
-    Without evaluated runs, those of all base runs; without these, all mixtures.
+    If no run was evaluated, the table has the weights of all base runs; if there is no base run,
+    all mixtures.
     """
     found: dict[str, Mapping[str, float]] = {n: m.weights for n, m in folder.mixtures.items()}
     if comparison is not None:
@@ -288,12 +289,12 @@ def _weights_table(
         "domain",
         formatted(shares, format_weight),
         [["sum", *shares.sum().map(format_weight)]],
-        [f"The paper is {_content()['source']}; its weights are as printed."],
+        [f"The paper's weights are as printed in {_content()['source']}."],
     )
 
 
 def _cost_table(setting: Setting, folder: RunFolder) -> list[Table]:
-    """The cost of each mixture of the folder, and the printed cost of its method."""
+    """Table of each mixture's cost, and of the cost that the paper prints for its method."""
     others: dict[str, float] = setting.data.get("other_flops", {})
     flops = {m: c.flops for m, c in setting.columns.items() if c.flops is not None} | others
     mixtures = ledger_of(folder).mixtures
@@ -311,20 +312,20 @@ def _cost_table(setting: Setting, folder: RunFolder) -> list[Table]:
         method = PAPER_METHODS.get(cost.mixture.method, cost.mixture.method)
         methods.add(method)
         rows.append([name, *cost.cells(), format_flops(cost.paper_flops), *printed(method)])
-    # Free methods first.
+    # Methods without cost come first.
     rows += [
         [f"{METHOD_LABELS.get(method, method)} (not here)", *[MISSING] * 3, *printed(method)]
         for method in sorted(flops, key=lambda method: flops[method] > 0)
         if method not in methods
     ]
     notes = [
-        f"The paper is {_content()['source']}. It counts 6 FLOPs per parameter and trained token "
+        f"The paper, {_content()['source']}, counts 6 FLOPs per parameter and trained token "
         "and 2 per embedded token, without attention scores and the output layer."
     ]
     if setting.data_set == "pile":
         notes.append(
-            "On the Pile the FLOPs are additional ones: Chameleon reuses its proxy from "
-            "SlimPajama, the other methods train new ones."
+            "On the Pile, the paper counts additional FLOPs only: Chameleon reuses its proxy from "
+            "SlimPajama, and the other methods train new proxies."
         )
     notes += [
         f"Training the base model of {size} took {hours:g} H100 hours."

@@ -54,13 +54,13 @@ class RunFolder:
     """The artifacts of a run folder; a stage that has not been run is None or empty.
 
     Each dictionary is sorted by name: the folder's name for training runs, the file's stem for
-    mixtures and results. A base run and its evaluation have the same name. Embedding stores go by
-    their path below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``.
+    mixtures and results. A base run and its evaluation have the same name. The key of an embedding
+    store is its path below ``root``: ``3-embeddings``, or a folder in it or in ``4-mixture``.
 
     Attributes:
         paths: key in the ledger, like ``5-base/name`` -> path of the artifact.
-        copies: path of an artifact that is not listed -> key of the identical one that is.
-        roots: merged folder -> suffix of its names where they collide.
+        copies: path of an unlisted artifact -> key of the identical artifact that is listed.
+        roots: merged folder -> suffix that is appended to its artifacts' names where they collide.
     """
 
     root: Path
@@ -139,9 +139,9 @@ class RunFolder:
 
     @functools.cached_property
     def entries(self) -> Mapping[Path, str]:
-        """Resolved path of an artifact -> its key; links and copies have that of the original."""
+        """Resolved path of an artifact -> its key; links and copies have the original's key."""
         found: dict[Path, str] = {}
-        # Stable: targets before links.
+        # Targets come before links; the sort is stable otherwise.
         for key in sorted(self.paths, key=lambda key: self.paths[key].is_symlink()):
             copied = (
                 other
@@ -154,12 +154,12 @@ class RunFolder:
 
     @functools.cached_property
     def uncounted(self) -> frozenset[str]:
-        """Keys of links to and copies of other artifacts, which cost nothing."""
+        """Keys of artifacts that are links to or copies of others, and so cost nothing."""
         return frozenset(k for k, path in self.paths.items() if self.entries[path.resolve()] != k)
 
 
 def require_one_corpus(folders: Sequence[RunFolder]) -> None:
-    """Check that all artifacts of ``folders`` are of one corpus, that in 1-corpus if it exists.
+    """Check that all artifacts of ``folders`` have one corpus: 1-corpus, if it exists.
 
     A base run on ``--data-path`` has no corpus to compare. A mixture may leave out domains of the
     corpus in 1-corpus, but not have others.
@@ -206,7 +206,7 @@ def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
 
 
 def merge(folders: Sequence[RunFolder]) -> RunFolder:
-    """Merge ``folders`` into one run folder; a single folder is returned as it is.
+    """Merge ``folders`` into one run folder; a single folder is returned unchanged.
 
     If different artifacts have the same name, each gets its folder's name appended, as in
     ``uniform-seed0 (run-b)``; a base run and its results are renamed together. Other identical
@@ -282,7 +282,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _distinct_endings(folders: Sequence[RunFolder]) -> list[str]:
-    """The shortest endings of the folders' paths, in whole names, that are distinct."""
+    """The shortest endings of the folders' paths, in whole path components, that are distinct."""
     parts = [folder.root.resolve().parts for folder in folders]
     depth = 1
     while len({names[-depth:] for names in parts}) < len(parts):
@@ -297,14 +297,14 @@ def same_weights(first: Mapping[str, float], second: Mapping[str, float]) -> boo
 
 
 def first_uniform(folder: RunFolder, names: Iterable[str]) -> str | None:
-    """The first of ``names`` that is a base run with uniform weights."""
+    """The first of ``names`` that is a base run with uniform weights; None if none is."""
     runs = folder.base_runs
     uniform = (n for n in names if n in runs and runs[n].mixture_method == BASELINE_METHOD)
     return next(uniform, None)
 
 
 def distinct_runs(folder: RunFolder, runs: Mapping[str, TrainingRun]) -> list[str]:
-    """Names of ``runs`` of ``folder`` without links and copies; uniform ones come first."""
+    """Names of ``runs`` in ``folder`` without links and copies; uniform runs come first."""
     originals_first = sorted(runs, key=lambda name: (runs[name].root.is_symlink(), name))
     names = {folder.entries[runs[n].root.resolve()]: n for n in reversed(originals_first)}
     return sorted(names.values(), key=lambda n: (runs[n].mixture_method != BASELINE_METHOD, n))

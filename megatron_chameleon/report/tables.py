@@ -30,7 +30,7 @@ METHOD_LABELS = {
 }
 NOTE_WIDTH, NAME_WIDTH = 80, 60
 SECONDS_PER_HOUR = 3600.0
-# Backslash escapes of these work in every Markdown dialect that has tables.
+# Characters whose backslash escapes work in every Markdown dialect that has tables.
 _MARKDOWN_SIGNS = re.compile(r"([\\`*_\[\]<>|~&#!$])")
 # Spreadsheets evaluate a cell that starts like this, unless it is a number.
 _FORMULA = re.compile(r"[=+\-@\t\r]")
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?%?|[+-]?inf|nan", re.IGN
 
 
 class Best(str):
-    """Text of a cell that is the best of its row."""
+    """Text of a cell with the best figure of its row."""
 
     __slots__ = ()
 
@@ -68,9 +68,9 @@ class Table:
         summary: Iterable[Sequence[str]] = (),
         notes: Iterable[str] = (),
     ) -> Table:
-        """A table from rows of texts.
+        """Build a table from headings and rows of formatted cells.
 
-        A shorter row of ``summary`` has blank cells between its name and the others.
+        If a summary row has too few cells, blank cells follow its name.
         """
         columns = list(header)
         last = [[name, *[""] * (len(columns) - 1 - len(texts)), *texts] for name, *texts in summary]
@@ -86,9 +86,9 @@ class Table:
         summary: Iterable[Sequence[str]] = (),
         notes: Iterable[str] = (),
     ) -> Table:
-        """A table from a frame indexed by row name; ``heading`` is that of the row names.
+        """Build a table from a frame of formatted cells that is indexed by the row names.
 
-        Missing texts become '-'.
+        ``heading`` is the heading of the row names. Missing cells become '-'.
         """
         shown = texts.astype(object).where(texts.notna(), MISSING)
         rows = [[name, *row] for name, row in zip(shown.index, shown.to_numpy(), strict=True)]
@@ -96,12 +96,12 @@ class Table:
 
     @property
     def header(self) -> tuple[str, ...]:
-        """Column headings, that of the row names first."""
+        """Column headings; the first is the heading of the row names."""
         return tuple(self.cells.columns)
 
     @property
     def rows(self) -> list[list[str]]:
-        """The rows without the summary."""
+        """All rows except the summary rows."""
         return self.cells.to_numpy().tolist()[: len(self.cells) - self.num_summary]
 
     @property
@@ -111,7 +111,7 @@ class Table:
 
     @property
     def marked(self) -> list[bool]:
-        """Which columns have a ``Best`` cell."""
+        """Whether each column has a ``Best`` cell."""
         return self.cells.map(is_best).to_numpy(bool).any(axis=0).tolist()
 
 
@@ -130,9 +130,9 @@ def cells_of(
 
     Args:
         values: the figures; None becomes '-'.
-        form: formats a figure; errors are formatted alike, without a plus sign.
-        best: ``min`` or ``max``, marks the best finite figure where there are at least two figures.
-        errors: one per figure, shown after ' ± ' where it is not None or NaN.
+        form: formats a figure; it also formats the errors, whose plus sign is removed.
+        best: ``min`` or ``max``; marks the best finite figure if there are at least two figures.
+        errors: one per figure, shown after ' ± ' unless it is None or NaN.
     """
     found = list(values)
     known = [value for value in found if value is not None]
@@ -169,9 +169,9 @@ def formatted(
 def counts_better(
     values: pd.DataFrame, reference: str | None, best: Callable[[list[float]], float]
 ) -> list[str]:
-    """Per column, the number of rows where it is better than the column ``reference``.
+    """Count, for each column, the rows where it is better than the column ``reference``.
 
-    The cells read 'n of k'; that of ``reference`` is '-', and so are all without one.
+    Cells have the form 'n of k'. The cell of ``reference`` is '-'; if it is None, all cells are.
     """
     if reference is None:
         return [MISSING] * len(values.columns)
@@ -181,7 +181,7 @@ def counts_better(
 
 
 def terminal_table(table: Table) -> str:
-    """Aligned columns under a title; '*' after the best of a row. Very long names are shortened."""
+    """Format as aligned text; '*' marks the best of a row, and very long names are shortened."""
     marked = table.marked
     body = [
         # The blank keeps the digits of cells without a mark aligned.
@@ -213,7 +213,7 @@ def terminal_table(table: Table) -> str:
 
 
 def markdown_table(table: Table, level: int = 2) -> str:
-    """A heading of ``level`` and a GitHub-flavoured Markdown table; the best of a row is bold."""
+    """Format as GitHub-flavoured Markdown under a heading of ``level``; bold marks the best."""
     lines = [
         [markdown(title) for title in table.header],
         ["---", *["---:"] * (len(table.header) - 1)],
@@ -228,7 +228,7 @@ def markdown_table(table: Table, level: int = 2) -> str:
 
 
 def csv_table(table: Table) -> str:
-    """``table`` as CSV.
+    """Format ``table`` as CSV.
 
     Cells like '1.20 ± 0.03' and '0.1 to 0.2' take two columns; thousands have no comma, and missing
     values are empty.
@@ -241,7 +241,7 @@ def csv_table(table: Table) -> str:
         for sign, (first, second) in {" ± ": ("", " ±"), " to ": (" from", " to")}.items():
             pairs = [text.partition(sign) for text in column]
             if any(b and _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b) for a, _, b in pairs):
-                # A single figure is both ends of its range.
+                # A figure without a range is both its lower and its upper end.
                 lasts = [b or (a if sign == " to " else "") for a, _, b in pairs]
                 columns = {title + first: [a for a, *_ in pairs], title + second: lasts}
         for heading, cells in columns.items():
@@ -251,7 +251,7 @@ def csv_table(table: Table) -> str:
 
 
 def csv_text(frame: pd.DataFrame) -> str:
-    """``frame`` as CSV; text that a spreadsheet would run as a formula is prefixed with "'"."""
+    """Format as CSV; text that a spreadsheet would run as a formula is prefixed with "'"."""
 
     def harmless(cell: object) -> object:
         is_text = isinstance(cell, str) and not _NUMBER.fullmatch(cell)
@@ -262,28 +262,28 @@ def csv_text(frame: pd.DataFrame) -> str:
 
 
 def format_weight(weight: float) -> str:
-    """A weight, to four places."""
+    """Format a weight with four decimals."""
     return f"{weight:.4f}"
 
 
 def format_perplexity(perplexity: float) -> str:
-    """A perplexity, to two places below 10,000."""
+    """Format a perplexity with two decimals, or like 1.234e+04 from 10,000 on."""
     return f"{perplexity:.2f}" if perplexity < 1e4 else f"{perplexity:.3e}"
 
 
 def format_flops(flops: float) -> str:
-    """Floating-point operations like 1.23e+13, '-' for 0."""
+    """Format floating-point operations like 1.23e+13, and 0 as '-'."""
     return f"{flops:.2e}" if flops else MISSING
 
 
 def format_hours(seconds: float) -> str:
-    """Device-seconds as hours, to three digits, '-' for 0."""
+    """Format device-seconds as hours, with three significant digits below 100, and 0 as '-'."""
     hours = seconds / SECONDS_PER_HOUR
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours else MISSING
 
 
 def one_line(name: str) -> str:
-    """``name`` with white space collapsed and unprintable characters replaced."""
+    """Collapse white space in ``name`` and replace unprintable characters."""
     return printable(" ".join(name.split()))
 
 
@@ -293,13 +293,13 @@ def printable(text: str) -> str:
 
 
 def shortened(name: str, limit: int) -> str:
-    """Shorten ``name`` to ``limit`` characters of both ends, where names differ most."""
+    """Shorten ``name`` to ``limit`` characters; both ends, where names differ most, are kept."""
     name, tail = one_line(name), (limit - 1) // 3
     return name if len(name) <= limit else f"{name[: limit - 1 - tail]}…{name[-tail:]}"
 
 
 def unique_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """``labels`` by name; where two names share a label, both are labelled by their names."""
+    """Make ``labels`` (by name) unique: names that share a label are labelled by their names."""
     found = dict(labels)
     while True:
         count = Counter(found.values())
@@ -310,12 +310,12 @@ def unique_labels(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def markdown(text: str) -> str:
-    """``text`` escaped for Markdown, table cells included."""
+    """Escape ``text`` for Markdown, also within table cells."""
     return _MARKDOWN_SIGNS.sub(r"\\\1", one_line(text))
 
 
 def display_width(text: str) -> int:
-    """Terminal columns of ``text``: two for a wide character, none for a combining one."""
+    """Width of ``text`` in terminal columns: two per wide character, none per combining one."""
     return sum(
         0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
         for sign in text
@@ -323,6 +323,6 @@ def display_width(text: str) -> int:
 
 
 def listed(parts: Sequence[str]) -> str:
-    """'a', 'a and b', 'a, b and c'."""
+    """Join ``parts`` as 'a', 'a and b', or 'a, b and c'."""
     *others, last = parts
     return f"{', '.join(others)} and {last}" if others else last

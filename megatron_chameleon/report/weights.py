@@ -19,7 +19,7 @@ from megatron_chameleon.report.tables import MISSING, Table, format_weight, form
 MOST_TABLES = 6
 # A sweep's table lists this many domains, those that change most.
 MOST_ROWS = 40
-# Labels of swept hyperparameters; one that is not listed is labelled by its name.
+# Labels of swept hyperparameters; others are labelled by their names.
 SWEPT_LABELS = {
     "train_iters": "proxy steps",
     "model_size": "proxy size",
@@ -27,12 +27,12 @@ SWEPT_LABELS = {
     "num_windows": "windows per domain",
 }
 
-# Heading -> domain -> text.
+# Column heading -> domain -> formatted cell.
 Columns = dict[str, dict[str, str]]
 
 
 def weight_columns(label: str, weights: Mapping[str, float], mixture: Mixture | None) -> Columns:
-    """Columns of the weights and, where ``mixture`` has them, of their intervals."""
+    """Format columns of the weights and, if ``mixture`` has intervals, of the intervals."""
     columns = {f"{label} weight".strip(): {d: format_weight(w) for d, w in weights.items()}}
     if mixture is not None and mixture.intervals is not None:
         coverage = "" if mixture.confidence is None else f"{100 * mixture.confidence:g}% "
@@ -44,9 +44,9 @@ def weight_columns(label: str, weights: Mapping[str, float], mixture: Mixture | 
 
 
 def weight_tables(folder: RunFolder) -> list[Table]:
-    """A table of each fine-tuning mixture and its pretraining mixture; before it, all mixtures.
+    """Tables of all mixtures, then of each fine-tuning mixture with its pretraining mixture.
 
-    The table of all mixtures is left out if the others show every mixture.
+    The table of all mixtures is left out if the other tables show every mixture.
     """
     found, shown = [], set()
     modes = {name: mode_of(name, mixture) for name, mixture in folder.mixtures.items()}
@@ -55,7 +55,7 @@ def weight_tables(folder: RunFolder) -> list[Table]:
         mixture, columns = folder.mixtures[name], Columns()
         scores = mixture.scores or {}
         columns["leverage score"] = {
-            # Four digits below 0.01.
+            # Small scores keep four significant digits.
             domain: f"{score:.4f}" if score >= 0.01 or score == 0 else f"{score:.3e}"
             for domain, score in scores.items()
         }
@@ -99,7 +99,7 @@ def mode_of(name: str, mixture: Mixture) -> str | None:
 
 
 def token_tables(folder: RunFolder) -> list[Table]:
-    """Per base run and domain: target tokens, actual tokens, their difference and the epochs.
+    """Tables by base run and domain: target tokens, actual tokens, difference and epochs.
 
     With more than ``MOST_TABLES`` runs, a single table shows each run's largest difference and most
     epochs.
@@ -143,8 +143,8 @@ def token_tables(folder: RunFolder) -> list[Table]:
     if len(tables) <= MOST_TABLES:
         return tables
     notes = [
-        "Per run, the domain with the largest difference between actual and target tokens, and the "
-        "one with the most epochs. The file run.json of each run has all domains."
+        "For each run, the table shows the domain with the largest difference between actual and "
+        "target tokens, and the domain with the most epochs. The run's run.json has all domains."
     ]
     notes += [f"The weights changed during training: {', '.join(changed)}."] if changed else []
     notes += [f"Training has not finished: {', '.join(unfinished)}."] if unfinished else []
@@ -158,7 +158,7 @@ def format_epochs(epochs: float) -> str:
 
 
 def _largest(values: pd.Series[float]) -> str | None:
-    """The domain with the largest absolute value; None if none is known."""
+    """The domain with the largest absolute value; None if all are unknown."""
     known = values.dropna().abs()
     return None if known.empty else str(known.idxmax())
 
@@ -191,7 +191,7 @@ class SweptAxis:
 
 
 def swept_axes(sweep: Sweep) -> list[SweptAxis]:
-    """The axes of ``sweep``, with the weights of its mixtures.
+    """Load the axes of ``sweep``, with the weights of its mixtures.
 
     Raises:
         UserError: if a mixture cannot be read, has changed, or has other domains than the centre's.
@@ -218,7 +218,7 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
 
 
 def sweep_table(axis: SweptAxis) -> Table:
-    """Weight per domain at each value, and the distance of each value from the centre."""
+    """Table of every domain's weight at each value, and each value's distance to the centre."""
     values = [f"{v} (centre)" if i == axis.centre else v for i, v in enumerate(axis.weights)]
     changes = axis.changes.abs()
     largest = changes.max(axis=1)

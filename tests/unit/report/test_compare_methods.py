@@ -199,7 +199,7 @@ def test_incomplete_cost_is_unknown_and_has_no_ratio(root):
     rows = rows_of(table)
     assert rows["FLOPs to obtain the mixture"][2:] == ["1.20e+12", "unknown"]
     assert rows["FLOPs / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
-    assert "The cost of DoReMi is unknown: no cost of lost." in table.notes
+    assert "The cost of DoReMi is unknown: no cost is recorded for lost." in table.notes
 
 
 @pytest.mark.parametrize(
