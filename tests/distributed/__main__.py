@@ -1,6 +1,6 @@
 """Launch the ranks of all sections, and of all faults, forked from this process.
 
-    python -m tests.distributed ROOT [--slow] [--faults]
+    python -m tests.distributed ROOT
 
 This process imports the package once for all ranks, which takes longer than most launches. ROOT has
 a corpus and gets the results; cases.Places lists them.
@@ -19,13 +19,11 @@ from tests.distributed.launch import fork_ranks
 from tests.distributed.ranks import run_sections
 
 
-def main(places: Places, *, with_slow: bool, with_faults: bool) -> None:
+def main(places: Places) -> None:
     gc.freeze()  # exclude imported modules from the garbage collections of the ranks
-    fork_ranks(MAX_RANKS, places.log, partial(run_sections, places, with_slow=with_slow)).join()
-    if with_faults:
-        launch_faults(places)
+    fork_ranks(MAX_RANKS, places.log, partial(run_sections, places)).join()
+    launch_faults(places)
 
 
 if __name__ == "__main__":
-    root, *flags = sys.argv[1:]
-    main(Places(Path(root)), with_slow="--slow" in flags, with_faults="--faults" in flags)
+    main(Places(Path(sys.argv[1])))

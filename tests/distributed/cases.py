@@ -250,17 +250,6 @@ DOWNSTREAM = {
     "tp2-sp-pp2": ParallelOptions(2, 2, sequence_parallel=True),
 }
 
-SLOW = {
-    *("one-sharded", "one-block", "pp2", "dp2-overlapped", "tp2-dp2-sharded"),
-    *("tp2-sp-dp2-overlapped-selective", "pp2-apart", "dp2-changing", DRY_RUN, "dp2-bad"),
-    *("tp2-to-pp2", "dp2-sharded-to-one-sharded", "vpp2-to-tp2"),
-    "vpp2-dp2-overlapped-full-to-vpp2-dp2-overlapped-full",
-    *("online-sp2", "doremi-dp2-overlapped", "doremi-one-masked", "doremi-dp2-masked"),
-    *("doge-pp2", "doge-one-to-tp2", "tp2", "tp2-full", "peak-pp2", "peak-dp2-sharded"),
-    *("read-sp2", f"rewrite-{NARROW}", f"convert-{NARROW}", "downstream-pp2-dp2"),
-}
-"""Sections that only ``make test-slow`` runs: further combinations of layouts and features."""
-
 # faults.py: a run whose second rank is killed, one that is stopped, and user errors.
 KILLED_RUN, STOPPED_RUN = "killed", "stopped"
 KILLS = ("in-save", "in-async-save", "never")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Mixtu
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
-from tests.distributed.cases import SLOW, TRAIN_ITERS, Places
+from tests.distributed.cases import TRAIN_ITERS, Places
 from tests.distributed.launch import finish, start
 from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
@@ -89,14 +88,6 @@ def metrics_in(run_dir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in CLOCK_FIELDS} for line in lines]
 
 
-def params(names: Iterable[str], prefix: str = "") -> list[Any]:
-    """Parameters of a test, marked ``slow`` where ``prefix`` + name is a slow section."""
-    return [
-        pytest.param(name, marks=[pytest.mark.slow] if prefix + name in SLOW else [])
-        for name in names
-    ]
-
-
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     """A folder with a corpus, and a mixture of its domains."""
@@ -109,14 +100,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 @pytest.fixture(scope="session")
-def results(places: Places, request: pytest.FixtureRequest) -> Results:
-    """The results of all launches that the selected tests need."""
-    items = request.session.items
+def results(places: Places) -> Results:
+    """The results of all launches."""
     command = [sys.executable, "-m", "tests.distributed", str(places.root)]
-    if any(item.get_closest_marker("slow") for item in items):
-        command.append("--slow")
-    if any(item.path.name == "test_faults.py" for item in items):
-        command.append("--faults")
     finish(start(command, places.log), SECONDS)
     return Results(places)
 

@@ -265,13 +265,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_sections(places: Places, *, with_slow: bool) -> None:
-    """Run this rank's part of all sections, or of all that are not slow."""
+def run_sections(places: Places) -> None:
+    """Run this rank's part of all sections."""
     open_output()  # as the tools do: a rank with a full disk cannot write its log either
     ranks = Ranks()
     for section in all_sections():
-        if section.name in cases.SLOW and not with_slow:
-            continue
         if not ranks.join(section):
             continue
         start = time.perf_counter()

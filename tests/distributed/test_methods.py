@@ -11,15 +11,14 @@ from megatron_chameleon.artifacts import Corpus, Mixture, TrainingRun
 from megatron_chameleon.artifacts.discovered import DiscoveredDomains
 from tests.distributed import cases
 from tests.distributed.cases import Again
-from tests.distributed.conftest import params
 from tests.small_corpus import DOMAINS
 
 TOLERANCE, DOGE_TOLERANCE = 5e-6, 1e-5
 
 
 def others(names: Any, again: Again | None = None) -> list[Any]:
-    """Parameters for all sections except the one-rank references."""
-    return params(name for name in (*names, *(again or {})) if name != cases.one_rank(name))
+    """Return all sections except the one-rank references."""
+    return [name for name in (*names, *(again or {})) if name != cases.one_rank(name)]
 
 
 def series(lines: list[dict[str, Any]], *of_hook: str) -> dict[str, np.ndarray]:

@@ -9,7 +9,6 @@ from safetensors.numpy import load_file
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from tests.distributed import cases
-from tests.distributed.conftest import params
 from tests.small_corpus import VOCAB_SIZE
 
 TOLERANCE = 1e-5
@@ -27,7 +26,7 @@ def test_hidden_states_are_those_of_a_hook_on_the_whole_model(results):
 
 
 @pytest.mark.parametrize("layer", cases.LAYERS)
-@pytest.mark.parametrize("reading", params(cases.READINGS, "read-"))
+@pytest.mark.parametrize("reading", cases.READINGS)
 def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, reading, layer):
     reference = results.reference()
     for name, vectors in results.vectors(reading, layer).items():
@@ -40,7 +39,7 @@ def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, r
     assert other.weights == pytest.approx(one.weights, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("reading", params(cases.READINGS, "read-"))
+@pytest.mark.parametrize("reading", cases.READINGS)
 def test_perplexities_are_those_of_plain_windows(results, reading):
     reference = results.reference()
     for name, domain in results.evaluation(reading).domains.items():
@@ -77,7 +76,7 @@ def test_the_folder_has_no_padding_and_trained_weights(results):
         assert np.ptp(tensor) > 0, name  # no bias or norm has its initial value
 
 
-@pytest.mark.parametrize("name", params(cases.REWRITTEN, "rewrite-"))
+@pytest.mark.parametrize("name", cases.REWRITTEN)
 def test_every_layout_writes_the_same_folder_to_the_bit(results, name):
     expected, found = tensors(results, "one"), tensors(results, name)
     layout = CheckpointRecord.load(results.places.from_huggingface(name)).layout
@@ -109,7 +108,7 @@ def test_a_run_from_a_folder_is_that_from_its_checkpoint(results, name):
 # Downstream.
 
 
-@pytest.mark.parametrize("name", params(cases.DOWNSTREAM, "downstream-"))
+@pytest.mark.parametrize("name", cases.DOWNSTREAM)
 def test_downstream_answers_are_those_of_one_rank(results, name):
     results.require(f"downstream-{name}")
     folder = results.places.downstream

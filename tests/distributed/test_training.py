@@ -18,7 +18,6 @@ from tests.distributed.cases import (
     TRAIN_ITERS,
     one_rank,
 )
-from tests.distributed.conftest import params
 
 BF16_TOLERANCE = 5e-3
 OTHER_LAYOUTS = [n for n in (*cases.RUNS, *cases.RUNS_APART, "dp2-changing") if n != one_rank(n)]
@@ -47,7 +46,7 @@ def test_runs_that_separate_documents_differ(results):
         assert max(abs(losses[0][name] - losses[1][name]) for name in losses[1]) > SMALLEST_ERROR
 
 
-@pytest.mark.parametrize("name", params(OTHER_LAYOUTS))
+@pytest.mark.parametrize("name", OTHER_LAYOUTS)
 def test_every_step_is_that_of_one_rank(results, name):
     for one, other in zip(results.metrics(one_rank(name)), results.metrics(name), strict=True):
         for field in ("step", "tokens", "domain_tokens", "lr"):
@@ -71,19 +70,18 @@ def assert_identical(results, name, origin, steps=(TRAIN_ITERS,)):
         assert results.checkpoint(name, step).hash == results.checkpoint(origin, step).hash
 
 
-@pytest.mark.slow
 def test_a_dry_step_changes_nothing(results):
     assert_identical(results, cases.DRY_RUN, "dp2-sharded", (SAVE_INTERVAL, TRAIN_ITERS))
     steps = (SAVE_INTERVAL, TRAIN_ITERS)
     assert len({results.checkpoint("dp2-sharded", step).hash for step in steps}) == 2
 
 
-@pytest.mark.parametrize("name", params(SAME_LAYOUT))
+@pytest.mark.parametrize("name", SAME_LAYOUT)
 def test_the_same_layout_resumes_bit_identically(results, name):
     assert_identical(results, name, cases.RESUMED[name][0])
 
 
-@pytest.mark.parametrize("name", params(cases.RESUMED))
+@pytest.mark.parametrize("name", cases.RESUMED)
 def test_any_layout_resumes_as_if_never_interrupted(results, name):
     origin, case = cases.RESUMED[name]
     for before, after in zip(results.metrics(origin), results.metrics(name), strict=True):
@@ -131,7 +129,7 @@ def test_the_other_form_of_optimizer_state_is_rejected(results, run, case):
 NEW_FIELDS = ("validation_loss", "skipped_steps", "skipped")
 
 
-@pytest.mark.parametrize("name", params(cases.BAD))
+@pytest.mark.parametrize("name", cases.BAD)
 def test_validation_changes_no_loss(results, name):
     plain, found = results.metrics(name.removesuffix("-bad")), results.metrics(name)
     for one, other in zip(plain[: cases.BAD_STEPS[0] - 1], found, strict=False):
@@ -144,7 +142,7 @@ def test_validation_changes_no_loss(results, name):
     assert validated[-1] < validated[0]
 
 
-@pytest.mark.parametrize("name", params(cases.BAD))
+@pytest.mark.parametrize("name", cases.BAD)
 def test_one_ranks_nan_gradient_skips_the_step_on_all(results, name):
     lines = results.metrics(name)
     skipped = [step for line in lines for step in line.get("skipped", [])]
@@ -179,7 +177,7 @@ def test_data_parallel_ranks_share_the_writing(results):
     assert 0.4 < sizes[0] / sum(sizes) < 0.6
 
 
-@pytest.mark.parametrize("name", params(cases.SAVING))
+@pytest.mark.parametrize("name", cases.SAVING)
 def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(results, name):
     assert_identical(results, name, cases.SAVING[name].origin)
     record = results.checkpoint(name)
@@ -197,7 +195,7 @@ def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(results, name):
 # Memory.
 
 
-@pytest.mark.parametrize("name", params(cases.PEAKS))
+@pytest.mark.parametrize("name", cases.PEAKS)
 def test_the_memory_estimate_is_near_the_peak_of_every_rank(results, name):
     from megatron_chameleon.model.memory import estimate_memory
     from tests.distributed.ranks import peak_setup

@@ -160,8 +160,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, number):
     """Also on two ranks, after an error on one of them."""
     result, _ = whole
