@@ -135,7 +135,8 @@ def check_weights(data: TokenData, weights: Sequence[float]) -> None:
     """Check ``weights`` for sampling.
 
     Raises:
-        UserError: unless there is one finite, non-negative weight per domain and one is positive.
+        UserError: unless there is one finite, non-negative weight per domain and at least one is
+            positive.
     """
     if len(weights) != len(data.domains):
         raise UserError(

@@ -134,7 +134,7 @@ class _Run:
         self.folder.put_shard(folder, number)
 
     def check_sources(self, finished: Sequence[int], existing: Plan) -> None:
-        """Compare sources that were modified since with the hashes in ``finished`` shards.
+        """Check sources with new modification times against the hashes in ``finished`` shards.
 
         Raises:
             UserError: naming the first source whose content has changed.

@@ -460,7 +460,9 @@ def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]
                     dataset = str(dataclasses.replace(exact, split=split))
                     found += _sources_of_split(dataset, by_split[split], wanted or target)
     if not found:
-        raise UserError(f"{flag} {text}: no such split; name one as {text}#SPLIT")
+        raise UserError(
+            f"{flag} {text} has no split '{wanted or 'train'}'; name one as {text}#SPLIT"
+        )
     return found
 
 

@@ -68,7 +68,7 @@ _PACKAGES = ("megatron-chameleon", "tokenizers", "sentencepiece", "tiktoken")
 # Options not compared: resolved sources are compared instead; malformed lines are checked at the
 # end.
 _NOT_COMPARED = ("input", "valid_input", "test_input", "max_malformed_share")
-# Limit, since each shard has its own folder.
+# Maximum number of shards, each of which is a folder.
 _MAX_SHARDS = 1_000_000
 
 

@@ -238,7 +238,8 @@ print(reader.malformed.count)
 def peak_of_reading(max_document_bytes, *paths):
     """Read files in a new process; return values for the last one.
 
-    These are its characters, the growth of memory in bytes, and its number of malformed lines.
+    The values are the characters of its text, the growth of memory in bytes, and its number of
+    malformed lines.
     """
     command = [sys.executable, "-c", PEAK_OF_READING, str(max_document_bytes), *map(str, paths)]
     ran = subprocess.run(command, check=True, stdout=subprocess.PIPE)
@@ -258,7 +259,7 @@ def test_memory_depends_on_the_longest_line_and_not_on_the_file(tmp_path, suffix
     long.write_bytes(PACK[suffix](one + b'{"text": "' + b"x" * size + b'"}\n' + one))
     characters, peak, malformed = peak_of_reading(1 << 28, long)
     assert (characters, malformed) == (size + 520, 0)
-    assert peak < 3.6 * size  # the line, a copy of the parser's, and the text
+    assert peak < 3.6 * size  # the line, the parser's copy of it, and the text
     characters, peak, malformed = peak_of_reading(1_000_000, long)
     assert (characters, malformed) == (520, 1)
     assert peak < 22e6

@@ -101,7 +101,7 @@ def test_a_long_text_has_the_tokens_of_the_whole(path):
 
 
 def test_a_long_text_has_one_dummy_prefix(tmp_path, texts, monkeypatch):
-    """As in the models of Llama 1 and 2."""
+    """Llama 1 and 2 have such tokenizers, which put a space before every text."""
     train = functools.partial(sentencepiece.SentencePieceTrainer.train, add_dummy_prefix=True)
 
     def train_with_prefix(add_dummy_prefix, **options):

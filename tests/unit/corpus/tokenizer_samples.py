@@ -40,7 +40,7 @@ def write_gpt2_files(tokenizer_json: Path, folder: Path, prefix: str = "") -> Pa
 
 
 def write_tiktoken(tokenizer_json: Path, path: Path) -> Path:
-    """Write the entries, without the end-of-document token, with their order for ranks."""
+    """Write a tiktoken file of all entries but the end-of-document token, ranked by id."""
     vocab = json.loads(tokenizer_json.read_text())["model"]["vocab"]
     table = byte_of_character()
     tokens = [token for token in sorted(vocab, key=vocab.__getitem__) if token != EOD]
