@@ -275,7 +275,7 @@ class CheckpointWriter:
                 self._in_flight = record
             else:
                 request.execute_sync()
-                if not record.guard.get("streak"):  # keep the one before the streak
+                if not record.guard.get("streak"):  # else keep the checkpoint before the streak
                     self._delete_old()
         except SaveError as error:
             if is_last:

@@ -185,7 +185,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False)
     for parameter, state in optimizer.state.items():
-        if "step" in state:  # the fused kernel needs it on the parameter's device
+        if "step" in state:  # the fused kernel reads it on the parameter's device
             state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
@@ -196,7 +196,7 @@ def l2_norm(
     _per_tensor: bool,
     *_more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Global norm of all tensors, [1] float32 on their device; a replacement of amp_C's."""
+    """Global norm of all tensors, [1] float32 on their device; replaces amp_C's function."""
     (tensors,) = tensor_lists
     return torch.nn.utils.get_total_norm(tensors).float().view(1), None
 
@@ -207,7 +207,7 @@ def scale(
     tensor_lists: Sequence[list[torch.Tensor]],
     factor: float,
 ) -> None:
-    """Write ``factor`` times the first list to the second list; a replacement of amp_C's."""
+    """Write ``factor`` times the first list to the second list; replaces amp_C's function."""
     sources, targets = tensor_lists
     if any(s.data_ptr() != t.data_ptr() for s, t in zip(sources, targets, strict=True)):
         torch._foreach_copy_(targets, sources)

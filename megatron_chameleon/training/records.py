@@ -48,7 +48,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return self.checkpoint.step if self.checkpoint else 0
 
     @property
@@ -61,8 +61,8 @@ class RunRecords:
     """Count and measure the steps of a run, and write its log and records.
 
     Attributes:
-        step: steps done.
-        first_step: steps done when this process started.
+        step: number of steps done.
+        first_step: number of steps done when this process started.
         guard: the guard that counts skipped steps.
         stopped_by: why the run stops before its last step, or None.
         failed_saves: failed checkpoint saves over the whole run.
@@ -173,7 +173,7 @@ class RunRecords:
         flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
         tokens_per_second = interval.tokens_per_second / layout.world_size
         tflops = flops_per_token * tokens_per_second / 1e12
-        # Peaks are known for bfloat16 only.
+        # Peak FLOP/s are known for bfloat16 only.
         peak = DENSE_BF16_PEAK.get(device_name(layout.device)) if plan.options.bf16 else None
         mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
         seconds = self._stopwatch.seconds()

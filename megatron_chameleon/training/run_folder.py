@@ -123,7 +123,7 @@ def _restore(folder: Path) -> None:
         return
     if TrainingRun.exists(replaced):
         if TrainingRun.exists(folder):
-            with contextlib.suppress(OSError):  # retried when the folder is next locked
+            with contextlib.suppress(OSError):  # deletion is retried at the next lock
                 for path in sorted(replaced.iterdir(), key=_is_record):
                     _remove(path)
                 replaced.rmdir()

@@ -78,7 +78,8 @@ def pretrain(
             samples = plan.samples(resumed_schedule(plan, progress.checkpoint))
             records = RunRecords(plan, layout, samples, progress, hook)
             if progress.checkpoint and records.is_done:
-                if progress.run and progress.run.status != "finished":  # killed before writing it
+                # An earlier process was killed between its last checkpoint and its last run.json.
+                if progress.run and progress.run.status != "finished":
                     records.write_run("finished")
                 records.print(
                     f"{options.run_dir} is finished at step {progress.step}; nothing to do"
@@ -278,7 +279,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Rings reduce in a fixed order. By default, NCCL may choose another algorithm in each run.
     os.environ.setdefault("NCCL_ALGO", "Ring")
-    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # of Transformer Engine
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read by Transformer Engine
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

@@ -102,7 +102,7 @@ class Validation:
 
 
 def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:
-    """Build the run's validation; None if no step is due for one.
+    """Build the run's validation; None if --eval-interval is 0 or exceeds the number of steps.
 
     A domain without text in its valid split is skipped with a warning.
 

@@ -75,7 +75,7 @@ def test_out_of_memory_ends_the_command_before_anything_is_written(
 
     with pytest.raises(SystemExit) as left:
         run_tool(start, PretrainOptions, ["--run-dir", str(options.run_dir), "--corpus", "x"])
-    message = capsys.readouterr().err.splitlines()[-1]  # after warnings of torch
+    message = capsys.readouterr().err.splitlines()[-1]  # torch's warnings come first
     assert left.value.code == 2
     assert message.startswith("error: out of memory: try --")
     assert not options.run_dir.exists()

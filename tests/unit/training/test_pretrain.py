@@ -88,6 +88,15 @@ def test_killed_run_resumes_exactly(pretrain_options, tmp_path, parallel, bf16):
     assert TrainingRun.load(resumed).status == "finished"
 
 
+def test_run_killed_before_its_last_record_is_finished(pretrain_options, trained_run):
+    run = TrainingRun.load(trained_run)
+    dataclasses.replace(run, status="running", step=4, domain_tokens={}, checkpoints=[]).save()
+    pretrain(pretrain_options(trained_run))
+    found = TrainingRun.load(trained_run)
+    assert found.cost.flops == run.cost.flops
+    assert dataclasses.replace(found, cost=run.cost, provenance=run.provenance) == run
+
+
 def test_data_path_trains_as_its_corpus(pretrain_options, finished_run, corpus, tmp_path):
     data = DataOptions(
         data_path=" ".join(f"1 {corpus.prefix(name, 'train')}" for name in DOMAINS),

@@ -100,7 +100,9 @@ def test_run_starts_from_a_checkpoint_and_resumes_from_its_own(
     ],
     ids=["padded", "unnamed"],
 )
-def test_run_starts_as_the_model_of_transformers(options_for, tmp_path, config, shape):
+def test_run_from_a_gpt2_folder_has_the_logits_of_transformers(
+    options_for, tmp_path, config, shape
+):
     folder = write_gpt2(tmp_path / "gpt2", **config)
     options = options_for(folder)
     pretrain(options)
