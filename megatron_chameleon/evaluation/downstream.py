@@ -3,9 +3,9 @@
     python -m megatron_chameleon.evaluation.downstream run \
       --model megatron_chameleon --model_args checkpoint=runs/mine/5-base/uniform-seed1 --tasks sciq
 
-lm-eval 0.4.13 cannot discover models of other packages: only those registered before model lookup
-are available. :func:`main` registers ours and runs lm-eval's command. Under torchrun, start it with
--m. lm-eval is optional, so modules that import it are imported lazily.
+lm-eval 0.4.13 cannot discover models of other packages: a model must be registered before lm-eval
+looks it up. :func:`main` registers ours and runs lm-eval's command. Under torchrun, start this
+module with -m. lm-eval is an optional dependency, so modules that import it are imported lazily.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def require_lm_eval() -> str:
     """Return the version of lm-eval.
 
     Raises:
-        UserError: if it is not installed.
+        UserError: if lm-eval is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
@@ -77,7 +77,7 @@ def register_model() -> None:
 def main() -> None:
     """Run lm-eval's command. User errors exit with status 2 and a one-line message."""
     if int(os.environ.get("RANK", "0")) > 0:
-        os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")  # rank 0 logs
+        os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")  # only rank 0 logs
     try:
         require_lm_eval()
         from lm_eval.__main__ import cli_evaluate
@@ -98,8 +98,9 @@ class DownstreamPlan:
         checkpoint: the checkpoint to evaluate.
         protocol: recorded in the result.
         provenance: recorded in the result.
-        settings: settings of each part; a part is a task with a number of shots.
-        parts: finished parts by their settings. Rank 0 adds the missing ones.
+        settings: settings of each part of the evaluation; a part is one task with one number of
+            shots.
+        parts: finished parts by their settings. Rank 0 adds each missing part once it is evaluated.
     """
 
     options: DownstreamOptions
@@ -110,15 +111,15 @@ class DownstreamPlan:
     parts: dict[PartSettings, DownstreamPart]
 
     def missing(self) -> list[PartSettings]:
-        """Settings of the missing parts."""
+        """Settings of the parts that are not finished yet."""
         return [each for each in self.settings if each not in self.parts]
 
 
 def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
     """Evaluate a checkpoint on all tasks with all numbers of shots, and write the result.
 
-    Every rank calls this, and every rank gets the result. Existing parts are not evaluated again; a
-    task that cannot be evaluated leaves a gap.
+    Every rank calls this function and gets the result (collective). Existing parts are not
+    evaluated again; a task that cannot be evaluated leaves a gap.
 
     Raises:
         UserError: for invalid options or inputs, or if no task can be evaluated.
@@ -147,7 +148,7 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
 
 
 def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
-    """Load and check the artifacts that ``options`` name, and the finished parts. Writes nothing.
+    """Load and check the artifacts that ``options`` name, and the finished parts, without writing.
 
     Raises:
         UserError: for the first mistake found.
@@ -159,7 +160,7 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     shape = shape_of(record)
     check_model_layout(shape.size, options.parallel, shape.max_sequence_length)
     tokenizer = find_tokenizer(options.tokenizer, record)
-    library = TaskLibrary(options.tasks, options.data_dir)  # rejects unknown names
+    library = TaskLibrary(options.tasks, options.data_dir)  # raises for unknown task names
     check_output(options.output, DownstreamResult.KIND)
     require_writable(options.parts_dir, f"--work-dir {options.parts_dir}")
     protocol = DownstreamProtocol(
@@ -183,10 +184,10 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
 
 
 def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
-    """Write every missing part as soon as it is complete; return the gaps."""
+    """Evaluate the missing parts, write each as soon as it is complete, and return the gaps."""
     from megatron_chameleon.evaluation.tasks import TaskLibrary, TaskUnavailableError
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every default
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every default value
     missing, start = plan.missing(), time.monotonic()
     tasks = list(dict.fromkeys(each.task for each in missing))
     library, loaded = TaskLibrary(tasks, plan.options.data_dir), None
@@ -194,7 +195,7 @@ def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
     for done, each in enumerate(missing, 1):
         if (each.task, None) in [(gap.task, gap.shots) for gap in gaps]:
             continue
-        shots = None  # a task that cannot be loaded leaves one gap
+        shots = None  # a task that cannot be loaded leaves one gap for all shots
         try:
             if loaded is None or loaded.name != each.task:
                 loaded = library.load(each.task)
@@ -235,14 +236,14 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
             lm=model,
             task_dict={"tasks": {loaded.name: loaded.task}},
             limit=settings.limit,
-            bootstrap_iters=0,  # Accuracy.of computes standard errors
+            bootstrap_iters=0,  # Accuracy.of computes the standard errors instead
             log_samples=True,
         )
-    except Exception as error:  # tasks raise errors of any type
+    except Exception as error:  # a task can raise any type of error
         if model.failed:
             raise  # the model failed: other ranks may be waiting
         raise TaskUnavailableError(in_one_line(error)) from error
-    assert found is not None, "lm-eval sees a single rank"
+    assert found is not None, "lm-eval runs as a single rank"
     # Keep the samples of the first filter, in the order of the data set.
     samples = found["samples"][loaded.name]
     samples = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
@@ -266,10 +267,10 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
 
 
 def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
-    """Combine the finished parts into the result.
+    """Combine the finished parts into the result of the evaluation.
 
     Raises:
-        UserError: if there are none.
+        UserError: if no part is finished.
     """
     tasks: dict[str, TaskScore] = {}
     cost = Cost()

@@ -1,4 +1,4 @@
-"""Held-out windows: scored tokens and their contexts."""
+"""Windows over held-out text: which tokens are scored, and in which context."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_chameleon.corpus.indexed import TokenFile, Tokens
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.sizes import ModelShape
 
-# Windows per block when a whole split is scanned.
+# Number of windows per block when a whole split is scanned.
 _BLOCK_WINDOWS = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoredWindows:
-    """Windows over a token stream, given by positions in it: [w] int64 arrays in text order.
+    """Windows over a token stream, as arrays [w] int64 of stream positions in text order.
 
     Window w predicts the tokens ``begin[w]`` to ``end[w]`` - 1; the token before ``begin[w]`` is
-    its first input. Tokens from ``scored[w]`` on are scored; earlier ones are context, which the
-    previous window has scored.
+    its first input. Tokens from ``scored[w]`` on are scored; earlier tokens are context, already
+    scored by the previous window.
     """
 
     begin: NDArray[np.int64]
@@ -44,7 +44,7 @@ class ScoredWindows:
         return self.end - self.scored
 
     def take(self, chosen: NDArray[np.integer]) -> ScoredWindows:
-        """The windows at indices ``chosen``."""
+        """Return the windows at indices ``chosen``."""
         return ScoredWindows(self.begin[chosen], self.scored[chosen], self.end[chosen])
 
 
@@ -53,8 +53,8 @@ def cut_windows(
 ) -> ScoredWindows:
     """Split ranges of predicted tokens into windows; windows do not cross ranges.
 
-    The first window of a range has ``window_length`` tokens. Each later one repeats the last
-    ``overlap`` tokens of the previous one as context and scores the tokens after them; the last
+    The first window of a range has ``window_length`` tokens. Each later window repeats the last
+    ``overlap`` tokens of the previous window as context and scores the tokens after them; the last
     window of a range may be shorter.
 
     Args:
@@ -76,9 +76,9 @@ def cut_windows(
 
 
 def spread_evenly(windows: ScoredWindows, max_tokens: int | None) -> ScoredWindows:
-    """Choose windows that score at most ``max_tokens`` in total, evenly spaced over all of them.
+    """Choose evenly spaced windows that score at most ``max_tokens`` in total.
 
-    The first windows alone would represent only the first few documents.
+    Choosing the first windows instead would represent only the first few documents.
 
     Args:
         windows: none may score more than ``max_tokens``.
@@ -102,10 +102,10 @@ class HeldOutText:
     Attributes:
         stream: [n] tokens; documents are concatenated, each with its end-of-document token.
         window_length: maximum tokens predicted per window.
-        windows: every token of the stream is scored in at most one of them.
+        windows: windows over ``stream``; every token is scored in at most one window.
         eod_id: model input before the first token of a document where ``after_eod`` is set.
-        after_eod: [w] bool, windows that start with the first token of a document and predict it
-            from ``eod_id``; None if there are none.
+        after_eod: [w] bool, whether a window starts with the first token of a document and predicts
+            it from ``eod_id``; None if no window does.
         leave_out: id of a token whose predictions are not scored; None scores all tokens.
     """
 
@@ -118,22 +118,22 @@ class HeldOutText:
 
     @property
     def num_predictions(self) -> int:
-        """Tokens that windows score, including those equal to ``leave_out``."""
+        """Number of tokens that windows score, including tokens equal to ``leave_out``."""
         return int(self.windows.num_scored.sum())
 
     def arrays(
         self, first: int, last: int, width: int | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64]]:
-        """Windows ``first`` to ``last`` - 1, padded on the right with token 0.
+        """Return windows ``first`` to ``last`` - 1, padded on the right with token 0.
 
         Args:
             first: index of the first window.
-            last: index past the last one.
+            last: index after the last window.
             width: at least the length of each window; default: the window length.
 
         Returns:
             [b, width] arrays: tokens, labels, whether the label is scored, and the position of the
-            label in the stream; arbitrary for padding.
+            label in the stream (arbitrary for padding).
         """
         begin, scored, end = (
             edge[first:last, None]
@@ -142,7 +142,7 @@ class HeldOutText:
         positions = begin + np.arange(width or self.window_length)
         is_inside = positions < end
         labels, tokens = (
-            # A clipped position is padding, or its token is replaced by eod_id below.
+            # A position that is clipped here is padding, or its token is replaced by eod_id below.
             np.where(is_inside, self.stream[np.clip(at, 0, len(self.stream) - 1)], 0).astype(
                 np.int64
             )
@@ -156,7 +156,7 @@ class HeldOutText:
         return tokens, labels, is_scored, positions
 
     def scored_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield positions and labels [n] of the scored tokens, in text order, a block at a time."""
+        """Yield positions [n] and labels [n] of scored tokens, in text order, block by block."""
         for first in range(0, len(self.windows), _BLOCK_WINDOWS):
             _, labels, is_scored, positions = self.arrays(
                 first, min(first + _BLOCK_WINDOWS, len(self.windows))
@@ -164,7 +164,7 @@ class HeldOutText:
             yield positions[is_scored], labels[is_scored]
 
     def longest_first(self) -> HeldOutText:
-        """The same windows sorted by length, so that batches need little padding."""
+        """Return the same windows sorted by length, so that batches need little padding."""
         order = np.argsort(-self.windows.lengths, kind="stable")
         after_eod = None if self.after_eod is None else self.after_eod[order]
         return dataclasses.replace(self, windows=self.windows.take(order), after_eod=after_eod)
@@ -177,7 +177,7 @@ def choose_windows(
     overlap: int = 0,
     tokens: range | None = None,
 ) -> HeldOutText:
-    """Windows of ``stream`` [n] as in training: across document boundaries, all of one length.
+    """Split ``stream`` [n] into windows as in training: of one length, across document boundaries.
 
     The first token is not predicted. With ``max_tokens``, a shorter last window is left out.
 
@@ -198,7 +198,7 @@ def choose_windows(
 
 
 def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOutText | None:
-    """The windows of a split under ``protocol``; None if nothing is scored.
+    """Return the windows of a split under ``protocol``; None if nothing is scored.
 
     Args:
         tokens: the split, one document per sequence.
@@ -224,7 +224,7 @@ def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOut
 
 
 def reading_flops(shape: ModelShape, text: HeldOutText) -> float:
-    """Forward FLOPs of all windows of ``text``, context included and padding excluded."""
+    """Count the forward FLOPs of all windows of ``text``, with context and without padding."""
     lengths, counts = np.unique(text.windows.lengths, return_counts=True)
     return sum(
         forward_flops(shape, int(count * length), int(length))

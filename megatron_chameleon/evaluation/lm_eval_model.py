@@ -1,4 +1,4 @@
-"""lm-eval model interface to checkpoints."""
+"""Checkpoints as models of lm-eval."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_chameleon.parallel.options import ParallelOptions
 
 
 class ScorerLM(TemplateLM):
-    """lm-eval's interface to a :class:`Scorer`.
+    """lm-eval model that sends its requests to a :class:`Scorer`.
 
     lm-eval runs as a single rank; the scorer distributes the work. Every rank gets the results of
     rank 0's requests.
@@ -41,7 +41,8 @@ class ScorerLM(TemplateLM):
         flops: FLOPs of the requests since :meth:`reset`.
         digest: SHA-256 of the requests since :meth:`reset`.
         description: text next to the progress bar.
-        failed: whether a call of the scorer raised an error; other ranks may then be waiting.
+        failed: whether a call of the scorer raised an error; other ranks may then wait in a
+            collective.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -52,13 +53,13 @@ class ScorerLM(TemplateLM):
         self.reset("")
 
     def reset(self, description: str) -> None:
-        """Reset the counts and the digest, before another task."""
+        """Reset the counts and the digest before the next task."""
         self.num_truncated, self.flops, self.digest = 0, 0.0, hashlib.sha256()
         self.description = description
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end-of-document token: replaces an empty context, and ends a generation."""
+        """Id of the end-of-document token: it replaces an empty context, and ends a generation."""
         return self.scorer.eod_id
 
     @property
@@ -68,25 +69,25 @@ class ScorerLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Identifies the tokenizer in lm-eval's request cache."""
+        """Name that identifies the tokenizer in lm-eval's request cache."""
         return f"megatron_chameleon-{self.scorer.tokenizer.sha256}"
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_more: Any
     ) -> Sequence[int]:
-        """Tokens of a text, without special tokens: corpora have no beginning-of-text token."""
+        """Encode a text without special tokens: corpora have no beginning-of-text token."""
         if string in self._encoded:
             return self._encoded[string]  # type: ignore[return-value]
         return self._encode([string])[0].tolist()
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without end-of-document tokens."""
+        """Decode tokens to text, without end-of-document tokens."""
         return self.scorer.tokenizer.decode([t for t in tokens if t != self.eot_token_id])
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy decoding gives it) of each continuation.
+        """Return (log-likelihood, whether greedy decoding yields the continuation) of each request.
 
         Each distinct text is encoded once, all in one batch; TemplateLM splits them into pairs.
 
@@ -105,7 +106,7 @@ class ScorerLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihood of each whole text, in windows of the model's sequence length."""
+        """Return log-likelihoods of whole texts, in windows of the model's sequence length."""
         self._record(requests)
         windows = [
             [
@@ -123,10 +124,10 @@ class ScorerLM(TemplateLM):
         return [sum(next(answers)[0] for _ in each) for each in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuations, each up to its first stop sequence.
+        """Generate greedy continuations, each up to its first stop sequence.
 
         Raises:
-            UserError: if a task samples, or generates more tokens than the model has positions.
+            UserError: if a task requests sampling, or more tokens than the model has positions.
         """
         self._record(requests)
         prompts = []
@@ -157,7 +158,7 @@ class ScorerLM(TemplateLM):
         ]
 
     def get_model_info(self) -> dict[str, Any]:
-        """Model metadata for lm-eval's results."""
+        """Return model metadata for lm-eval's results."""
         reader = self.scorer.reader
         return {
             "model_num_parameters": reader.shape.num_parameters,
@@ -173,7 +174,7 @@ class ScorerLM(TemplateLM):
     def _score(
         self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
     ) -> list[tuple[float, bool]]:
-        # asarray does not copy: questions share their contexts.
+        # asarray does not copy, so that questions share the memory of their contexts.
         questions = [
             Question(
                 np.asarray(context if len(context) else [self.eot_token_id], dtype=np.int32),
@@ -206,7 +207,7 @@ class ScorerLM(TemplateLM):
 
 
 class CheckpointLM(ScorerLM):
-    """A checkpoint, opened from the --model_args of lm-eval's own command.
+    """A checkpoint that lm-eval's own command opens, with the arguments of --model_args.
 
     Args:
         checkpoint: a run folder (its latest checkpoint) or one checkpoint folder.
@@ -259,7 +260,7 @@ class CheckpointLM(ScorerLM):
             scorer = Scorer(reader, int(batch_size), find_tokenizer(choice, record))
             self._groups = groups.pop_all()
         super().__init__(scorer)
-        atexit.register(self.close)  # lm-eval has no callback for the end of a model's use
+        atexit.register(self.close)  # lm-eval does not report when it is done with a model
 
     def close(self) -> None:
         """Destroy the process groups. Collective."""

@@ -1,4 +1,4 @@
-"""Options of tools/evaluate.py perplexity and downstream. Importing them loads no torch."""
+"""Options of tools/evaluate.py perplexity and downstream. Importing this module loads no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAPER_TASKS = (
     "social_iqa",
     "winogrande",
 )
-"""The thirteen tasks of the paper's tables, by lm-eval's names."""
+"""The thirteen tasks of the paper's tables, named as in lm-eval."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,31 +44,34 @@ class HeldOutOptions(CheckedOptions):
     split: Literal["valid", "test"] = "test"
     """The held-out split."""
     packing: Literal["packed", "documents"] = "packed"
-    """packed: documents are concatenated and windows cross document boundaries, as in training.
-    documents: each document is scored separately, a long one in several windows."""
+    """With packed, documents are concatenated and windows cross document boundaries, as in
+    training. With documents, each document is scored separately, a long document in several
+    windows."""
     window_length: Count | None = None
     """Maximum tokens predicted per window; default: the model's sequence length."""
     overlap: int = 0
-    """Tokens of the previous window that each window repeats as context without scoring them again.
-    A larger overlap gives early tokens more context and costs more windows."""
+    """Number of tokens of the previous window that each window repeats as context without scoring
+    them again. A larger overlap gives the first scored tokens more context, and needs more
+    windows."""
     first_token: Literal["after-eod", "not-scored"] | None = None
-    """With --packing documents, the first token of each document is predicted from an
-    end-of-document token (after-eod, the default), or is not scored. With --packing packed, only
-    the first token of the split has no context; it is never scored."""
+    """With --packing documents: predict the first token of each document from an end-of-document
+    token (after-eod, the default), or do not score it. With --packing packed, only the first token
+    of the split has no context, and it is never scored."""
     score_end_of_document: bool = True
-    """Score the prediction of end-of-document tokens too."""
+    """Also score the predictions of end-of-document tokens."""
     max_tokens: LargeCount | None = None
-    """Maximum predicted tokens per domain, in windows spread over the split; default: all."""
+    """Maximum number of predicted tokens per domain, in windows spread over the split; default:
+    all."""
     evaluation_batch_size: Count = 32
-    """Windows of --window-length per forward pass and rank; shorter windows fill the same number of
-    tokens. Does not change the result."""
+    """Number of windows of length --window-length per forward pass and rank; shorter windows are
+    batched up to the same number of tokens. The batch size does not change the result."""
     overwrite: bool = False
-    """Evaluate again even if --output exists. By default, an existing result of the same weights,
-    corpus and protocol is kept, so that an interrupted command resumes."""
+    """Repeat the evaluation even if --output exists. By default, an existing result of the same
+    weights, corpus and protocol is kept, so that an interrupted command resumes."""
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Check the values. The model's sequence length is checked once the model is loaded."""
+        """Check the values that do not depend on the model, which is not loaded yet."""
         super().__post_init__()
         if self.first_token is not None and self.packing != "documents":
             raise UserError(
@@ -78,7 +81,7 @@ class HeldOutOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerplexityOptions(HeldOutOptions):
-    """Perplexity of one checkpoint."""
+    """Options of the perplexity evaluation of one checkpoint."""
 
     checkpoint: Path
     """A run folder (its latest checkpoint) or one checkpoint folder."""
@@ -140,13 +143,13 @@ class DownstreamOptions(CheckedOptions):
     output: Path
     """The JSON file to write."""
     tasks: tuple[str, ...] = PAPER_TASKS
-    """lm-eval task names; default: the paper's thirteen."""
+    """lm-eval task names; default: the paper's thirteen tasks."""
     shots: tuple[int, ...] = (0, 1, 2, 3, 4, 5)
-    """Numbers of few-shot examples; one evaluation for each."""
+    """Numbers of few-shot examples; each task is evaluated once with each number."""
     limit: Count | None = None
     """Evaluate only the first LIMIT questions of each task, as a smoke test; default: all."""
     fewshot_seed: Seed = 1234
-    """Random seed for sampling the few-shot examples; default: lm-eval's."""
+    """Random seed for sampling the few-shot examples; default: lm-eval's seed."""
     data_dir: Path | None = None
     """Folder with copies of the tasks' data sets as OWNER/NAME, for machines that cannot reach the
     hub; see docs/downstream.md."""
@@ -154,8 +157,8 @@ class DownstreamOptions(CheckedOptions):
     """Folder for intermediate results, one file per task and number of shots; default: --output
     without .json."""
     evaluation_batch_size: Count = 8
-    """Sequences of the model's length per forward pass and rank; shorter ones fill the same number
-    of tokens. Does not change the result."""
+    """Number of sequences of the model's length per forward pass and rank; shorter sequences are
+    batched up to the same number of tokens. The batch size does not change the result."""
     evaluation_dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. bfloat16 is faster on a GPU, and changes a few answers."""
     tokenizer: TokenizerChoice = dataclasses.field(default_factory=TokenizerChoice)
@@ -177,5 +180,5 @@ class DownstreamOptions(CheckedOptions):
 
     @property
     def parts_dir(self) -> Path:
-        """Folder of the intermediate results."""
+        """Folder for the intermediate results."""
         return self.work_dir or self.output.with_suffix("")

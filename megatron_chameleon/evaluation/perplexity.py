@@ -1,4 +1,4 @@
-"""tools/evaluate.py perplexity: held-out loss, perplexity and bits per byte of every domain."""
+"""Evaluate held-out loss, perplexity and bits per byte of every domain (tools/evaluate.py)."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from megatron_chameleon.model.readout import Reader, check_window, length_batche
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
-# Tokens per call of bincount.
+# Number of tokens per call of bincount.
 _CHUNK = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationPlan:
-    """Validated options of one evaluation and the artifacts that they name.
+    """Validated options of one evaluation and the artifacts that the options name.
 
     ``kept`` is the existing result in ``--output`` if it has the same weights, corpus and protocol
     and ``--overwrite`` is not set; otherwise None.
@@ -68,16 +68,16 @@ class EvaluationPlan:
 def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[EvaluationResult]:
     """Evaluate checkpoints on the held-out text of every domain, and write the results.
 
-    Every rank calls this, and every rank gets the results. All options are checked before the first
-    evaluation starts, and each result is written as soon as it is complete. Existing results of the
-    same evaluation are kept, unless ``overwrite`` is set. Evaluations with the same corpus and
-    protocol share the held-out text.
+    Every rank calls this function and gets the results (collective). All options are checked before
+    the first evaluation starts, and each result is written as soon as it is complete. An existing
+    result of the same evaluation is kept, unless ``overwrite`` is set. Evaluations with the same
+    corpus and protocol share the held-out text.
 
     Args:
         evaluations: at least one; all with the same parallelism.
 
     Raises:
-        UserError: for a mistake in the options, or in the files that they name.
+        UserError: for invalid options, or invalid files that the options name.
     """
     with distributed(evaluations[0].parallel, seed=0) as layout:
         plans = from_main(lambda: [plan_evaluation(options) for options in evaluations])
@@ -99,7 +99,7 @@ def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[Eval
 
 
 def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
-    """Load and check the artifacts that ``options`` name; nothing is written.
+    """Load and check the artifacts that ``options`` name, without writing anything.
 
     Raises:
         UserError: for the first mistake found.
@@ -132,7 +132,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
     )
     kept = None
     if options.output.is_file() and not options.overwrite:
-        with contextlib.suppress(UserError):  # an unreadable result is replaced
+        with contextlib.suppress(UserError):  # an unreadable result is evaluated again
             found = EvaluationResult.load(options.output)
             same = (record.hash, corpus.hash, protocol)
             if (found.checkpoint_hash, found.corpus_hash, found.protocol) == same:
@@ -183,13 +183,13 @@ def _evaluate(
 
 
 def cluster_ends(tokens: TokenFile, text: HeldOutText) -> NDArray[np.int64]:
-    """Group the documents of ``tokens``, one per sequence, that ``text`` scores into clusters.
+    """Group the documents of ``tokens``, one per sequence, into clusters of scored documents.
 
-    A cluster is a scored document, or several consecutive ones if there are more than
-    ``MAX_CLUSTERS``; see :class:`Clusters`.
+    A cluster is one document with tokens that ``text`` scores, or several consecutive ones if there
+    are more than ``MAX_CLUSTERS`` such documents; see :class:`Clusters`.
 
     Returns:
-        [c] position past the last token of each cluster: a scored token at position p belongs to
+        [c] position after the last token of each cluster: a scored token at position p belongs to
         cluster ``searchsorted(ends, p, side="right")``.
     """
     ends = tokens.starts + tokens.lengths
@@ -208,13 +208,13 @@ def cluster_ends(tokens: TokenFile, text: HeldOutText) -> NDArray[np.int64]:
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutDomain:
-    """The held-out text of a domain, and its statistics that do not depend on the model.
+    """Held-out text of a domain, and statistics of the text that do not depend on the model.
 
     Attributes:
-        text: its windows.
+        text: windows over the held-out text.
         clusters: [c] see :func:`cluster_ends`.
         tokens: [c] scored tokens per cluster; may be 0.
-        text_bytes: [c] bytes of text that these tokens encode; None if unknown.
+        text_bytes: [c] bytes of text that the scored tokens encode; None if unknown.
         unigram_loss: mean negative log-likelihood of the scored tokens under a unigram model of
             the training text, in nats per token.
     """
@@ -226,7 +226,7 @@ class HeldOutDomain:
     unigram_loss: float
 
     def evaluate(self, reader: Reader, batch_size: int, progress: tqdm) -> DomainLoss:
-        """The model's loss, on every rank. Collective.
+        """Compute the model's loss, on every rank. Collective.
 
         Args:
             reader: reads the model's outputs.
@@ -246,10 +246,10 @@ class HeldOutDomain:
     def _cluster_losses(
         self, reader: Reader, batch_size: int, progress: tqdm
     ) -> NDArray[np.float64]:
-        """Sums [c] of the negative log-likelihoods of each cluster's scored tokens, in nats.
+        """Sum the negative log-likelihoods of each cluster's scored tokens, [c], in nats.
 
-        Batches are assigned to data-parallel ranks in turn. Sums are in float64 and do not depend
-        on the layout or the batch size, up to the rounding of the forward pass.
+        Batches are assigned to data-parallel ranks in turn. The sums are in float64. Except for
+        rounding in the forward pass, they do not depend on the layout or the batch size.
         """
         layout, text, count = reader.layout, self.text.longest_first(), len(self.clusters)
         longest, multiple = text.window_length, length_multiple(layout)
@@ -263,7 +263,7 @@ class HeldOutDomain:
             arrays = {"tokens": tokens, "labels": labels, "clusters": cluster}
             return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-        # The last element collects labels that are not scored.
+        # The additional last element collects labels that are not scored.
         sums = torch.zeros(count + 1, dtype=torch.float64, device=layout.device)
         own = (read_batch(*each) for each in all_batches[layout.data_rank :: layout.data_size])
         with read_ahead(own, layout.device) as ahead:
@@ -308,9 +308,10 @@ def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutD
 
 
 def token_sizes(corpus: Corpus, record: CheckpointRecord) -> NDArray[np.int32] | None:
-    """Bytes of text per token id, [vocab_size], from the corpus's or the checkpoint's tokenizer.
+    """Count the bytes of text per token id, [vocab_size].
 
-    None, with a warning, if neither tokenizer can be loaded; losses do not need it.
+    Uses the tokenizer of the corpus or else of the checkpoint. Returns None, with a warning, if
+    neither can be loaded; losses do not need a tokenizer.
     """
     problems = []
     for path in dict.fromkeys([None, recorded_tokenizer(record)]):
@@ -328,10 +329,10 @@ def held_out_domain(
     """Read the held-out text of a domain; None if nothing is scored. Collective.
 
     Args:
-        corpus: holds the domain.
+        corpus: the corpus that holds the domain.
         name: name of the domain.
         protocol: protocol of the evaluation.
-        sizes: [vocab_size] bytes of each token; None without a tokenizer.
+        sizes: [vocab_size] bytes of each token; None if no tokenizer was loaded.
     """
     stream, vocab_size = open_tokens(corpus, name, protocol.split), corpus.tokenizer.vocab_size
     text = held_out_text(stream, protocol, corpus.tokenizer.eod_id)
@@ -350,7 +351,8 @@ def held_out_domain(
             if sizes is not None:
                 counted += np.bincount(cluster, sizes[labels], minlength=count)
         training = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
-        # Add-one (Laplace) smoothed frequencies, without context: a baseline for every model.
+        # The unigram model has add-one (Laplace) smoothed frequencies and no context: a baseline
+        # for every model.
         probabilities = (training + 1) / (training.sum() + vocab_size)
         loss = float(-(seen @ np.log(probabilities)) / seen.sum())
         decoded = 0 if sizes is None else int(token_counts(text.stream, vocab_size) @ sizes)
@@ -358,7 +360,8 @@ def held_out_domain(
         if not (decoded and recorded):
             return tokens, None, loss
         # The recorded bytes and the decoded bytes of the text differ slightly: a tokenizer may drop
-        # or normalize characters. Rounding the ends keeps the sum exact.
+        # or normalize characters. Rounding the cumulative bytes instead of each cluster's bytes
+        # keeps the sum exact.
         ends = np.rint(np.cumsum(counted * (recorded / decoded))).astype(np.int64)
         return tokens, np.diff(ends, prepend=0), loss
 
@@ -366,7 +369,7 @@ def held_out_domain(
 
 
 def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
-    """Occurrences of each token, [vocab_size] int64."""
+    """Count the occurrences of each token, [vocab_size] int64."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for first in range(0, len(stream), _CHUNK):
         counts += np.bincount(stream[first : first + _CHUNK], minlength=vocab_size)

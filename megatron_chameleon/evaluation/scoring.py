@@ -1,10 +1,11 @@
-"""Log-likelihoods of continuations and greedy generation by a model in any parallel layout.
+"""Score continuations and generate greedily with a model in any parallel layout.
 
-Sequences that share a prefix, such as the answers to one question, are packed into one row, which
-computes the prefix once: a prefix tree with a tree attention mask. Each token has its position in
-its own sequence and attends to that sequence only, so packing does not change its result.
+Sequences that share a prefix, such as the answers to one question, are packed into one row as a
+prefix tree with a tree attention mask, so that the prefix is computed only once. Each token has its
+position in its own sequence and attends to that sequence only, so packing does not change its
+result.
 
-lm-eval runs on rank 0: it loads the tasks and samples the few-shot examples there only, so that
+lm-eval runs on rank 0 only. It loads the tasks and samples the few-shot examples there, so that
 ranks cannot disagree on the requests. The other ranks call :meth:`Scorer.serve`.
 """
 
@@ -37,15 +38,15 @@ from megatron_chameleon.progress import progress_bar
 
 Tokens = NDArray[np.int32]
 
-# Every row of a batch has at least this fraction of the tokens of the longest.
+# Every row of a batch has at least this fraction of the tokens of the longest row.
 MIN_FILL = 0.75
-# Logits computed at a time; on a CPU few enough to spare its memory bandwidth.
+# Number of logits computed at a time; smaller on a CPU, to save its memory bandwidth.
 LOGITS_ON_CPU, LOGITS_ON_GPU = 1 << 23, 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A request for the log-likelihood of ``continuation`` after ``context``, both [n] int32.
+    """Request for the log-likelihood of ``continuation`` after ``context``, both [n] int32.
 
     The context has at least one token, the continuation at most the model's sequence length.
     """
@@ -56,7 +57,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Results for a list of questions, in their order.
+    """Results for a list of questions, in the order of the questions.
 
     Attributes:
         log_likelihoods: [n] float64, in nats.
@@ -77,8 +78,8 @@ class Prompt:
 
     Attributes:
         context: [n] int32, at least one token; truncated on the left if it does not fit.
-        max_new_tokens: less than the model's sequence length.
-        stops: generation ends as soon as the generated text contains one of these.
+        max_new_tokens: maximum number of generated tokens; less than the model's sequence length.
+        stops: stop sequences; generation ends as soon as the generated text contains one of them.
     """
 
     context: Tokens
@@ -91,9 +92,9 @@ class Row:
     """A tree of sequences, packed into one row of tokens.
 
     Attributes:
-        paths: of each sequence: its index, the number of its first tokens that an earlier sequence
-            has placed, and the places of all its tokens in the row, [n] int64.
-        length: tokens in the row.
+        paths: for each sequence, its index, the number of leading tokens that it shares with an
+            earlier sequence, and the places of all its tokens in the row, [n] int64.
+        length: number of tokens in the row.
     """
 
     paths: list[tuple[int, int, NDArray[np.int64]]] = dataclasses.field(default_factory=list)
@@ -101,11 +102,11 @@ class Row:
 
     @property
     def is_chain(self) -> bool:
-        """Whether causal attention suffices: each token attends to all earlier ones."""
+        """Whether causal attention suffices, because each token attends to all earlier tokens."""
         return all(path[-1] + 1 == len(path) for _, _, path in self.paths)
 
     def predicting(self, questions: Sequence[Question]) -> list[tuple[int, NDArray[np.int64]]]:
-        """Index of each question, and the places of the tokens that predict its continuation."""
+        """Return each question's index, and the places that predict its continuation."""
         return [
             (index, path[len(path) - len(questions[index].continuation) :])
             for index, _, path in self.paths
@@ -113,20 +114,20 @@ class Row:
 
 
 def pack(sequences: Sequence[Tokens], longest: int, pairs_per_token: int) -> list[Row]:
-    """Pack every sequence into a row. Sequences share a row where that saves work.
+    """Pack the sequences into rows. Sequences share a row if that saves computation.
 
-    A shared prefix is computed once, but attention costs as much as over the whole row: a row of n
+    A shared prefix is computed once, but the mask does not make attention cheaper: a row of n
     tokens takes n * n pairs.
 
     Args:
         sequences: at least one non-negative token each.
         longest: maximum tokens of a row of several sequences.
-        pairs_per_token: pairs of tokens whose attention costs as much as the rest of a layer costs
-            for one token.
+        pairs_per_token: number of token pairs whose attention costs as much as the rest of a layer
+            costs for one token.
     """
     rows: list[Row] = []
     previous, path = np.empty(0, np.int32), np.empty(0, np.int64)
-    # Sorted by their bytes, the sequences with the longest shared prefixes are neighbours, and a
+    # In the order of their bytes, sequences with the longest shared prefixes are neighbours, and a
     # prefix comes before its continuations.
     for index in sorted(range(len(sequences)), key=lambda n: sequences[n].tobytes()):
         tokens = sequences[index]
@@ -149,19 +150,18 @@ def pack(sequences: Sequence[Tokens], longest: int, pairs_per_token: int) -> lis
 def batch_tensors(
     batch: Sequence[Row], sequences: Sequence[Tokens | list[int]], width: int
 ) -> Batch:
-    """Model inputs of a batch: rows padded on the right to ``width`` tokens.
+    """Build the model inputs of a batch, with rows padded on the right to ``width`` tokens.
 
     Returns:
-        tokens and positions [b, width] int64; unless all rows are plain sequences,
-        attention_mask [b, 1, width, width] bool, True where attention is masked (Megatron's
-        convention).
+        tokens and positions [b, width] int64; and attention_mask [b, 1, width, width] bool, True
+        where attention is masked (Megatron's convention), or None if all rows are plain sequences.
     """
     tokens = np.zeros((len(batch), width), np.int64)
     positions = np.zeros((len(batch), width), np.int64)
     made = {"tokens": torch.from_numpy(tokens), "positions": torch.from_numpy(positions)}
     hidden = None
     if not all(row.is_chain for row in batch):
-        # Padding attends to itself: kernels disagree on the softmax of a fully masked row.
+        # Padding attends to itself, since kernels disagree on the softmax of a fully masked row.
         hidden = np.repeat(~np.eye(width, dtype=bool)[None], len(batch), axis=0)
         made["attention_mask"] = torch.from_numpy(hidden)[:, None]
     for number, row in enumerate(batch):
@@ -181,7 +181,8 @@ def prediction_tensors(batch: Sequence[Row], questions: Sequence[Question], widt
     """Map predicting tokens of a batch, in rows of ``width`` tokens, to labels and questions.
 
     Returns:
-        places: [p] int64, increasing and distinct: tokens of the flattened batch that predict.
+        places: [p] int64, increasing and distinct: positions in the flattened batch of the tokens
+            that predict a label.
         rows: [m] int64, increasing: the index in ``places`` that predicts each label.
         labels: [m] int64.
         questions: [m] int64, the question of each label.
@@ -201,15 +202,15 @@ def prediction_tensors(batch: Sequence[Row], questions: Sequence[Question], widt
 
 
 class Scorer:
-    """Scores continuations and generates text with a model.
+    """Scorer of continuations and greedy text generator on top of a model.
 
-    :meth:`score` and :meth:`generate` are collective. Rank 0's arguments are used; the other ranks
-    either make the same calls or call :meth:`serve`. All ranks return the results.
+    :meth:`score` and :meth:`generate` are collective. Rank 0's arguments are used on all ranks; the
+    other ranks either make the same calls or call :meth:`serve`. All ranks return the results.
 
     Args:
         reader: reads the model's outputs.
-        sequences_at_once: sequences of the model's length per forward pass and rank; shorter ones
-            fill the same number of tokens.
+        sequences_at_once: number of sequences of the model's length per forward pass and rank;
+            shorter sequences are batched up to the same number of tokens.
         tokenizer: the model's tokenizer.
     """
 
@@ -222,48 +223,48 @@ class Scorer:
         self.eod_id = tokenizer.eod_id
 
     def score(self, questions: Sequence[Question], description: str = "") -> Answers:
-        """Score the continuations; ``description`` is for the progress bar.
+        """Score the continuations; ``description`` labels the progress bar.
 
         Raises:
-            UserError: if a likelihood is not finite.
+            UserError: if a log-likelihood is not finite.
         """
         return self._score(*self._call("score", questions, description)[1:])
 
     def generate(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], float]:
-        """Continue each prompt greedily up to a stop or the end of a document.
+        """Continue each prompt greedily up to a stop sequence or the end of a document.
 
         There is no key-value cache: each new token costs a forward pass over the unfinished
-        sequences. The tasks of the paper generate nothing.
+        sequences. No task of the paper generates text.
 
         Returns:
-            New tokens of each prompt, the end-of-document token included; forward FLOPs of all
-            ranks.
+            The new tokens of each prompt, including the end-of-document token, and the forward
+            FLOPs of all ranks.
         """
         return self._generate(*self._call("generate", prompts)[1:])
 
     def serve(self) -> None:
-        """Run the collective calls of rank 0 until it calls :meth:`stop`."""
+        """Join the collective calls of rank 0 until rank 0 calls :meth:`stop`."""
         assert not self.layout.is_main
         while (call := self._call("stop"))[0] != "stop":
             (self._score if call[0] == "score" else self._generate)(*call[1:])
 
     def stop(self) -> None:
-        """End :meth:`serve` on the other ranks; called by rank 0."""
+        """End :meth:`serve` on the other ranks. Only rank 0 calls this method."""
         self._call("stop")
 
     def _call(self, *call: Any) -> tuple[Any, ...]:
-        """Broadcast rank 0's call. A single rank does not: a broadcast waits for the device."""
+        """Broadcast rank 0's call; a single rank skips it, since it would wait for the device."""
         return call if self.layout.world_size == 1 else from_main(lambda: call)
 
     def _states(self, batch: Batch) -> torch.Tensor | None:
-        """Final hidden states [p, h] at the ``places`` of a batch; None before the last stage."""
+        """Compute final hidden states [p, h] of a batch; None before the last pipeline stage."""
         hidden = self.reader.final_hidden_states(
             batch["tokens"], batch["positions"], batch.get("attention_mask")
         )
         return None if hidden is None else hidden.transpose(0, 1).flatten(0, 1)[batch["places"]]
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[n, v] float32 logits of ``states`` [n, h]; minus infinity for padding of the vocabulary.
+        """Compute float32 logits [n, v] of ``states`` [n, h]; minus infinity for padding tokens.
 
         Collective over tensor-parallel ranks of the last pipeline stage.
         """
@@ -288,14 +289,14 @@ class Scorer:
             | prediction_tensors(rows[first:last], questions, width)
             for first, last, width in all_batches[layout.data_rank :: layout.data_size]
         )
-        # Log-likelihoods, and the number of tokens that are not the most likely.
+        # Row 0: log-likelihoods. Row 1: the number of tokens that are not the most likely token.
         sums, flops = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device), 0.0
         is_quiet = not layout.is_main
         bar = progress_bar(len(questions), " requests", description, quiet=is_quiet, delay=2.0)
         with bar, read_ahead(own, layout.device) as ahead:
             for number, (first, last, width) in enumerate(all_batches):
                 # Each token attends to its whole row, twice the causal half of a row. The output
-                # layer runs at the distinct places that predict.
+                # layer runs once for every place that predicts a label.
                 layer = (last - first) * width * layer_forward_flops(shape, 2 * width)
                 flops += shape.size.num_layers * layer
                 for row in rows[first:last]:
@@ -316,7 +317,7 @@ class Scorer:
         return Answers(log_likelihoods, misses == 0, truncated, flops)
 
     def _model_input(self, question: Question) -> Tokens:
-        """All but the last token, truncated on the left to the model's length."""
+        """Return all but the last token, truncated on the left to the model's length."""
         assert len(question.continuation) <= self.max_length
         whole = np.concatenate([question.context, question.continuation])
         return whole[-(self.max_length + 1) :][:-1] if len(question.continuation) else whole[:1]
@@ -324,9 +325,9 @@ class Scorer:
     def _score_batch(self, batch: Batch, sums: torch.Tensor) -> None:
         """Add the log-likelihoods and misses of a batch to ``sums`` [2, n].
 
-        Logits are computed a few states at a time, and only for the places that predict: for whole
-        contexts they would cost as much as the layers of a small model. Of several most likely
-        tokens, the first counts.
+        Logits are computed for a few states at a time, and only for states that predict a label:
+        for whole contexts, logits would cost as much as the layers of a small model. If several
+        tokens are the most likely, the first counts as the greedy choice.
         """
         states, rows, labels = self._states(batch), batch["rows"], batch["labels"]
         if states is None or not len(labels):
@@ -337,7 +338,8 @@ class Scorer:
         hits = torch.zeros(len(rows), dtype=torch.bool, device=states.device)
         for start in range(0, len(states), chunk):
             logits = self._logits(states[start : start + chunk])
-            # All labels in every chunk: selecting the chunk's own would synchronise with the host.
+            # Every chunk processes all labels: selecting only the chunk's labels would synchronise
+            # with the host.
             is_own = (rows >= start) & (rows < start + chunk)
             own_rows = (rows - start).clamp(0, len(logits) - 1)
             scores = logits[own_rows, labels] - logits.logsumexp(dim=1)[own_rows]
@@ -348,7 +350,7 @@ class Scorer:
 
     @torch.no_grad()
     def _generate(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], float]:
-        """Continue ``sequences_at_once`` prompts of similar lengths at a time."""
+        """Generate for ``sequences_at_once`` prompts of similar lengths at a time."""
         layout, size = self.layout, self.sequences_at_once
         order = sorted(range(len(prompts)), key=lambda n: len(prompts[n].context))
         new: dict[int, list[int]] = {}
@@ -363,10 +365,10 @@ class Scorer:
                     new[n].append(token)
                 width = max(map(len, sequences))
                 positions = len(left) * width
-                # The output layer reads one state per sequence.
+                # The output layer processes one state per sequence.
                 unread = (positions - len(left)) * head_forward_flops(self.reader.shape)
                 flops += forward_flops(self.reader.shape, positions, width) - unread
-        # The ranks of one replica have the same results; one of them counts the FLOPs.
+        # The ranks of one replica have the same results, so only one of them counts the FLOPs.
         is_counted = layout.tensor_rank == 0 and layout.is_last_stage
         everywhere: list[Any] = [None] * layout.world_size
         dist.all_gather_object(everywhere, (new, flops if is_counted else 0.0))
@@ -380,7 +382,7 @@ class Scorer:
         return any(stop in text for stop in prompt.stops)
 
     def _next_tokens(self, sequences: Sequence[list[int]]) -> list[int]:
-        """The most likely token after each sequence, on every rank of the replica."""
+        """Return the most likely token after each sequence, on every rank of the replica."""
         layout = self.layout
         lengths = [len(sequence) for sequence in sequences]
         width = min(padded_length(max(lengths), length_multiple(layout)), self.max_length)

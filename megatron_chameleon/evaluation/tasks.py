@@ -20,9 +20,10 @@ from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PAPER_TASKS
 
-# In order of preference.
+# Metrics in order of preference.
 METRICS = ("acc_norm", "acc", "exact_match")
-# lm-eval's folders of the paper's tasks; reading all of its definitions takes about 8 seconds.
+# Folders of lm-eval that define the paper's tasks; reading all of lm-eval's definitions takes about
+# 8 seconds.
 FOLDERS = {name: name for name in PAPER_TASKS} | {
     "arc_easy": "arc",
     "copa": "super_glue/copa",
@@ -35,12 +36,12 @@ HUB_ATTEMPTS = 2
 
 
 class TaskUnavailableError(Exception):
-    """A task cannot be evaluated (one-line reason); the other tasks still are."""
+    """A task cannot be evaluated, for a one-line reason; other tasks are still evaluated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedTask:
-    """A task with its data.
+    """A downstream task with its data.
 
     Attributes:
         task: lm-eval's task object.
@@ -60,7 +61,7 @@ class LoadedTask:
         """Set the number of few-shot examples per question, sampled by ``seed``.
 
         Raises:
-            TaskUnavailableError: if the definition does not allow it.
+            TaskUnavailableError: if the task's definition does not allow that number.
         """
         if shots and self.is_zero_shot:
             raise TaskUnavailableError("its definition fixes the number of shots at 0")
@@ -69,14 +70,14 @@ class LoadedTask:
 
 
 class TaskLibrary:
-    """Task definitions, and the location of their data.
+    """Definitions of tasks, and the location of their data.
 
     Args:
         names: names of single tasks, not of groups.
         data_dir: folder with the data sets as OWNER/NAME; None for the hub.
 
     Raises:
-        UserError: if lm-eval has no task of a name, or there is no ``data_dir``.
+        UserError: if lm-eval has no task of that name, or ``data_dir`` does not exist.
     """
 
     def __init__(self, names: Sequence[str], data_dir: Path | None) -> None:
@@ -94,12 +95,12 @@ class TaskLibrary:
                 raise UserError(
                     f"--data-dir {data_dir} is not a folder; it must hold data sets as OWNER/NAME"
                 )
-            # Deleted with the library: tasks read from it until they are evaluated.
+            # The folder is deleted together with this object, since tasks read from it until then.
             self._scratch = tempfile.TemporaryDirectory()
             self.manager = self._with_local_data(names, data_dir, Path(self._scratch.name))
 
     def load(self, name: str) -> LoadedTask:
-        """The task with its data.
+        """Load a task with its data.
 
         Raises:
             TaskUnavailableError: if the data cannot be loaded, or the task defines no accuracy.
@@ -107,17 +108,18 @@ class TaskLibrary:
         folder, files = self._local_copy(name)
         if folder and not folder.is_dir():
             raise TaskUnavailableError(f"{folder} does not exist; copy its data set there")
-        # An interrupted copy can leave an empty file, which the package datasets reads as no rows.
+        # An interrupted copy can leave an empty file, which the datasets package reads as zero
+        # rows.
         for path in files:
             if not path.stat().st_size:
                 raise TaskUnavailableError(f"{path} is empty; copy the data set again")
         problem = "" if folder else self.hub_problem
         before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-        if problem:  # the package datasets would retry for minutes, and again for each data set
+        if problem:  # the datasets package would retry for minutes for every data set
             constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         try:
             task = self.manager.load(name)["tasks"][name]
-        except Exception as error:  # the hub, files and definitions raise any type
+        except Exception as error:  # the hub, files and definitions can raise any type of error
             raise TaskUnavailableError(
                 f"{problem or in_one_line(error)}; local copies of data sets are read from "
                 "--data-dir (see docs/downstream.md)"
@@ -132,7 +134,10 @@ class TaskLibrary:
         )
 
     def data_of(self, name: str) -> str | None:
-        """Identity of a task's data, see :class:`PartSettings`; None for a missing local copy."""
+        """Return the identity of a task's data, see :class:`PartSettings`.
+
+        None stands for a missing local copy.
+        """
         folder, files = self._local_copy(name)
         if folder is None:
             return "hub"
@@ -143,22 +148,22 @@ class TaskLibrary:
 
     @functools.cached_property
     def hub_problem(self) -> str:
-        """Why the hub does not answer; empty if it does, or under HF_HUB_OFFLINE."""
+        """Return why the hub does not answer; empty if it answers, or if HF_HUB_OFFLINE is set."""
         if constants.HF_HUB_OFFLINE:
             return ""
         for _ in range(HUB_ATTEMPTS):
             try:
                 get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
                 return ""
-            except Exception as error:  # the type depends on the HTTP library
+            except Exception as error:  # the error's type depends on the HTTP library
                 reason = in_one_line(error)
         return f"{constants.ENDPOINT} does not answer, and the data are not cached ({reason})"
 
     def _local_copy(self, name: str) -> tuple[Path | None, list[Path]]:
-        """Folder of its local copy (None for the hub), and the files of its configuration.
+        """Find the folder of the local copy (None for the hub), and its configuration's files.
 
-        Hidden files do not count. If the configuration has its own folder, only that folder counts:
-        others may be added later.
+        Hidden files are ignored. If the configuration has its own folder, only that folder is used,
+        because other folders may be added later.
         """
         definition = self.manager.task_index[name].cfg or {}
         if self.data_dir is None or definition.get("dataset_path") is None:
@@ -171,10 +176,10 @@ class TaskLibrary:
         return folder, sorted(root / path for path in visible)
 
     def _with_local_data(self, names: Sequence[str], data_dir: Path, scratch: Path) -> TaskManager:
-        """The same tasks with their data sets in ``data_dir``.
+        """Redefine the tasks to read their data sets from ``data_dir``.
 
-        The data sets' cache goes to ``scratch``: the shared cache identifies copies by name only,
-        and might return the content of another one.
+        The data sets are cached in ``scratch``: the shared cache identifies copies by name only,
+        and might return the content of another copy.
         """
         for name in names:
             entry = self.manager.task_index[name]
@@ -184,16 +189,17 @@ class TaskLibrary:
                 changed["dataset_path"] = str(data_dir.absolute() / definition["dataset_path"])
                 kwargs = definition.get("dataset_kwargs") or {}
                 changed["dataset_kwargs"] = {**kwargs, "cache_dir": str(scratch / "cache")}
-            # JSON is YAML too.
+            # JSON is a subset of YAML.
             (scratch / f"{name}.yaml").write_text(json.dumps(changed), encoding="utf-8")
         return TaskManager(include_defaults=False, include_path=scratch)
 
 
 def exclude_own_document(task: ConfigurableTask) -> str:
-    """Exclude a question's own document from its few-shot examples; return the examples' split.
+    """Exclude a question's own document from its few-shot examples; return the split of examples.
 
     lm-eval excludes the question only if the definition names the same split for examples and
-    tests. If the definition leaves one of them out, lm-eval may still use one split for both.
+    tests. If the definition omits one of the two splits, lm-eval may still use the same split for
+    both.
     """
     few_shot, splits = task.fewshot_cfg, task.config
     if few_shot.split is None and few_shot.samples is not None:
@@ -206,7 +212,7 @@ def exclude_own_document(task: ConfigurableTask) -> str:
 
 
 def in_one_line(error: Exception) -> str:
-    """An error's message, with its type unless it is a UserError, and with its causes."""
+    """Format an error as one line: its message, its type unless UserError, and its causes."""
     if isinstance(error, UserError):
         return str(error)
     cause = f" ({in_one_line(error.__cause__)})" if isinstance(error.__cause__, Exception) else ""
