@@ -1,7 +1,7 @@
-"""torch.compile of the transformer layers.
+"""Compile the transformer layers with torch.compile.
 
-Each layer is one graph, whose code all layers of a rank share. Biases, GELU, residual additions and
-layer norms fuse into few kernels; matrix products are unchanged.
+Each layer is one graph, and all layers of a rank share the compiled code. Biases, GELU, residual
+additions and layer norms fuse into few kernels; matrix products are unchanged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_chameleon.parallel.triton_probe import triton_problem
 
 
 class GroupedRowParallelLinear(RowParallelLinear):
-    """megatron's RowParallelLinear, which passes its tensor-parallel group on to the product.
+    """megatron's RowParallelLinear, but the product gets its tensor-parallel group as an argument.
 
-    megatron passes None, and then warns that None is deprecated. The compiler cannot trace a
+    megatron itself passes None, and then warns that None is deprecated. The compiler cannot trace a
     warning and would split every layer into three graphs.
     """
 
@@ -34,9 +34,10 @@ class GroupedRowParallelLinear(RowParallelLinear):
 
 
 class TraceableColumnParallelLinear(ColumnParallelLinear):
-    """megatron's ColumnParallelLinear, whose communication is one operation when compiled.
+    """megatron's ColumnParallelLinear with a product that the compiler can trace.
 
-    megatron overlaps collectives with matrix products, which the compiler cannot trace.
+    megatron overlaps collectives with matrix products. The compiler cannot trace this overlap, so
+    the product and its communication are one operation here.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **more: Any) -> torch.Tensor:
@@ -53,13 +54,13 @@ class TraceableColumnParallelLinear(ColumnParallelLinear):
 def column_parallel_linear(
     input: torch.Tensor, weight: torch.Tensor, sequence_parallel: bool, group: str
 ) -> torch.Tensor:
-    """Multiply ``input`` by this rank's rows of a weight, as megatron does.
+    """Multiply ``input`` by this rank's rows of a weight, as megatron's ColumnParallelLinear does.
 
     Args:
         input: [s, b, h], this rank's shard of the sequence under sequence parallelism, otherwise
             the whole sequence.
         weight: [n, h].
-        sequence_parallel: gather the sequence first.
+        sequence_parallel: gather the sequence before the product.
         group: name of the tensor-parallel group.
 
     Returns:
@@ -90,8 +91,8 @@ def column_parallel_linear_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of :func:`column_parallel_linear` with respect to ``input`` and ``weight``.
 
-    The sequence is gathered again while the input's gradient is computed, and the input's gradient
-    is reduced over the ranks while the weight's is computed.
+    The sequence is gathered again while the input's gradient is computed. The input's gradient is
+    reduced over the ranks while the weight's gradient is computed.
 
     Args:
         gradient: gradient of the output, [s, b, n].
@@ -124,12 +125,12 @@ def _(
 
 
 def _group_of(name: str) -> dist.ProcessGroup:
-    """Look the group up by name, like functional collectives."""
+    """Look up a process group by name, as torch's functional collectives do."""
     return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def _gather(input: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
-    """Start to gather the ranks' shards of the sequence to [s, b, h]; return it and the work."""
+    """Start to gather the shards of the sequence; return the buffer [s, b, h] and the work."""
     whole = input.new_empty(input.size(0) * group.size(), *input.shape[1:])
     work = dist.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=True)
     return whole, work
@@ -154,7 +155,7 @@ def check_compile(parallel: TrainingParallelOptions) -> None:
     """Check that layers can be compiled.
 
     Raises:
-        UserError: naming the option to leave out.
+        UserError: if they cannot; the message names the option to leave out.
     """
     if not torch.cuda.is_available():
         raise UserError("--compile-layers needs a CUDA device, but none is available; leave it out")
@@ -169,10 +170,10 @@ def check_compile(parallel: TrainingParallelOptions) -> None:
 
 
 def compile_layers(model: GPTModel, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each layer's forward pass when it is first called, and its backward pass with it.
+    """Compile the forward and backward pass of each layer when the layer is first called.
 
     Hooks on a layer are not compiled. A call with another micro-batch size or sequence length
-    compiles again.
+    compiles the layer again.
     """
     for layer in model.decoder.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)

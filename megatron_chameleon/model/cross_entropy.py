@@ -1,10 +1,10 @@
-"""Cross entropy without a second copy of the logits, also for a sharded vocabulary.
+"""Cross entropy without a second copy of the logits; the vocabulary may be sharded.
 
-Logits are by far the largest activation of a small model: at 16,384 tokens and a vocabulary of
-50,304 they take 1.6 GB in bfloat16, and a softmax in float32 with its gradient 6.6 GB more. Here
-the forward pass keeps one number per token, the logarithm of the softmax's denominator, and the
-backward pass overwrites the logits with their gradient. The CPU computes in float32 on a few rows
-at a time, in its cache; on a GPU a Triton kernel reads each logit once per pass.
+Logits are by far the largest activation of a small model. At 16,384 tokens and a vocabulary of
+50,304, logits take 1.6 GB in bfloat16, and a softmax in float32 with its gradient takes 6.6 GB
+more. Here the forward pass keeps one number per token, the logarithm of the softmax's denominator,
+and the backward pass overwrites the logits with their gradient. The CPU computes in float32 on a
+few rows at a time, in its cache; on a GPU a Triton kernel reads each logit once per pass.
 
     loss[t] = logsumexp(x[t]) - x[t, label[t]]
     dloss[t]/dx[t, i] = exp(x[t, i] - logsumexp(x[t])) - (i == label[t])
@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_chameleon.parallel.triton_probe import has_kernels
 
-# Elements of the logits converted to float32 at a time: 4 MiB fit in a core's cache; a GPU without
-# Triton needs long kernels.
+# Number of logits converted to float32 at a time: 4 MiB fit into the cache of a core, and a GPU
+# without Triton needs long kernels.
 CHUNK_ON_CPU, CHUNK_ON_GPU = 1 << 20, 1 << 27
 
 
@@ -32,21 +32,22 @@ def chunked_cross_entropy(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Losses of ``labels`` under ``logits``, in float32 whatever the logits' dtype.
+    """Compute the losses of ``labels`` under ``logits``, in float32 for any dtype of the logits.
 
     The gradient overwrites the logits, so they cannot be read after the backward pass; autograd
-    raises if another operation needs them. A backward pass that retains its graph keeps them.
+    raises if another operation needs them. A backward pass that retains its graph does not
+    overwrite the logits.
 
     Args:
         logits: [..., columns], contiguous. With ``group``, each rank has its shard of the
-            vocabulary, all of equal size, in the order of ranks.
+            vocabulary; shards have equal sizes and follow the order of ranks.
         labels: [...] int64, over the whole vocabulary; a label outside of it has no defined loss.
-        vocab_size: real columns over all ranks. Further ones are padding: they are left out of the
-            softmax, and their gradient is zero.
+        vocab_size: number of real columns over all ranks. Further columns are padding: they are
+            left out of the softmax, and their gradient is zero.
         group: tensor-parallel ranks that shard the vocabulary. Collective.
 
     Returns:
-        [...] in float32, in nats; the same on every rank of ``group``.
+        [...] in float32, in nats; equal on all ranks of ``group``.
     """
     losses: torch.Tensor = _CrossEntropy.apply(logits, labels, vocab_size, group)
     return losses
@@ -64,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows = logits.view(-1, logits.size(-1))
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         columns = min(max(vocab_size - rank * rows.size(1), 0), rows.size(1))
-        # Labels of other ranks are outside of [0, columns).
+        # Labels that belong to other ranks are outside [0, columns).
         own_labels = labels.flatten() - rank * rows.size(1)
         denominator = log_sum_exp(rows, columns)
         predicted = _logits_of(rows, own_labels, columns)
@@ -85,16 +86,17 @@ class _CrossEntropy(torch.autograd.Function):
         out = torch.empty_like(rows) if is_kept else rows
         scale = of_losses.flatten().float()
         write_gradient(rows, own_labels, denominator, scale, ctx.columns, out)
-        # torch does not see a kernel's writes, and could not detect that saved logits have changed.
+        # torch does not see the writes of a kernel, so it could not detect that saved logits have
+        # changed.
         torch.autograd.graph.increment_version(out)
         return out.view_as(logits), None, None, None
 
 
 def log_sum_exp(rows: torch.Tensor, columns: int) -> torch.Tensor:
-    """Logarithm of the summed exponentials of the first ``columns`` columns of ``rows`` [n, v].
+    """Compute log(sum(exp(rows[:, :columns]))) of each of ``rows`` [n, v].
 
     Returns:
-        [n] in float32; -inf where ``columns`` is 0.
+        [n] in float32; -inf if ``columns`` is 0.
     """
     if has_kernels(rows):
         from megatron_chameleon.model.cross_entropy_kernels import launch_log_sum_exp
@@ -118,10 +120,10 @@ def write_gradient(
 
     Args:
         rows: [n, v] logits.
-        labels: [n] int64; those outside of [0, columns) belong to other ranks.
+        labels: [n] int64; labels outside [0, columns) belong to other ranks.
         denominator: [n] float32, logarithm of the softmax's denominator over all ranks.
         scale: [n] float32, the gradient of each row's loss.
-        columns: columns without padding.
+        columns: number of columns without padding.
         out: [n, v]; may be ``rows`` itself.
     """
     if has_kernels(rows):
@@ -136,7 +138,7 @@ def write_gradient(
     for part in _chunks(rows):
         if columns == 0:
             break
-        # In place if the output is float32.
+        # The computation is in place if the output is float32.
         target = out[part, :columns] if out.dtype == torch.float32 else None
         softmax = torch.sub(rows[part, :columns].float(), denominator[part, None], out=target)
         softmax.exp_().scatter_add_(1, position[part], one[part]).mul_(scale[part, None])
@@ -145,7 +147,7 @@ def write_gradient(
 
 
 def _logits_of(rows: torch.Tensor, labels: torch.Tensor, columns: int) -> torch.Tensor:
-    """[n] float32 logits of ``labels``; 0 for those of other ranks."""
+    """Return the float32 logits [n] of ``labels``; 0 for labels of other ranks."""
     mine = (labels >= 0) & (labels < columns)
     logits = rows.gather(1, torch.where(mine, labels, 0).unsqueeze(1)).squeeze(1)
     return torch.where(mine, logits.float(), 0.0)
@@ -154,7 +156,7 @@ def _logits_of(rows: torch.Tensor, labels: torch.Tensor, columns: int) -> torch.
 def _over_ranks(
     denominator: torch.Tensor, predicted: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reduce both from each rank's shard of the vocabulary to the whole."""
+    """Combine both values of every rank's vocabulary shard into those of the whole vocabulary."""
     largest = denominator.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([(denominator - largest).exp(), predicted])

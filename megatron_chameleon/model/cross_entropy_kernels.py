@@ -2,7 +2,8 @@
 
 model/cross_entropy.py has the equations and the reference in plain torch. A program processes one
 row of the logits in blocks. Loads are masked by the padded width, a multiple of 16, and padding is
-discarded after them: masking by the vocabulary, 50,257, would prevent loads of 16 bytes.
+discarded after the loads: masking by the vocabulary size, such as 50,257, would prevent 16-byte
+loads.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 def log_sum_exp_kernel(  # type: ignore[no-untyped-def]
     rows, result, stride, width, columns, BLOCK: tl.constexpr
 ):
-    """result[row] = log(sum(exp(rows[row, :columns]))), rescaled at each larger logit.
+    """Compute result[row] = log(sum(exp(rows[row, :columns]))), rescaled at each larger logit.
 
-    The running maximum and sum are those of Milakov and Gimelshein 2018, "Online normalizer
-    calculation for softmax".
+    The running maximum and sum follow Milakov and Gimelshein 2018, "Online normalizer calculation
+    for softmax".
     """
-    row = tl.program_id(0).to(tl.int64)  # row * stride exceeds 2**31
+    row = tl.program_id(0).to(tl.int64)  # row * stride can exceed 2**31
     offsets = tl.arange(0, BLOCK)
-    largest = LOWEST  # not -inf, since -inf minus -inf is NaN
+    largest = LOWEST  # finite, since -inf minus -inf is NaN
     total = 0.0
     for first in range(0, columns, BLOCK):
         column = first + offsets
@@ -43,7 +44,10 @@ def log_sum_exp_kernel(  # type: ignore[no-untyped-def]
 def gradient_kernel(  # type: ignore[no-untyped-def]
     rows, labels, denominators, scales, out, stride, width, columns, BLOCK: tl.constexpr
 ):
-    """out[row, i] = scale * (exp(rows[row, i] - denominator) - (i == label)), 0 from columns on."""
+    """Write out[row, i] = scale * (exp(rows[row, i] - denominator) - (i == label)).
+
+    The gradient of padding, from column ``columns`` on, is 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     denominator = tl.load(denominators + row)
@@ -57,7 +61,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_log_sum_exp(rows: torch.Tensor, columns: int) -> torch.Tensor:
-    """[n] float32 from ``rows`` [n, v], contiguous; see ``cross_entropy.log_sum_exp``."""
+    """Return [n] float32 from contiguous ``rows`` [n, v]; see ``cross_entropy.log_sum_exp``."""
     assert rows.is_contiguous()
     result = rows.new_empty(rows.size(0), dtype=torch.float32)
     log_sum_exp_kernel[(rows.size(0),)](

@@ -36,7 +36,7 @@ from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.parallel.options import ParallelOptions, RecomputeOptions
 
 VOCABULARY_MULTIPLE = 128
-"""The embedding's rows are padded to a multiple of this, for aligned matrix products."""
+"""The embedding's rows are padded to a multiple of this number, for aligned matrix products."""
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
@@ -48,8 +48,8 @@ class GPT(GPTModel):
     """megatron's GPTModel with a cross entropy that keeps no second copy of the logits.
 
     Args:
-        real_vocab_size: number of tokens. Further rows of the embedding are padding: logits include
-            them, but no softmax of a loss does.
+        real_vocab_size: number of tokens. Further rows of the embedding are padding: the logits
+            include them, the softmax of the loss does not.
         settings: arguments of megatron's GPTModel.
     """
 
@@ -64,9 +64,9 @@ class GPT(GPTModel):
         attention_mask: torch.Tensor | None,
         **more: Any,
     ) -> Any:
-        """Like megatron's: losses [b, s] with ``labels``, otherwise logits [b, s, v].
+        """Return losses [b, s] if ``labels`` are passed, otherwise logits [b, s, v].
 
-        A boolean ``attention_mask`` is made additive once, for all layers.
+        A boolean ``attention_mask`` is converted to an additive mask once, for all layers.
         """
         if attention_mask is not None:
             attention_mask = additive_mask(attention_mask, self.config.params_dtype)
@@ -75,11 +75,11 @@ class GPT(GPTModel):
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
-        """Losses [b, s] in float32 of ``labels`` [b, s] under ``logits`` [s, b, v].
+        """Compute float32 losses [b, s] of ``labels`` [b, s] under ``logits`` [s, b, v].
 
         The backward pass overwrites the logits.
         """
-        by_position = labels.transpose(0, 1)  # [s, b], as the logits
+        by_position = labels.transpose(0, 1)  # [s, b], like the logits
         tensor_group = self.pg_collection.tp
         group = tensor_group if tensor_group.size() > 1 else None
         losses = chunked_cross_entropy(logits, by_position, self.real_vocab_size, group)
@@ -87,11 +87,11 @@ class GPT(GPTModel):
 
 
 def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: int) -> None:
-    """Check that the model can be partitioned as in ``options``.
+    """Check that the model can be partitioned as ``options`` require.
 
     Raises:
-        UserError: if not. For a parallelism degree that does not divide the model, the message
-            lists the degrees that do.
+        UserError: if the model cannot be partitioned. For a parallelism degree that does not divide
+            the model, the message lists the degrees that do.
     """
     tensor, training = options.tensor_model_parallel_size, options.for_training()
     stage_layers = size.num_layers // options.pipeline_model_parallel_size
@@ -113,7 +113,7 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
 
 
 def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank has the same number of rows."""
+    """Round the vocabulary up so that every tensor-parallel rank has the same number of rows."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_size)
     return multiple * math.ceil(vocab_size / multiple)
 
@@ -128,7 +128,7 @@ def transformer_config(
     deterministic: bool = False,
     gradient_accumulation_fusion: bool = False,
 ) -> TransformerConfig:
-    """Return megatron's config of the model. It needs neither Transformer Engine nor Apex.
+    """Return megatron's config of the model, which needs neither Transformer Engine nor Apex.
 
     Args:
         shape: shape of the whole model.
@@ -139,7 +139,7 @@ def transformer_config(
         recompute: activations that the backward pass recomputes; default: none.
         deterministic: select megatron's deterministic implementations.
         gradient_accumulation_fusion: accumulate into gradient buffers within the matrix product, by
-            Apex's kernel; the chunks have to be wrapped for data parallelism.
+            Apex's kernel; the model chunks must be wrapped for data parallelism.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
     interleaved = layout.virtual_size > 1
@@ -151,7 +151,7 @@ def transformer_config(
         activation_func=ACTIVATIONS[shape.activation],
         tensor_model_parallel_size=layout.tensor_size,
         pipeline_model_parallel_size=layout.pipeline_size,
-        # megatron takes None for a pipeline that is not interleaved.
+        # megatron expects None for a pipeline without interleaving.
         virtual_pipeline_model_parallel_size=layout.virtual_size if interleaved else None,
         sequence_parallel=layout.sequence_parallel,
         pipeline_dtype=dtype,
@@ -162,12 +162,13 @@ def transformer_config(
         calculate_per_token_loss=per_token_loss,
         deterministic_mode=deterministic,
         cuda_graph_scope=[],
-        # By default, other fusions are off: fused norms need Apex, the fused bias and GELU would
-        # always use GELU's tanh approximation, and SDPACoreAttention fuses the softmax.
+        # megatron's other fusions are off by default: fused norms need Apex, the fused bias and
+        # GELU would always use GELU's tanh approximation, and SDPACoreAttention fuses the softmax.
         gradient_accumulation_fusion=gradient_accumulation_fusion,
-        # Interleaved stages compute wrong numbers with batched sends; others reject the overlap.
+        # Interleaved stages compute wrong numbers with batched sends, and other stages reject the
+        # overlap.
         batch_p2p_comm=False,
-        # Outputs that were sent are no longer needed; interleaved stages do not wait for the send.
+        # Outputs can be freed once they are sent, but interleaved stages do not wait for the send.
         deallocate_pipeline_outputs=not interleaved,
         overlap_p2p_comm=interleaved,
         **(recompute or RecomputeOptions()).config_fields(),
@@ -192,7 +193,7 @@ def build_model_chunks(
     Args:
         shape: shape of the whole model.
         layout: layout of this rank.
-        seed: seed of the initial weights.
+        seed: random seed of the initial weights.
         settings: options of :func:`transformer_config`.
     """
     config = transformer_config(shape, layout, **settings)
@@ -207,7 +208,7 @@ def build_model_chunks(
         mlp.module = RecomputedMLP
     chunks: list[GPTModel | Float16Module] = []
     for stage in range(layout.virtual_size):
-        # megatron takes None for a pipeline that is not interleaved.
+        # megatron expects None for a pipeline without interleaving.
         vp_stage = stage if layout.virtual_size > 1 else None
         model = GPT(
             config=config,
@@ -224,7 +225,8 @@ def build_model_chunks(
             position_embedding_type="learned_absolute",
             vp_stage=vp_stage,
         )
-        # megatron has initialized the weights too, which marks the tensors that are sharded.
+        # megatron's own initialization is overwritten, but it has marked the tensors that are
+        # sharded.
         initialize_weights(model, shape, seed)
         model.to(layout.device)
         chunks.append(Float16Module(config, model) if config.bf16 else model)
@@ -232,7 +234,7 @@ def build_model_chunks(
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
-    """Return the GPTModel inside data-parallel and mixed-precision wrappers."""
+    """Return the GPTModel inside a module's data-parallel and mixed-precision wrappers."""
     inner: Any = model
     while not isinstance(inner, GPTModel):
         inner = inner.module

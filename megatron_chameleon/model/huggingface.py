@@ -1,10 +1,11 @@
-"""Conversion of settings and tensors to and from Hugging Face's GPT-2.
+"""Convert settings and tensors to and from Hugging Face's GPT-2.
 
-The model is the same (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
-Tensors differ in three ways. Hugging Face stores matrices of a layer as [in, out] (Conv1D), and
-Megatron as [out, in]. Hugging Face stores queries, keys and values in three blocks, [q | k | v]
-over all heads, and Megatron head by head, [q1 k1 v1 q2 k2 v2 ...], so that tensor-parallel ranks
-have whole heads. Hugging Face's embedding has one row per token, and Megatron's also padding.
+Both implement the same model (Radford et al. 2019, "Language Models are Unsupervised Multitask
+Learners"). Their tensors differ in three respects. Hugging Face stores matrices of a layer as [in,
+out] (Conv1D), and Megatron as [out, in]. Hugging Face stores queries, keys and values in three
+blocks, [q | k | v] over all heads, and Megatron head by head, [q1 k1 v1 q2 k2 v2 ...], so that
+tensor-parallel ranks have whole heads. Hugging Face's embedding has one row per token, and
+Megatron's has additional rows of padding.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ Tensors = dict[str, torch.Tensor]
 
 _PREFIX = "transformer."
 _EMBEDDING, _TIED_HEAD = _PREFIX + "wte.weight", "lm_head.weight"
-# The causal mask, stored as tensors in older folders.
+# Older folders store the causal mask as tensors.
 _MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
-    """The fields of ``config.json`` that determine what the model computes.
+    """Fields of ``config.json`` that determine what the model computes.
 
     Defaults are those of transformers' GPT2Config.
     """
@@ -69,7 +70,7 @@ def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
     """Parse ``body``, the contents of the config.json at ``where``.
 
     Raises:
-        UserError: naming the first unsupported field.
+        UserError: if a field is not supported; the message names the first such field.
     """
     try:
         config = TypeAdapter(GPT2Config).validate_json(json.dumps(dict(body)), strict=True)
@@ -97,7 +98,7 @@ def shape_of_config(config: GPT2Config) -> ModelShape:
 
 
 def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[str, Any]:
-    """Return the contents of a model's config.json; ``eod_id`` is its bos and eos token."""
+    """Return the contents of a model's config.json, with ``eod_id`` as its bos and eos token."""
     size = shape.size
     config = GPT2Config(
         model_type="gpt2",
@@ -118,13 +119,13 @@ def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[
         "initializer_range": INIT_STD,
         "bos_token_id": eod_id,
         "eos_token_id": eod_id,
-        # Later releases of transformers write "dtype", but still read this name.
+        # Later releases of transformers write "dtype", but still read "torch_dtype".
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
 def huggingface_tensors(shape: ModelShape) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Map parameter names of the whole model to Hugging Face's names and shapes."""
+    """Map each parameter name of the whole model to Hugging Face's name and shape."""
     h, f = shape.size.hidden_size, shape.size.ffn_hidden_size
     layer = {
         "input_layernorm": ("ln_1", (h,)),
@@ -154,7 +155,7 @@ def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) ->
     """Convert to the contiguous tensors of a GPT2LMHeadModel, without the tied output layer.
 
     Args:
-        parameters: parameters of the whole model, by global name.
+        parameters: unsharded parameters of the whole model, by global name.
         shape: shape of the model.
     """
     heads = shape.size.num_attention_heads
@@ -162,7 +163,7 @@ def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) ->
     for ours, (theirs, _) in huggingface_tensors(shape).items():
         tensor = parameters[ours].detach()
         if ours == WORD_EMBEDDINGS:
-            tensor = tensor[: shape.vocab_size].clone()  # a slice would be stored with its padding
+            tensor = tensor[: shape.vocab_size].clone()  # a slice would be saved with its padding
         if "linear_qkv" in ours:
             tensor = _swap_outer(tensor, heads, 3)
         if tensor.dim() == 2 and "decoder" in ours:
@@ -175,9 +176,9 @@ def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) ->
 def load_huggingface(
     model: GPTModel, tensors: Mapping[str, torch.Tensor], shape: ModelShape
 ) -> None:
-    """Overwrite every parameter of this rank's part of a model, in any layout.
+    """Load tensors into this rank's part of a model, in any layout.
 
-    Rows that pad the embedding become zero.
+    Every parameter is overwritten; rows that pad the embedding become zero.
 
     Args:
         model: one chunk of the model.
@@ -200,14 +201,14 @@ def load_huggingface(
 
 
 def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, where: str) -> Tensors:
-    """Check that ``tensors`` are those of a GPT-2; return them by their GPT2LMHeadModel names.
+    """Check that ``tensors`` are those of a GPT-2; return them under GPT2LMHeadModel's names.
 
-    Folders of a model without its head omit the prefix; older ones contain causal masks, and some
-    the tied output layer.
+    Folders of a model without its head omit the prefix of the names; older folders contain causal
+    masks, and some contain the tied output layer.
 
     Raises:
-        UserError: if one is missing, unknown, duplicate, of another shape, not floating point or
-            not finite, or if the output layer is not the embedding.
+        UserError: if a tensor is missing, unknown, duplicate, of another shape, not floating point
+            or not finite, or if the output layer differs from the embedding.
     """
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     if len(found) < len(tensors):

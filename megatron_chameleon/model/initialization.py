@@ -1,10 +1,10 @@
-"""Initial weights that depend only on (seed, parameter name), so that all layouts start equal.
+"""Initial weights that depend only on (seed, parameter name) and are equal in all layouts.
 
-megatron samples weights rank by rank, so that another pipeline layout starts from other weights.
-Here each whole tensor is sampled from a generator seeded by (seed, name), and each rank keeps its
-slice.
-Distributions are GPT-2's: normal(0, 0.02), with the projections that write to the residual stream
-scaled by 1/sqrt(2 * num_layers); biases zero; layer norms one and zero.
+megatron samples weights rank by rank, so that a different pipeline layout starts from different
+weights. Here each whole tensor is sampled from a generator seeded by (seed, name), and each rank
+keeps its slice of the tensor. Distributions are GPT-2's: normal(0, 0.02), with the projections that
+write to the residual stream scaled by 1/sqrt(2 * num_layers); biases zero; layer norms one and
+zero.
 """
 
 from __future__ import annotations
@@ -44,18 +44,22 @@ def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
 
 
 def global_name(model: GPTModel, local_name: str) -> str:
-    """Return a parameter's name in the whole model: layers of all stages, one embedding."""
+    """Return a parameter's name in the whole model.
+
+    Layers are numbered over all pipeline stages, and both copies of the tied embedding have the
+    same name.
+    """
     if local_name == "output_layer.weight":
-        return WORD_EMBEDDINGS  # the last stage's copy of the tied embedding
+        return WORD_EMBEDDINGS  # the last pipeline stage's copy of the tied embedding
     match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
     if match is None:
         return local_name
-    layer_number = model.decoder.layers[int(match[1])].layer_number  # from 1, over all stages
+    layer_number = model.decoder.layers[int(match[1])].layer_number  # starts at 1, over all stages
     return f"decoder.layers.{layer_number - 1}.{match[2]}"
 
 
 def partition_dimension(parameter: torch.nn.Parameter) -> int | None:
-    """Return the dimension that tensor parallelism shards; None if this rank has the whole."""
+    """Return the dimension that tensor parallelism shards; None if the parameter is not sharded."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return int(parameter.partition_dim)  # type: ignore[attr-defined]
@@ -73,7 +77,7 @@ def own_shard(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tenso
 def sample_matrix(
     name: str, whole_shape: Sequence[int], shape: ModelShape, seed: int
 ) -> torch.Tensor:
-    """Sample a whole matrix [rows, columns] in float32; rows that pad the vocabulary are zero."""
+    """Sample an unsharded float32 matrix [rows, columns]; rows of vocabulary padding are zero."""
     rows, columns = whole_shape
     std = INIT_STD
     if name.endswith(_WRITES_TO_RESIDUAL):

@@ -1,6 +1,6 @@
-"""Parts of a transformer layer that replace megatron's: attention, layer norm, recomputed MLP.
+"""Attention, layer norm and recomputed MLP that replace megatron's in a transformer layer.
 
-None of them needs Apex or Transformer Engine.
+They need neither Apex nor Transformer Engine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-# Flash attention needs a multiple of 8. torch pads other sizes, but only for one of its kernels.
+# Flash attention needs head dimensions that are a multiple of 8. torch pads other dimensions, but
+# only for one of its kernels.
 HEAD_DIM_MULTIPLE_ON_GPU = 8
 
 
 class SDPACoreAttention(MegatronModule):
-    """Core attention by torch's scaled_dot_product_attention (flash, cuDNN or CPU kernels).
+    """Core attention with torch's scaled_dot_product_attention (flash, cuDNN or CPU kernels).
 
     Replaces megatron's unfused DotProductAttention; the s x s scores are never materialized.
-    Unsupported settings and arguments are assertion errors.
+    Unsupported settings and arguments raise AssertionError.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class SDPACoreAttention(MegatronModule):
         assert config.softmax_type == "vanilla", "only the plain softmax is supported here"
         assert attention_type == "self"
         self.attn_mask_type = attn_mask_type
-        # From the unpadded head dimension.
+        # The scale is that of the unpadded head dimension.
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         on_gpu = torch.cuda.is_available()
         self.head_dim_multiple = HEAD_DIM_MULTIPLE_ON_GPU if on_gpu else 1
@@ -65,11 +66,11 @@ class SDPACoreAttention(MegatronModule):
             query: [s, b, heads, head_dim].
             key: [s, b, groups, head_dim].
             value: [s, b, groups, head_dim].
-            attention_mask: None for the mask of ``attn_mask_type``; otherwise replaces it,
-                broadcastable to [b, heads, s, s]: boolean, True where attention is NOT allowed
-                (megatron's convention), or :func:`additive_mask` of it in the dtype of ``query``,
-                which is faster if several layers use it.
-            attn_mask_type: overrides the constructor's.
+            attention_mask: None for the mask of ``attn_mask_type``; otherwise a mask that replaces
+                it, broadcastable to [b, heads, s, s]: boolean, True where attention is NOT allowed
+                (megatron's convention), or the :func:`additive_mask` of a boolean mask in the dtype
+                of ``query``, which is faster if several layers use the mask.
+            attn_mask_type: overrides the constructor's mask type.
             attention_bias: must be None.
             packed_seq_params: must be None.
 
@@ -79,7 +80,7 @@ class SDPACoreAttention(MegatronModule):
         assert attention_bias is None, "an attention bias is not supported here"
         assert packed_seq_params is None, "packed sequences need Transformer Engine"
         padding = -query.size(-1) % self.head_dim_multiple
-        # [b, n, s, d]; appended zeros change no score. pad() copies even if it adds none.
+        # [b, n, s, d]; appended zeros do not change scores. pad() copies even if it adds nothing.
         q, k, v = (
             (pad(t, (0, padding)) if padding else t).permute(1, 2, 0, 3)
             for t in (query, key, value)
@@ -103,10 +104,10 @@ class SDPACoreAttention(MegatronModule):
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a boolean mask to one that is added to scores: 0 where allowed, else -inf.
+    """Convert a boolean mask to a mask that is added to scores: 0 where allowed, else -inf.
 
-    Given a boolean mask, torch's kernels convert it in every layer and keep each copy for the
-    backward pass.
+    torch's kernels would convert a boolean mask in every layer and keep each copy for the backward
+    pass.
 
     Args:
         mask: boolean, True where attention is NOT allowed (megatron's convention).
@@ -116,11 +117,12 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class SequenceParallelLayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm with its parameters marked as megatron expects.
+    """torch's LayerNorm, with parameters marked as megatron expects.
 
     Under sequence parallelism each tensor-parallel rank normalizes its part of the sequence, so
     the gradients of weight and bias must be summed over those ranks; finalize_model_grads does so
-    for parameters whose ``sequence_parallel`` is true. megatron's own torch norm raises instead.
+    for parameters whose ``sequence_parallel`` is true. megatron's own wrapper of torch's norm
+    raises an error under sequence parallelism.
     """
 
     def __init__(
@@ -132,11 +134,11 @@ class SequenceParallelLayerNorm(torch.nn.LayerNorm):
 
 
 class RecomputedMLP(MLP):
-    """megatron's MLP, recomputed from its input in the backward pass.
+    """megatron's MLP, with activations recomputed from its input in the backward pass.
 
-    Uses torch's checkpoint function. megatron's saves and restores random states, which the
-    compiler cannot trace, and calls ``backward`` recursively, which hangs for an MLP that returns
-    its bias.
+    Uses torch's checkpoint function. megatron's checkpoint function saves and restores random
+    states, which the compiler cannot trace, and calls ``backward`` recursively, which hangs for an
+    MLP that returns its bias.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:

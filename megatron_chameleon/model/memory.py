@@ -1,16 +1,18 @@
-"""Estimate the tensor memory of a training rank from shapes: states, and a step's peak.
+"""Estimate a training rank's tensor memory from shapes: states, and the peak of a step.
 
-Counts bytes of tensors, like torch's allocator. Not counted: on a GPU, the CUDA context, libraries'
-workspaces, NCCL's buffers and fragmentation; on the CPU, gloo's copies of what it sends.
+The estimate counts bytes of tensors, like torch's allocator. It does not count the CUDA context,
+workspaces of libraries, NCCL's buffers and fragmentation on a GPU, or gloo's copies of the data it
+sends on the CPU.
 
-Activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models", equation 2, for a model without dropout whose attention keeps no scores. With
-n = s * b tokens, t tensor-parallel ranks, h and f the widths, a layer keeps
+The activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in
+Large Transformer Models", equation 2, for a model without dropout and with attention that does not
+keep scores. With n = s * b tokens, t tensor-parallel ranks, h and f the widths, a layer keeps
 
-    n * (4h/r + 4h/t + 2f/t)     r = t under sequence parallelism, else 1
+    n * (4h/r + 4h/t + 2f/t)
 
-elements: the inputs and outputs of both layer norms (4h), queries, keys and values (3h), the output
-of attention (h), and both sides of the activation (2f).
+elements, where r is t under sequence parallelism and 1 otherwise: the inputs and outputs of both
+layer norms (4h), queries, keys and values (3h), the output of attention (h), and both sides of the
+activation (2f).
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ class TrainingSetup:
 
     Attributes:
         shape: shape of the model; sequences have its maximum length.
-        parallel: the layout, and the activations that are recomputed.
+        parallel: the parallel layout, and which activations are recomputed.
         data_parallel_size: replicas of the model.
-        micro_batch_size: sequences of one pass (b).
-        num_microbatches: passes of a step on each rank.
+        micro_batch_size: sequences per forward pass (b).
+        num_microbatches: forward passes per step and rank.
         bf16: compute in bfloat16, with main weights in float32.
     """
 
@@ -47,38 +49,38 @@ class TrainingSetup:
 
     @property
     def embedding_elements(self) -> int:
-        """Elements of this rank's shard of the tied embedding, with padding."""
+        """Number of elements in this rank's shard of the tied embedding, with padding."""
         tensor = self.parallel.tensor_model_parallel_size
         rows = padded_vocab_size(self.shape.vocab_size, tensor) // tensor
         return rows * self.shape.size.hidden_size
 
 
 def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
-    """Estimate the bytes on a rank of every pipeline stage at the peak of a step.
+    """Estimate the bytes on a rank of each pipeline stage at the peak of a step.
 
     Returns:
         A dictionary per stage:
 
-        - parameters: weights in the computing precision.
-        - gradients: float32 buffers of all of them, also with a sharded optimizer.
-        - main_weights: the optimizer's float32 copy; 0 without bf16.
+        - parameters: weights in the compute dtype.
+        - gradients: float32 buffers of all parameters, also with a sharded optimizer.
+        - main_weights: the optimizer's float32 copy of the weights; 0 without bf16.
         - moments: both moments of Adam, in float32.
         - activations: kept by forward passes for the backward passes of the micro-batches in
           flight.
-        - logits: of the one micro-batch whose loss is computed.
+        - logits: logits of the one micro-batch whose loss is computed.
         - working: gradients of activations and of one weight, and communication buffers. The
-          update is fused and needs no buffer.
+          optimizer's update is fused and needs no buffer.
     """
     parallel, recompute, size = setup.parallel, setup.parallel.recompute, setup.shape.size
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     virtual = parallel.num_virtual_stages_per_pipeline_rank
-    element = BFLOAT16_BYTES if setup.bf16 else FLOAT32_BYTES  # of a parameter or activation
+    element = BFLOAT16_BYTES if setup.bf16 else FLOAT32_BYTES  # bytes of a parameter or activation
     h, ffn = size.hidden_size, size.ffn_hidden_size // tensor
     tokens = setup.micro_batch_size * setup.shape.max_sequence_length
     hidden = tokens * h * element
     residual = tokens // (tensor if parallel.sequence_parallel else 1) * h * element
 
-    # Bytes that a chunk keeps of a micro-batch, and bytes of it that are recomputed at a time.
+    # Bytes that a chunk keeps per micro-batch, and bytes of a micro-batch recomputed at a time.
     layers = size.num_layers // pipeline // virtual
     log_sum_exp = tokens * size.num_attention_heads // tensor * FLOAT32_BYTES
     mlp = 2 * tokens * ffn * element  # both sides of the activation
@@ -93,18 +95,19 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     elif recompute.recompute_granularity == "full":
         chunk, recomputed = layers // recompute.unit * residual, recompute.unit * layer
     if virtual > 1:
-        chunk += residual  # interleaved stages also keep the outputs that they have sent
+        chunk += residual  # interleaved stages also keep their sent outputs
 
     embedding = setup.embedding_elements * element
-    # The output layer's gradient of the tied embedding is kept until the input's is added.
+    # The output layer's gradient of the tied embedding is kept until the input embedding's gradient
+    # is added.
     tied = embedding if pipeline == 1 else 0
     buffers = hidden if parallel.sequence_parallel else 0
     optimizer_shards = setup.data_parallel_size if parallel.use_distributed_optimizer else 1
     stages = []
     for stage in range(pipeline):
-        # Chunks between their forward and backward passes in megatron's schedules: one forward, one
-        # backward once the pipeline is full (Narayanan et al. 2021, "Efficient Large-Scale Language
-        # Model Training on GPU Clusters", section 2.2).
+        # Chunks between their forward and backward passes in megatron's schedules: one forward and
+        # one backward pass alternate once the pipeline is full (Narayanan et al. 2021, "Efficient
+        # Large-Scale Language Model Training on GPU Clusters", section 2.2).
         later = pipeline - stage - 1
         warm_up = later if virtual == 1 else 2 * later + (virtual - 1) * pipeline
         kept = min(warm_up + 1, setup.num_microbatches * virtual) * chunk
@@ -117,10 +120,11 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         if stage == pipeline - 1:
             elements = setup.embedding_elements // h * tokens
             # On the CPU, the loss needs float32 buffers of one chunk: one for float32 logits, two
-            # for bf16, and a third while the previous chunk's is alive. A GPU's kernel needs none.
+            # for bf16, and a third while the buffer of the previous chunk is alive. The kernel on a
+            # GPU needs no buffer.
             copies = (3 if elements > CHUNK_ON_CPU else 2) if setup.bf16 else 1
             loss = copies * FLOAT32_BYTES * min(CHUNK_ON_CPU, elements)
-            head = 2 * residual  # input and output of the final layer norm
+            head = 2 * residual  # the input and output of the final layer norm
             for working in (loss, hidden + embedding):
                 peaks.append((kept + head, elements * element, buffers + working))
         activations, logits, working = max(peaks, key=sum)
@@ -146,11 +150,11 @@ def peak_bytes_per_rank(setup: TrainingSetup) -> int:
 
 
 def stage_parameters(setup: TrainingSetup, stage: int) -> int:
-    """Count the parameters on one rank of a pipeline stage."""
+    """Count the parameters on each rank of a pipeline stage."""
     parallel, size = setup.parallel, setup.shape.size
     pipeline = parallel.pipeline_model_parallel_size
     h, f = size.hidden_size, size.ffn_hidden_size
-    # Every rank has the whole norms, and two whole biases.
+    # The norms and two of the biases are not sharded.
     sharded = (4 * h * h + 3 * h + 2 * h * f + f) // parallel.tensor_model_parallel_size
     count = size.num_layers // pipeline * (sharded + 2 * h + 4 * h)
     if stage == 0:

@@ -1,7 +1,7 @@
-"""Forward-only reads of a trained model under any layout: hidden states and token losses.
+"""Compute hidden states and token losses of a trained model, forward-only, in any layout.
 
-A batch passes through the pipeline stages in turn. Each stage receives the previous one's hidden
-states, runs its layers, and sends its output if a later stage needs it.
+A batch passes through the pipeline stages in turn. Each stage receives the hidden states of the
+previous stage, runs its layers, and sends its output if a later stage needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_chameleon.model.layers import additive_mask
 from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 
-# Attention kernels are planned per shape: few shapes are faster than minimal padding.
+# Attention kernels are planned per shape, so few distinct shapes are faster than minimal padding.
 LENGTH_MULTIPLE_ON_GPU = 64
 
 
@@ -36,7 +36,7 @@ class Reader:
         model: this rank's part of the model.
         shape: shape of the whole model.
         layout: layout of this rank.
-        later_chunks: this rank's further chunks, if pipeline stages are interleaved.
+        later_chunks: the other model chunks of this rank, if pipeline stages are interleaved.
     """
 
     model: GPTModel
@@ -46,20 +46,20 @@ class Reader:
 
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor, layer: int) -> torch.Tensor | None:
-        """Hidden states after ``layer`` layers, before the final layer norm.
+        """Compute the hidden states after ``layer`` layers, before the final layer norm.
 
         Args:
-            tokens: [b, s] int64; the same on all ranks of this data-parallel replica. Under
-                sequence parallelism s is a multiple of the tensor-parallel size.
+            tokens: [b, s] int64; equal on all ranks of this data-parallel replica. Under sequence
+                parallelism s is a multiple of the tensor-parallel size.
             layer: from 1 to num_layers. Later layers and the output layer do not run.
 
         Returns:
-            [s, b, h] on the ranks of the stage that holds ``layer``, None on the others.
+            [s, b, h] on the ranks of the stage that holds ``layer``, None on other ranks.
         """
         for chunk in (self.model, *self.later_chunks):
             mine = [block for block in chunk.decoder.layers if block.layer_number <= layer]
             if not mine:
-                return None  # this stage starts after that layer and receives nothing
+                return None  # this stage starts after ``layer`` and receives nothing
             hidden = self._receive(tokens, chunk)
             if chunk.pre_process:
                 hidden = chunk.embedding(input_ids=tokens, position_ids=_positions(tokens))
@@ -72,12 +72,12 @@ class Reader:
 
     @torch.no_grad()
     def token_losses(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor | None:
-        """Negative log-likelihood of ``labels`` [b, s] given ``tokens`` [b, s], in nats.
+        """Compute negative log-likelihoods of ``labels`` [b, s] given ``tokens`` [b, s], in nats.
 
         Returns:
-            [b, s] in float32 on the last stage, None on the others.
+            [b, s] in float32 on the last pipeline stage, None on other stages.
         """
-        assert not self.later_chunks, "only training interleaves its stages"
+        assert not self.later_chunks, "only training interleaves pipeline stages"
         self.model.set_input_tensor(self._receive(tokens, self.model))
         output = self.model(tokens, _positions(tokens), None, labels=labels)
         self._pipeline.send_forward(output, self.layout.is_last_stage)
@@ -90,18 +90,18 @@ class Reader:
         positions: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Hidden states after the final layer norm, the output layer's input.
+        """Compute the hidden states after the final layer norm, the output layer's input.
 
         Args:
             tokens: [b, s] int64, as in :meth:`hidden_states`.
             positions: [b, s] int64, the position of each token.
             attention_mask: [b, 1, s, s] bool, True where attention is masked (Megatron's
-                convention); default: causal. Every token must attend to at least one.
+                convention); default: causal. Every token must attend to at least one token.
 
         Returns:
-            [s, b, h] on the last stage, None on the others.
+            [s, b, h] on the last pipeline stage, None on other stages.
         """
-        assert not self.later_chunks, "only training interleaves its stages"
+        assert not self.later_chunks, "only training interleaves pipeline stages"
         hidden = None
         if self.layout.is_first_stage:
             hidden = self.model.embedding(input_ids=tokens, position_ids=positions)
@@ -116,7 +116,7 @@ class Reader:
         """Gather [s, b, h] from sequence-parallel shards."""
         if self.layout.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
-        return hidden.detach()  # megatron's layers mark their output as requiring gradients
+        return hidden.detach()  # megatron's layers mark their outputs as requiring gradients
 
     @functools.cached_property
     def _pipeline(self) -> P2PCommunicator:
@@ -132,9 +132,10 @@ class Reader:
         return self._pipeline.recv_forward(shape, chunk.pre_process)
 
     def final_norm(self) -> tuple[torch.Tensor, float]:
-        """Weight and bias of the final layer norm, [2, h] float32 on every rank, and its epsilon.
+        """Return the final layer norm's weight and bias, [2, h] float32, and its epsilon.
 
-        Collective: only the last pipeline stage holds them.
+        Collective: only the last pipeline stage holds the final layer norm, and every rank gets
+        the result.
         """
         norm = (self.model, *self.later_chunks)[-1].decoder.final_layernorm
         values = torch.zeros(2, self.shape.size.hidden_size, device=self.layout.device)
@@ -147,8 +148,8 @@ class Reader:
     def sum_over_ranks(self, values: torch.Tensor, *, has_result: bool) -> torch.Tensor:
         """Sum ``values`` over the ranks with a result, on every rank. Collective.
 
-        ``has_result`` marks ranks of the stage that holds the result. Tensor-parallel ranks hold
-        the same, so only the first of them counts.
+        ``has_result`` is true on the ranks of the stage that holds the result. Tensor-parallel
+        ranks hold the same values, so only the first of them is counted.
         """
         if not (has_result and self.layout.tensor_rank == 0):
             values = torch.zeros_like(values)
@@ -161,9 +162,10 @@ def _positions(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def length_multiple(layout: Layout) -> int:
-    """The multiple that sequence lengths are padded to, for sequence parallelism and kernels.
+    """Return the multiple to which sequence lengths are padded.
 
-    Padding is appended, where causal attention ignores it.
+    Sequence parallelism and fast attention kernels need padding. Padding is appended at the end,
+    where causal attention ignores it.
     """
     multiple = layout.tensor_size if layout.sequence_parallel else 1
     on_gpu = layout.device.type == "cuda"
@@ -171,24 +173,25 @@ def length_multiple(layout: Layout) -> int:
 
 
 def padded_length(length: int, multiple: int) -> int:
-    """``length`` rounded up to a multiple of ``multiple``."""
+    """Round ``length`` up to a multiple of ``multiple``."""
     return math.ceil(length / multiple) * multiple
 
 
 def length_batches(
     lengths: Sequence[int], tokens_at_once: int, multiple: int, longest: int, min_fill: float = 0.0
 ) -> Iterator[tuple[int, int, int]]:
-    """Batches of consecutive sequences: first, last (exclusive), and the width they are padded to.
+    """Yield batches of consecutive sequences: first, last (exclusive), and padded width.
 
-    The longest come first, so that a batch too large for the memory fails early.
+    The longest sequences come first, so that a batch too large for the memory fails early.
 
     Args:
         lengths: tokens of each sequence, > 0, in descending order.
-        tokens_at_once: maximum tokens of a batch, padding included; a longer sequence is a batch
-            alone.
-        multiple: widths are multiples of it, up to ``longest``.
+        tokens_at_once: maximum number of tokens of a batch, with padding; a longer sequence forms a
+            batch alone.
+        multiple: widths are multiples of this number, up to ``longest``.
         longest: maximum width.
-        min_fill: every sequence of a batch has at least this fraction of the tokens of its longest.
+        min_fill: every sequence of a batch has at least this fraction of the tokens of its longest
+            sequence.
     """
     first = 0
     while first < len(lengths):
@@ -205,7 +208,7 @@ def length_batches(
 
 
 def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> int:
-    """Check ``layer``; return it, or the middle one (num_layers // 2, as in the authors' code).
+    """Check and return ``layer``; None selects num_layers // 2, as in the authors' code.
 
     Raises:
         UserError: if the model has no such layer.
@@ -219,10 +222,10 @@ def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> 
 
 
 def check_window(shape: ModelShape, window_length: int | None) -> int:
-    """Check ``window_length``; return it, or the model's sequence length.
+    """Check and return ``window_length``; None selects the model's sequence length.
 
     Raises:
-        UserError: if the model has no positions for it.
+        UserError: if the model has too few positions.
     """
     longest = shape.max_sequence_length
     if window_length is None:

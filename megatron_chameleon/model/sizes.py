@@ -1,4 +1,4 @@
-"""Model sizes: the paper's, and small ones for tests and CPUs."""
+"""Model sizes: the paper's sizes, and small sizes for tests and CPUs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_chameleon.artifacts.record import Positive
 from megatron_chameleon.errors import UserError
 
 Activation = Literal["gelu", "gelu_tanh"]
-"""Activation of the MLP: GELU (Hendrycks and Gimpel 2016) by the error function, or its tanh
-approximation, which the public GPT-2 has."""
+"""Activation of the MLP: exact GELU (Hendrycks and Gimpel 2016), or its tanh approximation, which
+the public GPT-2 uses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,9 @@ SIZES: dict[str, ModelSize] = {
     "210m": ModelSize(24, 16, 768, 3072),
     "684m": ModelSize(36, 24, 1200, 4800),
     "1.2b": ModelSize(36, 25, 1600, 6400),
-    # RegMix (ICLR 2025): the smallest proxy, of 1M parameters without embeddings.
+    # RegMix (ICLR 2025): the smallest proxy, with 1M parameters without embeddings.
     "1m": ModelSize(2, 8, 256, 512),
-    # Not from a paper: for tests, and for the quickstart on two CPU cores.
+    # Sizes that are not from a paper, for tests and for the quickstart on two CPU cores.
     "nano": ModelSize(4, 4, 64, 256),
     "tiny": ModelSize(4, 4, 128, 512),
     "mini": ModelSize(6, 8, 256, 1024),
@@ -53,7 +53,7 @@ def model_size(name: str) -> ModelSize:
     """Look up a size.
 
     Raises:
-        UserError: with the known names.
+        UserError: for an unknown name; the message lists the known names.
     """
     try:
         return SIZES[name]
@@ -64,16 +64,16 @@ def model_size(name: str) -> ModelSize:
 
 
 def name_of(size: ModelSize) -> str | None:
-    """Return the name of ``size``, if it has one."""
+    """Return the name of ``size``; None if it has no name."""
     return next((name for name, named in SIZES.items() if named == size), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A model size together with the vocabulary and sequence length that fix every tensor.
+    """Model size, vocabulary and sequence length, which determine the shape of every tensor.
 
-    ``vocab_size`` is the tokenizer's, without padding. Models trained here have the exact
-    ``activation``.
+    ``vocab_size`` is the size of the tokenizer's vocabulary, without padding. Models trained here
+    have exact GELU as ``activation``.
     """
 
     size: ModelSize
@@ -85,7 +85,7 @@ class ModelShape:
         """Check that files of ``num_bytes`` can hold the model, before its memory is allocated.
 
         Raises:
-            UserError: naming ``where``, for less than 2 bytes a parameter.
+            UserError: for less than 2 bytes per parameter; the message names ``where``.
         """
         if 2 * self.num_parameters > num_bytes:
             raise UserError(
@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Total number of parameters. Counts the tied embedding once, without its padding."""
+        """Total number of parameters, with the tied embedding counted once and without padding."""
         h = self.size.hidden_size
         embeddings = (self.vocab_size + self.max_sequence_length) * h
         return embeddings + self.size.num_layers * self.layer_parameters + 2 * h

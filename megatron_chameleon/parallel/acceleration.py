@@ -1,4 +1,4 @@
-"""Acceleration report of tools/doctor.py: active features, missing ones, GPU test coverage."""
+"""Acceleration report of tools/doctor.py: active and missing features, and GPU test coverage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = Literal["active", "available", "unused", "absent", "broken", "wrong pack
 
 COVERAGE_TABLE = Path("tests/cuda_coverage.toml")
 GPU_TESTS, RESULTS = "tests/gpu", "benchmarks/results"
-# NVIDIA's Apex has these subpackages; the unrelated project of that name has neither.
+# NVIDIA's Apex has these subpackages; the unrelated project named apex has neither.
 APEX_SUBPACKAGES = ("optimizers", "normalization")
 ON_GPU, ON_PRETENDED = "a CUDA device", "a pretended CUDA device only (tests/pretended_cuda)"
 UNTESTED = "no device"
@@ -29,7 +29,7 @@ UNTESTED = "no device"
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
-    """One kind of acceleration: its state, details, and the cost of its absence."""
+    """Acceleration feature: its state, details, and the cost of its absence."""
 
     name: str
     state: State
@@ -48,7 +48,7 @@ class AccelerationReport:
 
 
 def acceleration_report(root: Path) -> AccelerationReport:
-    """Inspect this process's torch and packages, without changing anything. Raises nothing.
+    """Inspect this process's torch and packages without changing anything. Never raises.
 
     Args:
         root: checkout of the repository, with the recorded results of the GPU tests.
@@ -79,7 +79,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
     if triton[0] == "available" and (problem := triton_problem()):
         triton = "broken", problem
     apex = nvidia_apex()
-    # The layers are megatron-core's plain ones, with torch's norms.
+    # The layers are megatron-core's plain layers with torch's norms.
     transformer_engine = _package(
         "transformer_engine.pytorch", "megatron-core uses only its FusedAdam"
     )
@@ -91,7 +91,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
         ],
         features=[
             Feature("CUDA", *cuda, "everything runs on the CPU over gloo, for smoke tests only"),
-            # parallel/layout.py disables it, whatever the container sets.
+            # parallel/layout.py disables TF32, regardless of the container's settings.
             Feature("TF32", "unused", "the tools disable it", "use --bf16 for speed"),
             Feature("bf16", *bf16, "train in fp32, at half the speed or less"),
             Feature("flash attention", *flash, "slower kernels with the same result"),
@@ -136,20 +136,21 @@ def nvidia_apex() -> tuple[State, str]:
 def cuda_coverage(root: Path) -> dict[str, list[str]]:
     """List the CUDA features tested on a real device, on a pretended one, and on none.
 
-    A feature is tested on a real device if all of its GPU tests passed on one, according to the
-    outcomes recorded in ``root``, a checkout of the repository. Empty for any other folder.
+    A feature is tested on a real device if all of its GPU tests passed there, according to the
+    outcomes recorded in ``root``, a checkout of the repository. The result is empty for any other
+    folder.
     """
     if not (root / COVERAGE_TABLE).is_file():
         return {}
     table = tomllib.loads((root / COVERAGE_TABLE).read_text(encoding="utf-8"))
-    # Device -> outcome by test, as written by benchmarks/gpu_tests.py.
+    # Maps device -> test -> outcome, as written by benchmarks/gpu_tests.py.
     outcomes: dict[str, dict[str, str]] = {}
     for path in sorted((root / RESULTS).glob("tests-*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             outcomes.setdefault(row["machine"]["device"], {}).update(row["tests"])
 
     def passed(test: str, by_test: dict[str, str]) -> bool:
-        """Whether all cases of a test passed."""
+        """Return whether all cases of a test passed."""
         path = f"{GPU_TESTS}/{test}"
         names = (name for name in by_test if name == path or name.startswith(f"{path}["))
         return {by_test[name] for name in names} == {"passed"}
@@ -169,7 +170,7 @@ def cuda_coverage(root: Path) -> dict[str, list[str]]:
 
 
 def _fused_adam() -> tuple[State, str]:
-    """Find the Adam that megatron-core chose when it was imported."""
+    """Find the Adam implementation that megatron-core selected when it was imported."""
     try:
         adam = importlib.import_module("megatron.core.optimizer").Adam
     except (ImportError, OSError, RuntimeError) as error:
@@ -180,7 +181,7 @@ def _fused_adam() -> tuple[State, str]:
 
 
 def _package(module: str, used_for: str) -> tuple[State, str]:
-    """Check that a package's ``module`` imports; ``used_for``: its purpose on a CUDA device."""
+    """Check that a package's ``module`` imports; ``used_for`` is its purpose on a CUDA device."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         return "absent", "not installed"
@@ -189,7 +190,7 @@ def _package(module: str, used_for: str) -> tuple[State, str]:
     except (ImportError, OSError, RuntimeError) as error:
         return "broken", f"does not import: {first_line(error)}"
     try:
-        version = importlib.metadata.version(package)  # NVIDIA's Apex has no __version__
+        version = importlib.metadata.version(package)  # NVIDIA's Apex defines no __version__
     except importlib.metadata.PackageNotFoundError:
         version = "unknown version"
     if not torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 megatron-core calls torch.cuda for its device, its random state and its tensors by name. Without a
 CUDA device, :func:`install_cpu_stand_in` replaces these calls by their CPU counterparts in this
-process. With one it does nothing, so there is one code path.
+process. With a CUDA device it does nothing, so that both cases use the same code path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 _GPU_FILES = "/dev/nvidia[0-9]*"
 _CPU = torch.device("cpu")
 _INSTALLED = "_megatron_chameleon_cpu_stand_in"
-# Names and limits of glibc's mallopt(3).
+# Parameters and values for glibc's mallopt(3).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _LARGEST_INT = 2**31 - 1
@@ -35,15 +35,15 @@ def install_cpu_stand_in() -> bool:
         return True
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # The CPU is the current device. Each name has a function of its own, since the compiler rejects
-    # one function under two of torch's names.
+    # The CPU is the current device. Each name gets its own function, since the compiler rejects a
+    # function that appears under two of torch's names.
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_arguments, **_more: None
     torch.cuda.empty_cache = lambda: None
     torch.cuda.set_device = lambda device: None
 
-    # The one CPU generator replaces the CUDA generators, also in megatron's tracker, which warns
-    # that the CPU generator advances, as it must here.
+    # The only CPU generator replaces the CUDA generators, also in megatron's tracker. The tracker
+    # warns that the CPU generator advances, which is intended here.
     def get_state(device: Any = None) -> torch.Tensor:  # torch passes device= by name
         return torch.get_rng_state()
 
@@ -58,12 +58,12 @@ def install_cpu_stand_in() -> bool:
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
-    # Constructors with device="cuda", and Tensor.cuda(), stay on the CPU.
+    # Constructors with device="cuda" and Tensor.cuda() return CPU tensors.
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_arguments, **_more: self  # type: ignore[method-assign]
 
-    # The optimizer groups parameters by their CUDA types.
+    # megatron's optimizer groups parameters by the names of CUDA tensor types.
     plain_type = torch.Tensor.type
 
     def tensor_type(self: torch.Tensor, *arguments: Any, **more: Any) -> Any:
@@ -72,7 +72,7 @@ def install_cpu_stand_in() -> bool:
         return str(plain_type(self)).replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = tensor_type  # type: ignore[method-assign, assignment]
-    # The compiler, used for megatron's fused functions, fails on the replaced calls.
+    # The compiler, which megatron uses for fused functions, fails on the replaced calls.
     torch.compiler.set_stance("force_eager")
     _keep_freed_memory()
     setattr(torch.cuda, _INSTALLED, True)
@@ -92,13 +92,13 @@ def _on_cpu(constructor: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 def _keep_freed_memory() -> None:
     """Make glibc keep freed memory for reuse instead of returning it to the system.
 
-    Every step allocates the same large tensors again. Returned pages have to be faulted in each
-    time, which costs a small model a third of its speed.
+    Every step allocates the same large tensors again. Memory that was returned must be mapped again
+    in each step, which costs a small model a third of its speed.
     """
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc; other C libraries have no such setting
+    if mallopt is not None:  # other C libraries than glibc have no such setting
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
 

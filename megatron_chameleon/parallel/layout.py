@@ -1,4 +1,4 @@
-"""Process groups: from torchrun's ranks to megatron's parallel state."""
+"""Set up process groups: from torchrun's ranks to megatron's parallel state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """This rank's coordinates. Tensor, pipeline and data sizes multiply to ``world_size``.
+    """This rank's coordinates in the parallel layout.
 
-    ``virtual_size`` is the number of virtual pipeline stages per rank.
+    ``world_size`` is the product of the tensor, pipeline and data sizes. ``virtual_size`` is the
+    number of virtual pipeline stages per rank.
     """
 
     rank: int
@@ -45,21 +46,21 @@ class Layout:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds the tokens, in its first chunk."""
+        """Whether this rank embeds the tokens, in its first model chunk."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss, in its last chunk."""
+        """Whether this rank computes the loss, in its last model chunk."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def describe(self) -> dict[str, int | bool | str]:
-        """The layout without this rank's coordinates, for artifacts."""
+        """Describe the layout without this rank's coordinates, for artifacts."""
         return {
             "world_size": self.world_size,
             "tensor_model_parallel_size": self.tensor_size,
@@ -74,9 +75,9 @@ class Layout:
 
 @contextlib.contextmanager
 def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
-    """Set up process groups and random state for the block, and destroy them after it.
+    """Set up process groups and random state for a ``with`` block, and destroy the groups after it.
 
-    Without torchrun the block runs as one rank.
+    Without torchrun, the block runs as a single rank.
 
     Raises:
         UserError: if ``options`` do not fit the number of ranks.
@@ -89,7 +90,8 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    # Lets tensor-parallel communication overlap with computation on the GPU; megatron requires it.
+    # This setting lets tensor-parallel communication overlap with computation on the GPU; megatron
+    # requires it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _prepare_device()
     on_gpu, alone = device.type == "cuda", "RANK" not in os.environ
@@ -105,7 +107,7 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
-        # megatron takes None for a pipeline that is not interleaved.
+        # megatron expects None for a pipeline without interleaving.
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_minutes,
@@ -131,8 +133,8 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     try:
         yield layout
     except BaseException:
-        # Over NCCL, ranks that wait in a collective could block this one here, and its error would
-        # not be reported. The process is about to end anyway.
+        # Over NCCL, destroying the groups could block while other ranks wait in a collective, and
+        # this rank's error would not be reported. The process is about to end anyway.
         if device.type == "cpu":
             destroy_groups()
         raise
@@ -158,11 +160,11 @@ def check_layout(options: ParallelOptions, world_size: int) -> None:
 
 
 def from_main(make: Callable[[], T]) -> T:
-    """Call ``make`` on rank 0 and broadcast its result, pickled. Collective.
+    """Call ``make`` on rank 0 and broadcast the pickled result to all ranks. Collective.
 
     Raises:
-        UserError: on every rank, if ``make`` raises it on rank 0; the others would otherwise wait
-            for a rank that has exited.
+        UserError: on every rank, if ``make`` raises a UserError on rank 0; otherwise the other
+            ranks would wait for a rank that has exited.
     """
     box: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -196,20 +198,21 @@ def on_every_rank(check: Callable[[], object]) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the GPU, or "cpu"."""
+    """Return the name of the GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _prepare_device() -> torch.device:
-    # NVIDIA's containers allow TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1): fp32 would have 10 bits.
+    # NVIDIA's containers allow TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1), which has only 10
+    # mantissa bits in place of fp32's 23.
     torch.set_float32_matmul_precision("highest")
     problem = unusable_gpu()
     if problem is not None:
         raise UserError(problem)
     if install_cpu_stand_in():
         return torch.device("cpu")
-    # torchrun's ranks all see the devices of their node. Without it, a single visible device is
-    # this task's (SLURM's --gpus-per-task=1), whatever its local rank.
+    # torchrun's ranks all see the devices of their node. Without torchrun, a single visible device
+    # belongs to this task (SLURM's --gpus-per-task=1), regardless of its local rank.
     count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     if count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         local_rank = 0
@@ -224,10 +227,11 @@ def _prepare_device() -> torch.device:
 
 
 def _new_store(timeout: datetime.timedelta) -> Store:
-    """Return a new namespace of torchrun's store for the process groups.
+    """Return a new namespace in torchrun's store, for the process groups.
 
     Without a namespace, a process that creates groups a second time would read the addresses of the
-    destroyed groups. Each rank counts its own starts, so all ranks use the same number.
+    destroyed groups. Each rank counts how often it has created groups, so all ranks use the same
+    number.
     """
     store, rank, _ = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)

@@ -1,4 +1,4 @@
-"""Options of layouts: parallelism degrees, recomputation, process groups."""
+"""Options of the parallel layout: parallelism degrees, recomputation, process groups."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from megatron_chameleon.ranges import CheckedOptions, Count, Minutes
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeOptions(CheckedOptions):
-    """Recompute activations in the backward pass instead of storing them. Results are unchanged."""
+    """Recompute activations in the backward pass instead of storing them. Results do not change."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
-    """full: keep only the input of a layer, for a third more compute. selective: keep everything
-    except the inside of each MLP, for a fifth more (Megatron's --recompute-modules mlp; its
-    core_attn would save nothing here, where attention never materializes its scores)."""
+    """With full, keep only the input of each layer, at the cost of a third more compute. With
+    selective, keep everything except the activations inside each MLP, at the cost of a fifth more
+    compute (Megatron's --recompute-modules mlp; Megatron's core_attn would save nothing here,
+    because attention never materializes its scores)."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With full. uniform (default): all layers, in units of --recompute-num-layers. block: only
-    that many layers of each (virtual) pipeline stage."""
+    """Only with --recompute-granularity full. With uniform (default), recompute all layers, in
+    units of --recompute-num-layers. With block, recompute only that many layers of each (virtual)
+    pipeline stage."""
     recompute_num_layers: Count | None = None
-    """With full: see --recompute-method; default: 1."""
+    """Number of layers for --recompute-method; only with --recompute-granularity full; default:
+    1."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for an option without effect."""
+        """Raise UserError for an option that has no effect."""
         super().__post_init__()
         if self.recompute_granularity != "full":
             self.reject_changed(
@@ -34,11 +37,11 @@ class RecomputeOptions(CheckedOptions):
 
     @property
     def unit(self) -> int:
-        """Layers recomputed together (uniform), or layers recomputed at all (block)."""
+        """Number of layers recomputed together (uniform), or recomputed in each stage (block)."""
         return 1 if self.recompute_num_layers is None else self.recompute_num_layers
 
     def check_layers(self, layers_per_chunk: int) -> None:
-        """Raise UserError if the unit does not fit the layers of a (virtual) pipeline stage."""
+        """Raise UserError if ``unit`` does not fit the layers of a (virtual) pipeline stage."""
         if self.recompute_granularity != "full":
             return
         if self.unit > layers_per_chunk:
@@ -68,19 +71,20 @@ class RecomputeOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ParallelOptions(CheckedOptions):
-    """How the model is partitioned over torchrun's ranks; the rest is data parallelism."""
+    """Parallelism of the model over torchrun's ranks; the remaining factor is data parallelism."""
 
     tensor_model_parallel_size: Count = 1
-    """Ranks that each layer is sharded over; must divide the number of attention heads."""
+    """Number of ranks over which each layer is sharded; must divide the number of attention
+    heads."""
     pipeline_model_parallel_size: Count = 1
-    """Pipeline stages; must divide the number of layers."""
+    """Number of pipeline stages; must divide the number of layers."""
     sequence_parallel: bool = False
-    """Shard layer norms and residuals along the sequence too; needs tensor parallelism."""
+    """Also shard layer norms and residuals along the sequence; needs tensor parallelism."""
     distributed_timeout_minutes: Minutes = 10
-    """Timeout of collectives in minutes; increase it if rank 0 reads much data first."""
+    """Timeout of collectives in minutes; increase it if rank 0 first has to read much data."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for degrees that contradict each other."""
+        """Raise UserError for options that contradict each other."""
         super().__post_init__()
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise UserError(
@@ -97,16 +101,17 @@ class ParallelOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingParallelOptions(ParallelOptions):
-    """Parallelism options of training, including gradients and the optimizer."""
+    """Parallelism options of training, including those of gradients and the optimizer."""
 
     num_virtual_stages_per_pipeline_rank: Count = 1
-    """Virtual stages of each pipeline rank, interleaved: less idle time, more communication."""
+    """Number of interleaved virtual stages per pipeline rank: less idle time, more
+    communication."""
     use_distributed_optimizer: bool = False
     """Shard the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over the data-parallel ranks during the backward pass."""
     overlap_param_gather: bool = False
-    """Gather the parameters updated by a sharded optimizer during the next forward pass."""
+    """During the next forward pass, gather the parameters that a sharded optimizer has updated."""
     recompute: RecomputeOptions = dataclasses.field(default_factory=RecomputeOptions)
 
     def __post_init__(self) -> None:
@@ -124,7 +129,7 @@ class TrainingParallelOptions(ParallelOptions):
             raise UserError("--overlap-param-gather needs --overlap-grad-reduce; pass both")
 
     def check_microbatches(self, num_microbatches: int) -> None:
-        """Raise UserError if the interleaved schedule cannot run that many micro-batches a step."""
+        """Raise UserError if the interleaved schedule cannot run ``num_microbatches`` per step."""
         virtual = self.num_virtual_stages_per_pipeline_rank
         pipeline = self.pipeline_model_parallel_size
         if virtual > 1 and num_microbatches % pipeline:

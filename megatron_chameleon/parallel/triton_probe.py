@@ -1,7 +1,7 @@
 """Check whether Triton can launch kernels in this process.
 
-A successful import is not enough: Triton compiles its launcher with the machine's C compiler and
-Python's headers at the first launch, and slim images have neither.
+A successful import is not enough: Triton compiles its launcher at the first launch, with the
+machine's C compiler and Python's headers, and slim images have neither.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def has_kernels(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def triton_problem() -> str | None:
-    """Launch an empty kernel on the current CUDA device, once per process.
+    """Check, once per process, that an empty kernel runs on the current CUDA device.
 
     Returns:
-        None if it ran, otherwise one line with the cause and the fix.
+        None if the kernel ran, otherwise one line with the cause and the fix.
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton"
@@ -35,7 +35,7 @@ def triton_problem() -> str | None:
         import triton
 
         triton.jit(_empty_kernel)[(1,)](torch.empty(1, device="cuda"))
-    # The compiler, linker, driver or Triton can raise any error; torch then computes instead.
+    # The compiler, linker, driver or Triton can raise any error; torch's operations are used then.
     except Exception as error:
         return _missing_tools() or f"Triton launches no kernel: {error}".splitlines()[0]
     return None
@@ -46,7 +46,7 @@ def _empty_kernel(_tensor):  # type: ignore[no-untyped-def]
 
 
 def _missing_tools() -> str | None:
-    """Look for the tools that build Triton's launcher, as Triton does, and name missing ones."""
+    """Look for the tools that build Triton's launcher, as Triton does; report missing tools."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     missing = []
