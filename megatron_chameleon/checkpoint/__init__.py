@@ -1,1 +1,1 @@
-"""Checkpoints in megatron's torch_dist format: written atomically, loadable under any layout."""
+"""Checkpoints in megatron's torch_dist format, written atomically and loadable in any layout."""

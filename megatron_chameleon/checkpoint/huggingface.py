@@ -1,4 +1,4 @@
-"""Hugging Face GPT-2 folders: read and write them, convert checkpoints to them and back.
+"""Read and write Hugging Face GPT-2 folders, and convert them from and to checkpoints.
 
 Weights go through safetensors and huggingface_hub; transformers is not needed.
 """
@@ -59,15 +59,15 @@ _SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _INDEX_SUFFIX = ".index.json"
 
 STARTED_FROM = "Hugging Face folder"
-"""Name of the input in a converted checkpoint's provenance that holds the hash of its weights."""
+"""Name of the provenance input that holds the hash of a converted checkpoint's weights."""
 
 
 def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
     """Write the weights, shape and tokenizer of a checkpoint as a GPT-2 folder.
 
     Raises:
-        UserError: for invalid options or inputs, or weights that ``--dtype`` cannot represent.
-            Nothing is then written.
+        UserError: for invalid options or inputs, or weights that ``--dtype`` cannot represent. In
+            these cases nothing is written.
     """
     output = Path(os.path.abspath(options.output))
     check_output(output, CONFIG_NAME, overwrite=options.overwrite)
@@ -105,10 +105,10 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
 
 
 def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
-    """Write a GPT-2 folder as a checkpoint of step 0 that every tool reads.
+    """Convert a GPT-2 folder to a checkpoint of step 0 that every tool reads.
 
     Raises:
-        UserError: for invalid options or inputs. Nothing is then written.
+        UserError: for invalid options or inputs. In these cases nothing is written.
     """
     output = Path(os.path.abspath(options.output))
     check_output(output, CheckpointRecord.FILE_NAME, overwrite=options.overwrite)
@@ -174,21 +174,21 @@ def _describe(shape: ModelShape) -> str:
 
 
 def is_huggingface_folder(folder: Path) -> bool:
-    """Whether ``folder`` holds a transformers model, complete or not."""
+    """Return whether ``folder`` holds a transformers model, complete or not."""
     names = (CONFIG_NAME, _SAFETENSORS, _SAFETENSORS + _INDEX_SUFFIX, _PICKLED)
     return any((folder / name).is_file() for name in names)
 
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceWeights:
-    """A GPT-2 folder; its tensors stay on disk until :meth:`read` or :meth:`load`.
+    """Hugging Face GPT-2 folder, whose tensors stay on disk until :meth:`read` or :meth:`load`.
 
     Attributes:
         folder: folder of the model.
-        files: files that hold its weights.
-        config: content of its config.json.
-        vocab_size: embedding rows to read, at most those that exist: public models are padded
-            beyond their tokenizer's vocabulary.
+        files: files that hold the weights.
+        config: contents of config.json.
+        vocab_size: number of embedding rows to read, at most the number in the file: the embeddings
+            of public models are padded beyond their tokenizer's vocabulary.
     """
 
     folder: Path
@@ -202,7 +202,7 @@ class HuggingFaceWeights:
 
         Args:
             folder: folder of the model.
-            allow_pickle: accept torch's own format where there is no safetensors file.
+            allow_pickle: accept torch's own format if there is no safetensors file.
 
         Raises:
             UserError: for an unsupported model, or weights in an unsupported format.
@@ -221,12 +221,12 @@ class HuggingFaceWeights:
 
     @property
     def shape(self) -> ModelShape:
-        """The shape of the model that is read."""
+        """Shape of the model that is read."""
         return dataclasses.replace(shape_of_config(self.config), vocab_size=self.vocab_size)
 
     @property
     def left_out(self) -> list[str]:
-        """Descriptions of what is not loaded, one line each."""
+        """Describe what is not loaded, one line per item."""
         config, lines = self.config, []
         if rows := config.vocab_size - self.vocab_size:
             lines.append(
@@ -238,27 +238,27 @@ class HuggingFaceWeights:
         return lines
 
     def hash(self) -> str:
-        """Hex SHA-256 of the config and the weight files."""
+        """Return the hexadecimal SHA-256 of the config and the weight files."""
         return sha256_of_files(self.config_file, *self.files)
 
     def read(self) -> Tensors:
-        """Read the tensors onto the CPU, under their Hugging Face names.
+        """Read the tensors into CPU memory, under their Hugging Face names.
 
         Raises:
-            UserError: if they are damaged, or do not match the config.
+            UserError: if the tensors are damaged, or do not match the config.
         """
         stored = shape_of_config(self.config)
         return checked_tensors(read_tensors(self.files), stored, str(self.folder))
 
     def load(self, model: Sequence[torch.nn.Module]) -> None:
-        """Load the weights into ``model``, this rank's chunks. Raises as :meth:`read`."""
+        """Load the weights into ``model``, this rank's chunks; raises like :meth:`read`."""
         tensors = self.read()
         for chunk in model:
             load_huggingface(unwrap(chunk), tensors, self.shape)
 
 
 def read_tensors(files: Sequence[Path]) -> Tensors:
-    """Read every tensor in ``files`` onto the CPU.
+    """Read every tensor in ``files`` into CPU memory.
 
     Raises:
         UserError: if a file is damaged or holds more than tensors.
@@ -272,7 +272,7 @@ def read_tensors(files: Sequence[Path]) -> Tensors:
                 found = load_file(path)
         except MemoryError:
             raise
-        # A damaged file makes torch's unpickler raise almost anything, from KeyError to
+        # A damaged file makes torch's unpickler raise almost any error, from KeyError to
         # struct.error.
         except Exception as error:
             raise UserError(
@@ -287,7 +287,7 @@ def read_tensors(files: Sequence[Path]) -> Tensors:
 
 
 def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
-    """The weights in ``folder``: one file, or the shards listed in its index."""
+    """Find the weight files in ``folder``: one file, or the shards listed in its index."""
     for name in (_SAFETENSORS, _PICKLED):
         index = folder / (name + _INDEX_SUFFIX)
         if (folder / name).is_file():
@@ -318,11 +318,11 @@ def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
 
     Args:
         folder: the folder to write.
-        marker: file that identifies a folder of this kind.
-        overwrite: whether a folder of this kind may be replaced.
+        marker: name of a file that identifies the folders which may be replaced.
+        overwrite: whether an existing folder with ``marker`` may be replaced.
 
     Raises:
-        UserError: naming the existing content.
+        UserError: if the folder may not be written; the message names the existing content.
     """
     with writing(folder):
         finish_replacements(folder.parent, glob.escape(folder.name))
@@ -351,10 +351,10 @@ def write_folder(
     provenance: Provenance,
     max_shard_size: str,
 ) -> None:
-    """Write a folder that transformers reads, atomically; call :func:`check_output` first.
+    """Write a folder for transformers atomically; call :func:`check_output` before.
 
     Raises:
-        UserError: if it cannot be written; an existing folder is then unchanged.
+        UserError: if the folder cannot be written; an existing folder is then unchanged.
     """
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
@@ -365,7 +365,9 @@ def write_folder(
         if tokenizer.file.kind == "tokenizers":
             library = tokenizers.Tokenizer.from_str(tokenizer.file.content.decode("utf-8"))
             eod = library.id_to_token(tokenizer.eod_id)
-            body = {  # transformers uses tokenizer.json unchanged, with the end-of-document token
+            # With this file transformers uses tokenizer.json unchanged, with the end-of-document
+            # token.
+            body = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "bos_token": eod,
                 "eos_token": eod,
@@ -377,7 +379,7 @@ def write_folder(
         write_json(temporary / PROVENANCE_NAME, dataclasses.asdict(provenance))
         save_torch_state_dict(tensors, temporary, max_shard_size=max_shard_size)
         for path in temporary.iterdir():
-            shutil.copymode(temporary / CONFIG_NAME, path)  # safetensors creates 0600
+            shutil.copymode(temporary / CONFIG_NAME, path)  # safetensors creates mode 0600
             flush_to_disk(path)
         replace_folder(temporary, folder)
     except (OSError, SafetensorError) as error:

@@ -1,9 +1,9 @@
 """Read the index of a torch_dist checkpoint without running code from it.
 
-torch reads weights and common state with ``weights_only=True``, but it unpickles ``.metadata``, the
-index, without restriction. Here the index is unpickled once, restricted to the classes of an index,
-and passed on to torch. An index that declares a value as pickled bytes, which torch would unpickle,
-is rejected too.
+torch reads weights and common state with ``weights_only=True``, but it unpickles the index,
+``.metadata``, without restriction. Here the index is unpickled once, restricted to the classes of
+an index, and the result is passed to torch. An index that declares a value as pickled bytes, which
+torch would unpickle, is also rejected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_index(folder: Path) -> Metadata:
     """Read the index of the checkpoint in ``folder``, which locates its tensors.
 
     Raises:
-        UserError: if the file is damaged or references any other class.
+        UserError: if the file is damaged or references a class that no index needs.
     """
     path = folder / INDEX_NAME
     try:
@@ -55,7 +55,7 @@ def read_index(folder: Path) -> Metadata:
         return index
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; use another checkpoint") from error
-    except Exception as error:  # damaged bytes can raise anything
+    except Exception as error:  # damaged bytes can raise any error
         raise UserError(
             f"{path} is not a checkpoint index ({' '.join(str(error).split())}): it is damaged, or "
             "crafted to run code; use another checkpoint"
@@ -85,7 +85,7 @@ class _IndexUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it references {module}.{name}")
 
     def load_build(self) -> None:
-        """Set the state of a new record; reject any other object."""
+        """Set the state of a new record; reject the state of any other object."""
         state = self.stack.pop()
         made = self.stack[-1]
         kind = type(made)

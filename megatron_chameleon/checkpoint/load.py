@@ -1,4 +1,4 @@
-"""Load a checkpoint into a model or a training run under any parallel layout."""
+"""Load a checkpoint into a model or a training run, in any parallel layout."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shape_of(record: CheckpointRecord) -> ModelShape:
 
 
 def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
-    """Raise UserError if the model and the corpus use different tokenizers."""
+    """Raise UserError if the checkpoint and the corpus use different tokenizers."""
     if record.tokenizer_hash != corpus.tokenizer.sha256:
         raise UserError(
             f"{record.root} was trained with another tokenizer than {corpus.root} was made with; "
@@ -77,11 +77,11 @@ def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
 def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokenizer:
     """Open the tokenizer of the checkpoint's training data.
 
-    Its location is taken from ``options``, or from the options recorded in the checkpoint: those of
-    a run with --corpus or --data-path, or of a conversion.
+    Its location is taken from ``options``, or from the options that the checkpoint records: those
+    of a run with --corpus or --data-path, or of a conversion.
 
     Raises:
-        UserError: if it cannot be found, or is not the one the checkpoint was trained with.
+        UserError: if the tokenizer cannot be found, or if the checkpoint was trained with another.
     """
     path = options.tokenizer_model or recorded_tokenizer(record)
     if path is None or not (options.tokenizer_model or path.exists()):
@@ -95,7 +95,7 @@ def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokeni
         tokenizer = corpus_tokenizer(Corpus.load(path))
     else:
         recorded = record.provenance.options
-        if not recorded.get("corpus"):  # a run on --data-path records its options under "data"
+        if not recorded.get("corpus"):  # a run with --data-path records its options under "data"
             recorded = recorded.get("data") or recorded
         eod_token = options.eod_token or recorded.get("eod_token")
         if eod_token is None:
@@ -116,9 +116,9 @@ def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokeni
 
 
 def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
-    """Return the recorded path of the tokenizer, or of a corpus or model folder that holds it.
+    """Return the recorded path of the tokenizer, or of the corpus or model folder that holds it.
 
-    A relative path is resolved from the run's working folder, else from the current one.
+    A relative path is resolved from the run's working directory, or else from the current one.
     """
     options = record.provenance.options
     data = options.get("data") or options
@@ -130,10 +130,10 @@ def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
 
 
 def open_reader(record: CheckpointRecord, layout: Layout, *, bf16: bool = False) -> Reader:
-    """Build this rank's model chunk in eval mode and load its weights.
+    """Build this rank's model chunk in evaluation mode and load its weights.
 
-    In float32 by default, whatever the training dtype, so that embeddings and losses agree across
-    layouts and devices; ``bf16`` is faster.
+    The model computes in float32 by default, regardless of the training dtype, so that embeddings
+    and losses agree across layouts and devices; ``bf16`` is faster.
     """
     shape = shape_of(record)
     model = build_model(shape, layout, seed=0, bf16=bf16)
@@ -146,7 +146,7 @@ def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> 
     """Load the weights of ``record`` into ``model``, this rank's chunks. Collective.
 
     Raises:
-        UserError: if a file is damaged, not listed in ``record``, or of another model.
+        UserError: if a file is damaged, not listed in ``record``, or belongs to another model.
     """
     wanted = model_state(model)
     with _content_errors(record.root):
@@ -161,10 +161,11 @@ def load_training(
 ) -> None:
     """Load weights, optimizer, scheduler and random states, to resume a run exactly. Collective.
 
-    Each data-parallel rank reads a part of the state they share; they then exchange the parts.
+    Data-parallel ranks share the same state: each reads a part of it, and then they exchange the
+    parts.
 
     Raises:
-        UserError: if a file is damaged, not listed in ``record``, or of another run.
+        UserError: if a file is damaged, not listed in ``record``, or belongs to another run.
     """
     prepare_for_loading(optimizer)
     wanted = training_state(model, optimizer, scheduler, is_loading=True)
@@ -182,8 +183,8 @@ def load_training(
 def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     """Read the entries of ``wanted`` in the checkpoint: tensors and plain values, no pickles.
 
-    megatron's "_extra_state" entries are skipped. They are empty without Transformer Engine, and
-    torch would unpickle whatever is stored in their place.
+    megatron's "_extra_state" entries are skipped. These entries are empty without Transformer
+    Engine, and torch would unpickle any bytes stored in their place.
     """
     for place in index.storage_data.values():
         if place.relative_path not in record.files:
@@ -198,7 +199,8 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     # Otherwise torch would unpickle the index again, without restriction.
     reader = CachedMetadataFileSystemReader(record.root)
     reader._cached_metadata = index
-    # megatron makes its readers with a module-level function that cannot be passed in.
+    # megatron creates its readers with a module-level function, which cannot be passed as an
+    # argument.
     before = torch_dist._get_filesystem_reader
     torch_dist._get_filesystem_reader = lambda *_arguments, **_more: reader
     try:
@@ -209,7 +211,8 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
 
 def _load_model(model: Sequence[torch.nn.Module], state: State) -> None:
     for number, chunk in enumerate(model):
-        # strict=False only for megatron's "_extra_state" entries; _read fails on a missing weight.
+        # strict=False is needed only for megatron's "_extra_state" entries; _read fails on a
+        # missing weight.
         missing, unexpected = unwrap(chunk).load_state_dict(state[f"model{number}"], strict=False)
         assert not [key for key in missing if not key.endswith("_extra_state")], missing
         assert not unexpected, unexpected
@@ -222,7 +225,7 @@ class _CommonLoadStrategy(TorchCommonLoadStrategy):
         """Read ``common.pt``.
 
         Raises:
-            UserError: if it is damaged or holds anything but tensors and plain values.
+            UserError: if the file is damaged or holds anything but tensors and plain values.
         """
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
         try:
@@ -239,17 +242,17 @@ def _content_errors(folder: Path) -> Iterator[None]:
     """Convert torch's and megatron's errors for a bad checkpoint into a UserError."""
     try:
         yield
-    # RuntimeError includes errors of devices and of other ranks.
+    # Errors of devices and of other ranks are RuntimeErrors, and do not concern the checkpoint.
     except (UserError, RuntimeError, OSError, MemoryError):
         raise
-    except CheckpointException as error:  # reading a tensor
+    except CheckpointException as error:  # raised while reading a tensor
         cause = next((cause for cause, _ in error.failures.values()), error)
-        # torch collects every error of the read, an interrupt or a lack of memory included.
+        # torch collects every error of the read, including an interrupt or a lack of memory.
         memory = isinstance(cause, MemoryError | torch.OutOfMemoryError)
         if memory or not isinstance(cause, Exception):
             raise cause from error
         raise _unreadable(folder, cause) from error
-    except Exception as error:  # state of another run can raise almost any error
+    except Exception as error:  # the state of another run can raise almost any error
         raise UserError(
             f"cannot load {folder} ({type(error).__name__}: {first_line(error)}): its state does "
             "not match this run; use another checkpoint"
@@ -260,7 +263,7 @@ def _unreadable(path: Path, error: BaseException) -> UserError:
     referenced = re.search(r"GLOBAL (\S+)", str(error))
     if referenced:
         reason = f"it references {referenced[1]}"
-    elif "weights_only" in str(error):  # torch's advice is to load the file without it
+    elif "weights_only" in str(error):  # torch advises to load the file without this option
         reason = "it holds more than tensors and plain values"
     else:
         reason = first_line(error)

@@ -1,19 +1,20 @@
 """Fixes for saving and loading optimizer state in megatron-core 0.16.
 
 Loading. Apex and Transformer Engine keep the step count in the parameter groups, torch's AdamW in
-the state of each parameter. megatron confuses the two:
+the state of each parameter. megatron confuses the two conventions:
 
 - It reads the step count of a new optimizer, which has none yet.
-- It expects a step in the saved state of every parameter.
+- It expects a step count in the saved state of every parameter.
 - It writes in place to views of leaf tensors.
-- All parameters share one step tensor, which is then incremented once per parameter.
+- All parameters get the same step tensor, which is then incremented once per parameter.
 - An unsharded optimizer restores the step only if the optimizer that saved it kept it in the same
   place.
 
 Saving. The distributed optimizer gathers the state of a gradient buffer without the padding between
-its buckets, but slices parameters at offsets that include the padding. The state after the first
-bucket is shifted, and saved wrong without an error. A buffer has several buckets with
-``overlap_grad_reduce``, and in the first pipeline stage, where the tied embedding has its own.
+its buckets, but slices parameters at offsets that include the padding. So the state after the first
+bucket is shifted and saved wrong, without an error. A buffer has several buckets with
+``overlap_grad_reduce``, and in the first pipeline stage, where the tied embedding has its own
+bucket.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _GATHER = "get_parameter_state_dp_zero"
 
 
 def prepare_for_loading(optimizer: MegatronOptimizer) -> None:
-    """Create state to load into, for every distributed torch AdamW inside ``optimizer``."""
+    """Create the state to load into, for every distributed torch AdamW inside ``optimizer``."""
     for part in _distributed_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             create_zero_state(part)
@@ -39,11 +40,11 @@ def prepare_for_loading(optimizer: MegatronOptimizer) -> None:
 
 
 def convert_loaded_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Convert loaded state to this process's Adam, whichever Adam saved it.
+    """Convert loaded state for this process's Adam, regardless of the Adam that saved it.
 
     torch's AdamW keeps the step per parameter, which megatron saves as ``common_step``; the
-    FusedAdam of Transformer Engine and Apex keeps it in the parameter groups. A saved group has
-    only the settings of the optimizer that saved it.
+    FusedAdam of Transformer Engine and Apex keeps it in the parameter groups. A saved parameter
+    group has only the settings of the optimizer that saved it.
 
     Args:
         optimizer: the optimizer that ``state`` will be loaded into.
@@ -52,7 +53,7 @@ def convert_loaded_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) ->
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for number, part in enumerate(parts):
         saved = state if len(parts) == 1 else state[number]
-        saved = saved.get("optimizer", saved)  # nested, except in fp32
+        saved = saved.get("optimizer", saved)  # the state is nested, except in fp32
         for group in saved["param_groups"]:
             for name, value in part.optimizer.defaults.items():
                 group.setdefault(name, value)
@@ -68,7 +69,7 @@ def convert_loaded_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) ->
 
 
 def create_zero_state(optimizer: DistributedOptimizer) -> None:
-    """Create the state of step 0 for every parameter of this rank's shard."""
+    """Create the optimizer state of step 0 for every parameter of this rank's shard."""
     for group in optimizer.optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.optimizer.state[parameter]:
@@ -79,7 +80,7 @@ def create_zero_state(optimizer: DistributedOptimizer) -> None:
 
 
 def gather_with_padding(optimizer: MegatronOptimizer) -> None:
-    """Make every distributed optimizer inside ``optimizer`` include padding when it gathers."""
+    """Make every distributed optimizer inside ``optimizer`` gather its state with padding."""
     for part in _distributed_parts(optimizer):
         if _GATHER not in vars(part):
             gather = functools.partial(_gather_padded, part, getattr(part, _GATHER))
@@ -94,12 +95,12 @@ def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimize
 def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
     """Replace the method that writes loaded tensors, on this optimizer only."""
 
-    @torch.no_grad()  # the fp32 shards are views of leaves
+    @torch.no_grad()  # fp32 shards are views of leaf tensors
     def set_state(model_parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         group, order = optimizer.model_param_group_index_map[model_parameter]
         main_parameter = optimizer.optimizer.param_groups[group]["params"][order]
         state = optimizer.optimizer.state[main_parameter]
-        state["step"] = state["step"].clone()  # no longer shared among parameters
+        state["step"] = state["step"].clone()  # a copy for each parameter
         main_parameter.copy_(tensors["param"])
         for key in _MOMENTS:
             state[key].copy_(tensors[key])
@@ -110,9 +111,9 @@ def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
 def _gather_padded(
     optimizer: DistributedOptimizer, gather: Callable[..., Any], **settings: Any
 ) -> Any:
-    """Gather with padded sizes in place of unpadded ones, so that buckets keep their offsets.
+    """Gather buckets with their padding, so that buckets keep their offsets.
 
-    Shifting the gathered state afterwards would need a second copy of up to 12 bytes a parameter
+    Shifting the gathered state afterwards would need a second copy of up to 12 bytes per parameter
     on the host of every rank.
     """
     padded = {buffer: buffer.numel for buffer in optimizer.buffers}

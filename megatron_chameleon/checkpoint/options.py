@@ -13,31 +13,31 @@ from megatron_chameleon.ranges import CheckedOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerChoice(CheckedOptions):
-    """The tokenizer, for a checkpoint whose own cannot be found."""
+    """Location of the tokenizer, for a checkpoint whose own tokenizer cannot be found."""
 
     tokenizer_model: Path | None = None
-    """The tokenizer that the model was trained with, or a corpus made with it; default:
-    that of the checkpoint's training or conversion."""
+    """The tokenizer that the model was trained with, or a corpus made with that tokenizer; default:
+    the tokenizer of the checkpoint's training or conversion."""
     tiktoken_pattern: str | None = None
-    """How a tiktoken file splits text into words; default: that of the checkpoint. A corpus
-    records its own."""
+    """Pattern by which a tiktoken file splits text into words; default: the checkpoint's pattern. A
+    corpus records its own pattern."""
     eod_token: str | None = None
-    """The tokenizer's end-of-document token; default: that of the
-    checkpoint, else <|endoftext|>. A corpus records its own."""
+    """The tokenizer's end-of-document token; default: the checkpoint's token, or else
+    <|endoftext|>. A corpus records its own end-of-document token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToHuggingFaceOptions(TokenizerChoice):
-    """Write a checkpoint of any layout as a Hugging Face GPT-2 folder."""
+    """Convert a checkpoint of any layout to a Hugging Face GPT-2 folder."""
 
     checkpoint: Path
     """A run folder (its latest checkpoint) or one checkpoint folder."""
     output: Path
     """The folder to write: config.json, weights in safetensors, and the tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the weights; only float32 is lossless."""
+    """Data type of the written weights; only float32 is lossless."""
     max_shard_size: str = "5GB"
-    """Larger weights are sharded into several files."""
+    """Maximum size of a weight file; larger weights are sharded into several files."""
     overwrite: bool = False
     """Replace the model that the output folder already holds."""
 
@@ -50,22 +50,22 @@ class ToHuggingFaceOptions(TokenizerChoice):
 
 @dataclasses.dataclass(frozen=True)
 class FromHuggingFaceOptions(CheckedOptions):
-    """Write a Hugging Face GPT-2 folder as a checkpoint of step 0, for any layout to read."""
+    """Convert a Hugging Face GPT-2 folder to a checkpoint of step 0, loadable in any layout."""
 
     model: Path
-    """The folder: config.json, weights in safetensors, and the tokenizer."""
+    """The folder to read: config.json, weights in safetensors, and the tokenizer."""
     output: Path
     """The checkpoint folder to write."""
     tokenizer_model: Path | None = None
-    """The tokenizer of the model; default: the one in the folder. Preprocess a corpus with it
+    """The tokenizer of the model; default: the tokenizer in the folder. Preprocess a corpus with it
     to use the checkpoint."""
     tiktoken_pattern: str | None = None
-    """How a tiktoken file passed as --tokenizer-model splits text into words, as in
+    """Pattern by which a tiktoken file passed as --tokenizer-model splits text into words, as in
     tools/preprocess_data.py."""
     eod_token: str = "<|endoftext|>"
     """The tokenizer's end-of-document token."""
     allow_pickle: bool = False
     """Read weights in torch's own format (pytorch_model.bin) if there is no safetensors file. Only
-    tensors are read; code in it is an error."""
+    tensors are read; code in the file is an error."""
     overwrite: bool = False
     """Replace the checkpoint that the output folder already holds."""

@@ -1,13 +1,14 @@
-"""Write a checkpoint: all ranks write to a temporary folder, which is then renamed.
+"""Write a checkpoint: all ranks write to a temporary folder, and rank 0 renames it.
 
-megatron plans the save and writes the tensors. Added here:
+megatron plans the save and writes the tensors. This module adds three things:
 
-- The process that writes a file also hashes it, in the background if the save is asynchronous.
+- The process that writes a file also hashes the file, in the background if the save is
+  asynchronous.
 - A failure on one rank is reported to rank 0 and raised on all ranks. megatron would wait for the
-  rank that has left.
+  rank that has failed.
 - Results are passed in memory, and threads write the files. megatron would start one process for
-  the results, which outlives a killed rank, and one per file, and would wait forever for a process
-  that was killed.
+  the results, which outlives a killed rank, and one process per file, and would wait forever for a
+  killed process.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class SaveError(UserError):
 def save_checkpoint(state: State, record: CheckpointRecord) -> None:
     """Write ``state`` and ``record`` to ``record.root``. Collective.
 
-    The folder is renamed into place once complete; leftovers of a killed save are removed.
+    The folder is renamed into place once complete; the temporary folder of a killed save is
+    removed.
 
     Raises:
         UserError: on every rank, if any rank cannot write; earlier checkpoints are intact.
@@ -77,12 +79,12 @@ def save_checkpoint(state: State, record: CheckpointRecord) -> None:
 
 
 def plan_save(state: State, record: CheckpointRecord) -> AsyncRequest:
-    """Plan a save and return the request that executes it. Collective.
+    """Plan a save and return the request that executes the save. Collective.
 
-    Each data-parallel rank writes a part of the state they share.
+    Data-parallel ranks share the same state, and each writes a part of it.
 
     Args:
-        state: its tensors may change once the request has started to write.
+        state: the state to save; its tensors may change once the request has started to write.
         record: record of the checkpoint; its ``files`` are filled in.
 
     Raises:
@@ -99,7 +101,7 @@ def plan_save(state: State, record: CheckpointRecord) -> AsyncRequest:
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """Files written by one rank, or its error."""
+    """Files that one rank has written, or the rank's error."""
 
     results: list[WriteResult] = dataclasses.field(default_factory=list)
     files: dict[str, CheckpointFile] = dataclasses.field(default_factory=dict)
@@ -109,7 +111,7 @@ class RankResult:
 class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
     """megatron's torch_dist strategy with file hashes and errors shared across ranks.
 
-    It writes to the folder ``temporary``, which becomes ``record.root`` once complete.
+    The strategy writes to the folder ``temporary``, which becomes ``record.root`` once complete.
     """
 
     def __init__(self, record: CheckpointRecord, temporary: Path) -> None:
@@ -128,8 +130,8 @@ class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
     ) -> AsyncRequest:
         """Plan the save, with results passed in memory.
 
-        megatron takes its results queue from a module variable. Without one, it starts a process of
-        270 MB in every rank, which survives the rank.
+        megatron takes its results queue from a module variable. If the variable is not set,
+        megatron starts a process of 270 MB in every rank, which survives the rank.
         """
         before = filesystem_async._results_queue
         filesystem_async._results_queue = Handover()
@@ -146,14 +148,14 @@ class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
         staged: list[Any] = []
 
         def stage() -> list[Any]:
-            """Copy to the host and keep a reference: freed pinned memory would be reused."""
+            """Copy to the host and keep a reference, since freed pinned memory would be reused."""
             staged.extend(request.preload_fn())
             return staged
 
         def finalize() -> None:
-            result = RankResult()  # of a rank with nothing to write
+            result = RankResult()  # if this rank has nothing to write
             if writer.write_buckets:
-                killed = "the process that writes was killed, or memory did not suffice"
+                killed = "the writing process was killed, or memory did not suffice"
                 result = writer.results_queue.get() or RankResult(error=killed)
             results = ranks.gather_object(result)
             staged.clear()
@@ -192,7 +194,7 @@ class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
         """Remove the temporary folder on errors and raise SaveError."""
         try:
             yield
-        except (OSError, RuntimeError, UserError) as error:  # RuntimeError: torch's for files
+        except (OSError, RuntimeError, UserError) as error:  # torch raises RuntimeError for files
             shutil.rmtree(self.temporary, ignore_errors=True)
             raise SaveError(
                 f"cannot write the checkpoint {self.record.root} ({_reason(error)})"
@@ -200,10 +202,10 @@ class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
 
 
 class Handover:
-    """Pass one value of any size from a forked process to its parent.
+    """Channel that passes one value of any size from a forked process to its parent.
 
-    The memory is anonymous and shared. A pipe would block the writer until it is read, and a queue
-    of ``multiprocessing`` needs a thread or process of its own.
+    The value is passed in anonymous shared memory. A pipe would block the writer until the parent
+    reads, and a queue of ``multiprocessing`` needs an additional thread or process.
     """
 
     def __init__(self) -> None:
@@ -216,9 +218,9 @@ class Handover:
             self._memory.flush()
 
     def get(self) -> Any:
-        """Return the value; None if it was not put completely.
+        """Return the value; None if the value is not complete.
 
-        An exception would leave the other ranks waiting in the collective that follows.
+        Raising an exception would leave the other ranks waiting in the collective that follows.
         """
         try:
             self._memory.seek(0)
@@ -227,20 +229,20 @@ class Handover:
             return None
 
 
-@_disable_gc()  # in a fork, collecting the parent's CUDA objects would be an error
+@_disable_gc()  # in a fork, garbage collection of the parent's CUDA objects fails
 def _write_and_hash(
     transforms: list[Any], rank: int, buckets: list[Any], handover: Handover
 ) -> None:
-    """Write and hash one rank's files, then pass on a RankResult.
+    """Write and hash one rank's files, then put a RankResult into ``handover``.
 
-    It runs in this process or in a fork with a copy of the tensors. On the CPU the fork's copy
-    keeps training from changing what is being written.
+    The function runs in this process or in a fork. On the CPU, the fork has a copy of the tensors,
+    so that training does not change what is being written.
     """
 
     def write(number: int, bucket: Any) -> tuple[list[WriteResult], CheckpointFile]:
         """Write one file with the function that megatron runs in a process, and hash it."""
         done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        counted: queue.Queue[int] = queue.Queue()  # megatron counts finished files with it
+        counted: queue.Queue[int] = queue.Queue()  # megatron counts finished files with the queue
         counted.put(number)
         FileSystemWriterAsync.write_preloaded_data(
             transforms, number, bucket, done, counted, use_fsync=True
@@ -251,7 +253,7 @@ def _write_and_hash(
         return result, CheckpointFile.of(Path(bucket[0]))
 
     try:
-        with ThreadPoolExecutor(len(buckets)) as pool:  # a thread for each file
+        with ThreadPoolExecutor(len(buckets)) as pool:  # one thread per file
             results, files = zip(*pool.map(write, range(len(buckets)), buckets), strict=True)
         names = [name for _, name, _ in buckets]
         result = RankResult(list(itertools.chain(*results)), dict(zip(names, files, strict=True)))
@@ -263,6 +265,6 @@ def _write_and_hash(
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    if "inline_container" in str(error):  # torch's error about its zip archive
+    if "inline_container" in str(error):  # matches torch's error about its zip archive
         return "a file could not be written completely, as on a full disk"
     return first_line(error)

@@ -1,4 +1,4 @@
-"""The sharded state of a training run: each rank contributes its shards of every tensor."""
+"""Sharded state of a training run: each rank contributes its shards of every tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_chameleon.checkpoint.optimizer_fixes import gather_with_padding
 from megatron_chameleon.model.gpt import unwrap
 
-# The only optimizer format that another tensor or pipeline parallel size can load.
+# This is the only optimizer format that can be loaded with another tensor- or pipeline-parallel
+# size.
 OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 RANDOM = "random"
@@ -27,7 +28,7 @@ State = dict[str, Any]
 
 
 def model_state(model: Sequence[torch.nn.Module]) -> State:
-    """Sharded weights of this rank's model chunks, DDP or Float16Module wrappers allowed."""
+    """Return the sharded weights of this rank's model chunks, with or without wrappers."""
     return {
         f"model{number}": unwrap(chunk).sharded_state_dict() for number, chunk in enumerate(model)
     }
@@ -40,13 +41,14 @@ def training_state(
     *,
     is_loading: bool,
 ) -> State:
-    """Sharded weights, optimizer, scheduler and random states. Collective.
+    """Return the sharded weights, optimizer, scheduler and random states. Collective.
 
-    With ``is_loading``, random states are left out: which ones a checkpoint holds depends on the
-    parallel layout that wrote it.
+    With ``is_loading``, random states are left out, because the parallel layout that wrote a
+    checkpoint determines which random states it holds.
     """
     for chunk in model:
-        # Complete the all-gather that overlap_param_gather defers to the next forward pass.
+        # Complete the all-gather of parameters that overlap_param_gather defers to the next forward
+        # pass.
         if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook:
             chunk.start_param_sync(force_sync=True)
     gather_with_padding(optimizer)
@@ -64,20 +66,23 @@ def training_state(
 def scalar_to_host(value: Any) -> Any:
     """Copy a 0-dim tensor, such as AdamW's step count, to the host; return anything else unchanged.
 
-    Scalars go into the checkpoint's common state, which is pickled and compared across ranks. A
-    tensor of ``cuda:0`` would be unpickled onto that device by every rank.
+    Scalars go into the checkpoint's common state, which is pickled and compared across ranks. Every
+    rank would unpickle a tensor of ``cuda:0`` onto that device.
     """
     return value.cpu() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 # Random states. Training uses no random numbers (no dropout; the data order is a function of seed
-# and index), but a method's hook may. They are saved as tensors, named by the rank's coordinates,
-# so that nothing has to be unpickled. Under another layout, ranks without a counterpart keep their
-# seeded state.
+# and index), but the hook of a method may use them. Random states are saved as tensors, named by
+# the rank's coordinates, so that nothing has to be unpickled. In another layout, ranks without a
+# saved state keep their seeded state.
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """This rank's generators: name -> uint8 state on the CPU; megatron's names start with "mp."."""
+    """Return the states of this rank's generators by name, uint8 tensors on the CPU.
+
+    The names of megatron's generators start with "mp.".
+    """
     tracked = get_cuda_rng_tracker().get_states()
     return {
         "cpu": torch.get_rng_state(),
@@ -87,18 +92,18 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Set the generators named in ``states``; the others are unchanged."""
+    """Set the generators named in ``states``; other generators are unchanged."""
     tracker = get_cuda_rng_tracker()
     tracked = {n.removeprefix("mp."): s for n, s in states.items() if n.startswith("mp.")}
     tracker.set_states({**tracker.get_states(), **tracked})
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
-    if "cpu" in states:  # after "cuda", which without a GPU sets the CPU generator
+    if "cpu" in states:  # must come after "cuda", which sets the CPU generator if there is no GPU
         torch.set_rng_state(states["cpu"])
 
 
 def sharded_random_states() -> dict[str, ShardedTensor]:
-    """This rank's random states as sharded tensors to save."""
+    """Return this rank's random states as sharded tensors to save."""
     coordinates = (
         f"pipeline{parallel_state.get_pipeline_model_parallel_rank()}"
         f".tensor{parallel_state.get_tensor_model_parallel_rank()}"
@@ -111,7 +116,7 @@ def sharded_random_states() -> dict[str, ShardedTensor]:
 
 
 def loadable_random_states(index: Metadata) -> dict[str, ShardedTensor]:
-    """This rank's random states that the checkpoint with this ``index`` holds."""
+    """Return this rank's random states that the checkpoint with this ``index`` holds."""
 
     def is_held(tensor: ShardedTensor) -> bool:
         entry = index.state_dict_metadata.get(tensor.key)
