@@ -2,8 +2,8 @@
 
     python benchmarks/data.py [--only index batches build preprocess]
 
-Prints each row and writes it, with the machine, to benchmarks/results/data.json, where it replaces
-an older one. The machine should be idle otherwise.
+Each row is printed and written, with a description of the machine, to benchmarks/results/data.json,
+where it replaces the older row. Use an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def measure_index() -> Iterator[Row]:
 
 
 def time_megatron_order(num_domains: int, num_samples: int) -> Row:
-    """Megatron's compiled helper and ours, on one thread."""
+    """Time Megatron's compiled helper and ours, on one thread."""
     weights = random_weights(num_domains)
     theirs, ours = touched_arrays(num_samples), touched_arrays(num_samples)
     runs: dict[str, Callable[[], object]] = {
@@ -122,7 +122,7 @@ def time_megatron_order(num_domains: int, num_samples: int) -> Row:
 
 
 def time_closed_form(num_domains: int, num_samples: int = 2_000_000) -> Row:
-    """Nanoseconds per sample, read in order far into a run, and the maximum deviation."""
+    """Nanoseconds per sample, in order late in a run, and maximum deviation from the weights."""
     weights = random_weights(num_domains)
     first, deviation = 2**35, 0.0
     starts = range(first, first + num_samples, LOCATED_AT_ONCE)
@@ -176,7 +176,7 @@ def time_first_and_last(data: TokenData, permutation: Permutation) -> Row:
 def sparse_domains(
     folder: Path, num_domains: int, num_tokens: int, document_length: int
 ) -> TokenData:
-    """Domains of documents of equal length, with tokens in sparse files."""
+    """Write domains whose documents have equal length, with the tokens in sparse files."""
     documents = num_tokens // num_domains // document_length
     lengths = np.full(documents, document_length, "<i4")
     pointers = 2 * document_length * np.arange(documents, dtype="<i8")
@@ -204,12 +204,12 @@ def sparse_domains(
 
 
 def random_weights(num_domains: int) -> NDArray[np.float64]:
-    """Random weights that are the same for each number of domains."""
+    """Random weights that depend only on the number of domains."""
     return np.random.default_rng(0).dirichlet(np.ones(num_domains))
 
 
 def touched_arrays(num_samples: int) -> BlendedIndex:
-    """Arrays with mapped pages: the first write to a page would dominate the time."""
+    """Arrays whose pages are mapped already; the first write to a page would dominate the time."""
     return np.full(num_samples, -1, np.int16), np.full(num_samples, -1, np.int64)
 
 
@@ -238,7 +238,7 @@ def measure_batches() -> Iterator[Row]:
                     [samples[i] for i in ids]
                 ),
             }
-            for start in range(0, batch_size * batches, batch_size):  # warms up, too
+            for start in range(0, batch_size * batches, batch_size):  # also warms up
                 found, expected = (r(range(start, start + batch_size)) for r in readers.values())
                 assert torch.equal(found["domain"], expected.pop("dataset_id"))
                 for name, part in expected.items():
@@ -366,7 +366,7 @@ def measure_preprocess(num_bytes: int = 200_000_000, repeats: int = 5) -> Iterat
             "ours": [
                 *("tools/preprocess_data.py", "--input", f"text={work / 'text.jsonl'}"),
                 *("--tokenizer-model", str(tokenizer), "--output", str(work / "corpus")),
-                # Nearly all documents in one split; Megatron's script has no splits.
+                # Nearly all documents are in one split, since Megatron's script has no splits.
                 *("--overwrite", "--split", "98,1,1"),
             ],
             "theirs": [

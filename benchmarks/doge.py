@@ -2,11 +2,11 @@
 
     python benchmarks/doge.py [--size 82m] [--seq-length N] [--micro-batch-size N ...] [--repeats 5]
 
-The same model and batches of 128 samples (as in the paper), sampled uniformly from 7 and from 17
-domains: a plain optimizer step and one with DoGE's hook, interleaved. Samples have 512 tokens (as
-in the paper) on a GPU, and 64 on a CPU, where 512 take minutes per step; with fewer tokens the
-relative overhead is larger. The paper reports 1.7 and 2.5 times the time of a plain step. Results
-are written to benchmarks/results/doge-DEVICE.json.
+A plain optimizer step and a step with DoGE's hook are timed, interleaved, on the same model and
+batches of 128 samples (as in the paper), sampled uniformly from 7 and from 17 domains. Samples have
+512 tokens (as in the paper) on a GPU, and 64 on a CPU, where 512 take minutes per step; with fewer
+tokens the relative overhead is larger. The paper reports 1.7 and 2.5 times the time of a plain
+step. Results are written to benchmarks/results/doge-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PAPERS_RATIO = {7: 1.7, 17: 2.5}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The steps that are timed."""
+    """Model size, sequence length and micro-batch size of the timed steps."""
 
     size: str
     seq_length: int
@@ -87,7 +87,7 @@ def steps_of(case: Case, layout: Layout) -> dict[str, Callable[[], None]]:
 
 
 def measured(case: Case, layout: Layout, repeats: int) -> dict[str, Any]:
-    """A row: seconds, median time relative to a plain step, and memory."""
+    """Measure a row of results: seconds, median time relative to a plain step, and memory."""
     steps = steps_of(case, layout)
     memory = {name: taken_memory(step) for name, step in steps.items()}
     seconds = interleaved(steps, repeats)

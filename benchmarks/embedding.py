@@ -105,7 +105,7 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Windows of a domain's training documents, in sampling order, and the model of both."""
+    """Windows of training documents in sampling order, and the model that embeds them."""
 
     source: Any
     windows: Any
@@ -162,7 +162,7 @@ def ours(task: Task, layout: Layout, *, bf16: bool = False) -> Callable[[], Vect
 
 
 def theirs(task: Task, device: torch.device) -> Callable[[], tuple[Vectors, NDArray[np.bool_]]]:
-    """Embed as the authors do; returns the vectors, and which windows kept their tokens."""
+    """Embed as Chameleon's authors do; returns the vectors, and which windows kept their tokens."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(task.model.tokenizer), pad_token=EOD_TOKEN
     )

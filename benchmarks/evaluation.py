@@ -130,7 +130,7 @@ def make_requests(data: Path, shots: int, documents: int) -> list[Instance]:
 
 
 def answer(model: Any, requests: list[Instance]) -> list[tuple[float, bool]]:
-    """Log-likelihood, and whether it is greedy, of each request, without a progress bar."""
+    """Answer each request with its log-likelihood and whether greedy decoding would produce it."""
     with contextlib.redirect_stderr(io.StringIO()):
         answers: list[tuple[float, bool]] = model.loglikelihood(list(requests), disable_tqdm=True)
     return answers

@@ -33,7 +33,7 @@ PARTS = {
     ),
     "methods": ("test_methods_on_a_gpu.py",),
 }
-"""The tests of one GPU, in parts that take less than 4 minutes each."""
+"""Parts of the tests for one GPU; each part takes less than 4 minutes."""
 SEVERAL_GPUS = "several-gpus"
 
 

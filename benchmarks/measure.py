@@ -35,7 +35,7 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of ``repeats`` runs of each contestant, interleaved.
 
-    Other load on the machine varies over time: interleaved, it affects all contestants.
+    Other load on the machine varies over time; interleaving makes it affect all contestants.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(repeats):
@@ -83,7 +83,7 @@ def format_row(row: Mapping[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """The machine, software versions, and the load average before the measurement."""
+    """Describe the machine, the software versions, and the load average before a measurement."""
     return {
         **machine_info(),
         "python": platform.python_version(),

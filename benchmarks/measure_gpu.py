@@ -41,7 +41,7 @@ class Step:
 
     name: str
     arguments: tuple[str, ...]
-    """``{folder}`` in them is replaced by the log folder of this version of the code."""
+    """``{folder}`` in an argument is replaced by the log folder of this version of the code."""
     seconds: int
     gpus: int = 1
     """Minimum number of GPUs."""
@@ -83,7 +83,7 @@ STEPS = (
         for length, seconds in ((512, 330), (1024, 570))
     ),
 )
-"""At most 45 minutes in all on one GPU, and each within 10."""
+"""All steps together take at most 45 minutes on one GPU, and each at most 10."""
 
 
 def main() -> int:

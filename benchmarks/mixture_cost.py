@@ -2,10 +2,10 @@
 
     python benchmarks/mixture_cost.py [--seq-length 512] [--work FOLDER]
 
-Both tools run as commands, and start-up and saving are part of the time. The text is collected from
-the installed packages, as in the quickstart, in seven domains; it is small, so training repeats it
-for many epochs, which does not change the time. For a domain with fewer than 4096 windows, the time
-of the missing ones is extrapolated. With --work the text is kept and an
+The training and the embedding tool run as commands; start-up and saving are part of the time. The
+text is collected from the installed packages, as in the quickstart, in seven domains; it is small,
+so training repeats it for many epochs, which does not change the time. For a domain with fewer than
+4096 windows, the time of the missing ones is extrapolated. With --work the text is kept and an
 interrupted run is resumed; its whole time counts.
 
 On a CPU a few small steps and windows are timed, and the total is projected from their FLOP/s. The
@@ -47,7 +47,7 @@ PAPER_HOURS = 0.8
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Size of the measured run."""
+    """Steps, batch and windows of the measured run."""
 
     steps: int
     batch: int
@@ -70,7 +70,7 @@ def main() -> None:
     has_gpu = torch.cuda.is_available()
     name = device_name(torch.device("cuda" if has_gpu else "cpu"))
     on = machine() | {"device": name, "cuda": torch.version.cuda}
-    scale = Scale(6, 4, 2, 8, (), "float32")  # on a CPU, enough to measure the speed
+    scale = Scale(6, 4, 2, 8, (), "float32")  # enough to measure a CPU's speed
     if has_gpu:
         flags = ("--bf16", "--compile-layers")
         scale = Scale(STEPS, BATCH, arguments.micro_batch_size, WINDOWS, flags, "bfloat16")
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def prepare(work: Path) -> None:
-    """Write text, tokenizer and corpus, unless they exist. Not part of the cost."""
+    """Write text, tokenizer and corpus unless they exist; this is not part of the cost."""
     text, tokenizer, corpus = work / "text", work / "tokenizer.json", work / "corpus"
     if not (text / "gathered.json").exists():
         counts = ("--num-domains", str(NUM_DOMAINS))
@@ -169,7 +169,7 @@ def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
 
 
 def format_row(row: dict[str, Any]) -> str:
-    """A row as printed lines."""
+    """Format a row as the lines to print."""
     seconds, rates = row["seconds"], row["flops_per_second"]
     kind = "projected from a few steps and windows" if row["is_projected"] else "measured"
     return (

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 
-VOCABULARY_MULTIPLE = 64  # 50,257 tokens become 50,304 rows
+VOCABULARY_MULTIPLE = 64  # pads 50,257 tokens to 50,304 rows
 
 
 class Block(nn.Module):
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(h, f), nn.Linear(f, h)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, h] to [b, s, h]."""
+        """Apply attention and MLP to hidden states ``x`` [b, s, h]; returns the same shape."""
         b, s, h = x.shape
         parts = self.query_key_value(self.attention_norm(x)).split(h, dim=2)
         q, k, v = (part.view(b, s, self.heads, -1).transpose(1, 2) for part in parts)
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """The whole model; :meth:`forward` returns the mean loss."""
+    """The complete model; :meth:`forward` returns the mean loss."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

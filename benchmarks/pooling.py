@@ -86,7 +86,7 @@ def measure(shape: tuple[int, int, int], full: bool, rate: float) -> dict[str, A
 def contestants(
     states: torch.Tensor, lengths: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Ours and torch's own, without and with the final norm."""
+    """Our kernels and torch's operations, without and with the final norm."""
     width = states.size(2)
     norm = FinalNorm(weight, bias)
 

@@ -1,4 +1,4 @@
-"""Run a command and its children: with a time limit, timed, or with their memory measured."""
+"""Run a command with a time limit, time it, or measure the memory of all its processes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def run_within(
 ) -> int | None:
     """Run ``command``; when it ends, or after ``seconds``, stop all processes that it started.
 
-    They get SIGTERM, and SIGKILL after ``SECONDS_TO_STOP``. They are found by a variable in their
-    environment: torchrun's ranks have sessions of their own, and may outlive their parent.
+    The processes get SIGTERM, and SIGKILL after ``SECONDS_TO_STOP``. They are found by a variable
+    in their environment, since torchrun's ranks run in separate sessions and may outlive their
+    parent.
 
     Returns:
         The exit status, or None after ``seconds``.

@@ -45,7 +45,7 @@ def write_real_text(path: Path, num_bytes: int) -> RealText:
 
 
 def read_texts(path: Path, num_bytes: int | None = None) -> Iterator[str]:
-    """The texts in about the first ``num_bytes`` of a file of :func:`write_real_text`."""
+    """Read the texts in about the first ``num_bytes`` of a file from :func:`write_real_text`."""
     taken = 0
     with path.open("rb") as stream:
         for line in stream:

@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
 def measured(
     what: str, size: str, members: int, length: int, sequences: int, steps: int
 ) -> dict[str, Any]:
-    """A row: tokens per second of all members together."""
+    """Measure a row of results: tokens per second of all members together."""
     import numpy as np
 
     from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics

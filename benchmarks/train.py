@@ -73,7 +73,7 @@ Rows = dict[str, Callable[[], Row]]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model size and the steps to time."""
+    """A model size, and the precision, sequence length and tokens of the steps to time."""
 
     size: str
     seq_length: int
@@ -126,7 +126,7 @@ class Ours:
 
 
 class Plain:
-    """The plain model, on the same batches."""
+    """Training of the plain model on the same batches."""
 
     def __init__(self, case: Case, layout: Layout, *, compiled: bool = False) -> None:
         self._case, self._device = case, layout.device
@@ -187,7 +187,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def cpu_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
-    """Rows of the small case, interleaved: ours and the plain model, eager by default."""
+    """Measure the CPU's rows: our model and the plain one (eager by default), interleaved."""
     print("CPU: sequence 512 only, micro-batch 2, one micro-batch per step, interleaved")
 
     def row(case: Case) -> Row:
@@ -207,7 +207,7 @@ def cpu_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
 def time_interleaved(
     contestants: Mapping[str, Contestant], case: Case, arguments: argparse.Namespace
 ) -> dict[str, Row]:
-    """Figures of all contestants, interleaved, so that other load affects all of them."""
+    """Measure all contestants, interleaved, so that other load affects all of them."""
     for contestant in contestants.values():
         contestant.run(CPU_MICRO_BATCH, 2, lambda: None)
     one_step = {
@@ -219,7 +219,7 @@ def time_interleaved(
 
 
 def gpu_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
-    """Rows of the kernels, and of every size and sequence length at the best micro-batch sizes."""
+    """Measure kernels, and every size and sequence length at the best micro-batch sizes."""
 
     def row(case: Case) -> Row:
         contestants: dict[str, Callable[[], Contestant]] = {
@@ -381,7 +381,7 @@ def time_attention(size_name: str, widths: tuple[int | None, ...]) -> dict[str, 
 
 
 def time_loss() -> dict[str, float | str]:
-    """Ours, torch's on a float32 copy, and the latter compiled, on full-width logits."""
+    """Time our loss, torch's on a float32 copy, and torch's compiled, on full-width logits."""
     logits = torch.randn(KERNEL_TOKENS, 50_304, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(VOCAB_SIZE, (KERNEL_TOKENS,), device="cuda")
 

@@ -1,4 +1,4 @@
-"""Arrays at chosen addresses, for kernels whose code depends on where their arguments lie."""
+"""Arrays at chosen addresses, for kernels whose code depends on their arguments' alignment."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CAPABILITIES = (80, 90, 100)
-"""Of the A100, the H100 and H200, and the B200."""
+"""Compute capabilities of the A100, of the H100 and H200, and of the B200."""
 
 
 def interpreted(module: str) -> None:
@@ -44,7 +44,7 @@ def _interpret(module: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledKernel:
-    """PTX of a kernel, and the resources that ptxas gives it.
+    """PTX of a kernel, and the resources that ptxas allocates for it.
 
     Attributes:
         ptx: the PTX assembly.
@@ -97,7 +97,7 @@ def compile_kernel(
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """Resources by name, from the cuobjdump that Triton ships."""
+    """Resources of a compiled kernel by name, printed by the cuobjdump that Triton ships."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

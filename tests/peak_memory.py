@@ -43,7 +43,7 @@ def _with_children(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def _held() -> set[int]:
-    """The addresses of all tensors."""
+    """Storage addresses of all live tensors."""
     addresses = set()
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor):
@@ -61,11 +61,11 @@ def _changes(events: list[Any], held: set[int]) -> dict[int, int]:
     """
     events.sort(key=lambda event: event.start_time_ns)
     changes: dict[int, int] = {}
-    made: dict[int, tuple[int, int]] = {}  # address -> moment and size
+    made: dict[int, tuple[int, int]] = {}  # address -> index of the event, and size
     for moment, block in enumerate(event.extra_fields for event in events):
         if block.alloc_size > 0:
             made[block.ptr] = moment, block.alloc_size
-        elif block.ptr in made:  # else it was allocated earlier
+        elif block.ptr in made:  # otherwise the block was allocated earlier
             first, size = made.pop(block.ptr)
             changes |= {first: size, moment: -size}
     return changes | dict(made[address] for address in held & made.keys())

@@ -44,7 +44,7 @@ def random_batches(
 
 
 class RandomTraining:
-    """A model with its optimizer and scheduler.
+    """Build a model with its optimizer and scheduler.
 
     Args:
         shape: of the model.

@@ -1,4 +1,4 @@
-"""A small corpus of made-up tokens that a tiny model learns in a dozen steps."""
+"""A small synthetic corpus that a tiny model learns in a dozen steps."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def write_corpus(root: Path, documents: Documents, tokenizer_hash: str = TOKENIZ
 
 
 def without_checksums(corpus: Corpus) -> Corpus:
-    """The corpus in the format of an earlier release, without checksums."""
+    """Write the corpus in the format of an earlier release, which has no checksums."""
     domains = {
         name: Domain(
             **{
@@ -98,7 +98,7 @@ def without_checksums(corpus: Corpus) -> Corpus:
 
 
 def without_training_text(corpus: Corpus, root: Path, name: str) -> Corpus:
-    """A copy of the corpus in ``root``, without training text in one of its domains."""
+    """Copy ``corpus`` to ``root``, without the training text of domain ``name``."""
     shutil.copytree(corpus.root, root)
     (root / "train" / f"{name}.bin").write_bytes(b"")
     (root / "train" / f"{name}.idx").write_bytes(bytes(index_file_bytes(0)))
@@ -110,7 +110,7 @@ def without_training_text(corpus: Corpus, root: Path, name: str) -> Corpus:
 
 
 def word_tokenizer(path: Path) -> Path:
-    """A tokenizer.json of the corpus's vocabulary."""
+    """Write a tokenizer.json with the vocabulary of the corpus."""
     tokenizer = Tokenizer(WordLevel({str(token): token for token in range(EOD)}, unk_token="0"))
     tokenizer.add_special_tokens(["<|endoftext|>"])
     assert tokenizer.token_to_id("<|endoftext|>") == EOD

@@ -17,7 +17,7 @@ SMALL |= {"n_embd": 64, "initializer_range": 0.1}
 
 @dataclasses.dataclass(frozen=True)
 class TextCheckpoint:
-    """Paths of a checkpoint of step 0, the Hugging Face folder exported from it, its tokenizer."""
+    """Paths of a checkpoint of step 0, its exported Hugging Face folder, and its tokenizer."""
 
     checkpoint: Path
     exported: Path

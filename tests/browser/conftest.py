@@ -34,13 +34,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a run folder with everything in it."""
+    """The report page of a run folder that fills every section."""
     root = write_full_folder(tmp_path_factory.mktemp("browser") / "run", NAMES)
     return make_report(root) / "report.html"
 
 
 class PageLog:
-    """Requests and problems of a page."""
+    """The requests that a page made, and its console messages and errors."""
 
     def __init__(self, page: Page) -> None:
         self.requests: list[str] = []
@@ -58,7 +58,7 @@ class PageLog:
 
 @pytest.fixture
 def open_page(browser: Browser, report: Path):
-    """Open the page in a separate context: ``open_page(color_scheme="dark")``."""
+    """``open_page(color_scheme="dark")`` opens the page in a separate browser context."""
     contexts = []
 
     def opened(**settings) -> tuple[Page, PageLog]:

@@ -24,7 +24,7 @@ UNRENDERED = re.compile(r"\n\s*(?:- |\d+\. |\| )[^\n]{0,60}|\\[_*`|][^\n]{0,60}"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Built with the flags of ``make docs``. With --quiet, --strict would see no warning."""
+    """The documentation, built as by ``make docs``. With --quiet, --strict ignores warnings."""
     folder = tmp_path_factory.mktemp("site")
     (flags,) = re.findall(r"\$\(BIN\)/mkdocs build (.*)", (ROOT / "Makefile").read_text("utf-8"))
     assert flags.split() == ["--strict"]
@@ -41,7 +41,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def visit(browser, site):
-    """``visit(page, **settings)`` opens it from the disk, and lists its requests."""
+    """``visit(page, **settings)`` opens the page from the disk, and lists its requests."""
     contexts = []
 
     def visited(name, **settings):
@@ -56,7 +56,7 @@ def visit(browser, site):
         context.close()
 
 
-def test_every_page_is_there(site):
+def test_every_page_is_built(site):
     sources = [path for path in (ROOT / "docs").rglob("*.md") if "hooks" not in path.parts]
     pages = [path.relative_to(ROOT / "docs").with_suffix(".html") for path in sources]
     pages += [Path("tools") / f"{path.stem}.html" for path in (ROOT / "tools").glob("*.py")]
@@ -65,7 +65,7 @@ def test_every_page_is_there(site):
     assert not (site / "hooks").exists()
 
 
-def test_nothing_is_fetched_from_elsewhere(site):
+def test_pages_fetch_nothing_from_other_sites(site):
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     assert len(files) > 40
     assert [str(path) for path in files if FETCHED.search(path.read_text("utf-8"))] == []

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-# Every text with its background color; numbers on a heat map have their own.
+# Colour and background of every text, except numbers on a heat map, whose colours are fixed.
 TEXT_COLORS = """() => {
   const found = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -25,7 +25,7 @@ TEXT_COLORS = """() => {
   }
   return found;
 }"""
-# Colors of all lines and filled shapes of the figures, and of the paper.
+# The page's background, and the colours of all lines and filled shapes of the figures.
 DRAWN_COLORS = """() => {
   const paper = getComputedStyle(document.body).backgroundColor;
   const found = new Set();

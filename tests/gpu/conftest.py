@@ -65,18 +65,18 @@ class Tools:
         log = self.root / "log"
         with log.open("wb") as output:
             status = run_within(command, 280, output, cwd=ROOT, environment=environment)
-        assert status == 0, log.read_text()  # None after 280 s
+        assert status == 0, log.read_text()  # status is None after 280 s
 
     def pretrain(
         self, folder: Path, *flags: str | Path, ranks: int = 1, on_cpu: bool = False
     ) -> TrainingRun:
-        """Pretrain into ``folder``, or resume the run there."""
+        """Pretrain a run in ``folder``, or resume the run that is there."""
         places = ("--corpus", self.corpus.root, "--run-dir", folder)
         self.run("pretrain_gpt.py", *places, *PRETRAINING_FLAGS, *flags, ranks=ranks, on_cpu=on_cpu)
         return TrainingRun.load(folder)
 
     def reference(self, *flags: str) -> TrainingRun:
-        """The run on one CPU rank with these flags."""
+        """Return a pretraining run with these flags on one CPU rank."""
         if flags not in self._references:
             folder = self.root / f"reference-{len(self._references)}"
             self._references[flags] = self.pretrain(folder, *flags, on_cpu=True)
@@ -91,13 +91,13 @@ def require_gpus(count: int) -> None:
 
 
 def losses(run: TrainingRun) -> list[float]:
-    """The loss of each step."""
+    """Training loss of each recorded step of ``run``."""
     return [line["loss"] for line in run.metrics() if "loss" in line]
 
 
 @pytest.fixture(autouse=True)
 def clean_torch_state() -> Iterator[None]:
-    """No TF32, which NVIDIA's containers allow, and no process groups left by a failed test.
+    """Disable TF32, which NVIDIA's containers allow, and destroy a failed test's process groups.
 
     On CUDA, `distributed` leaves its groups only if its block raises nothing.
     """
@@ -109,5 +109,5 @@ def clean_torch_state() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
-    """Tools, and a small corpus for them."""
+    """Runs tools in a folder with a small corpus."""
     return Tools(tmp_path_factory.mktemp("gpu"))

@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def document_mask() -> torch.Tensor:
-    """[b, 1, s, s], True where a token may not look: ahead, and into other documents."""
+    """Mask [b, 1, s, s]: True where a token may not attend, ahead and in other documents."""
     documents = torch.randint(3, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     documents = documents.sort(dim=1).values
     others = documents[:, :, None] != documents[:, None, :]

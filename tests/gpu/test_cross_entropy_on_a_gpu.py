@@ -40,4 +40,5 @@ def test_the_batch_is_never_whole_in_float32() -> None:
     before = torch.cuda.memory_allocated()
     chunked.chunked_cross_entropy(made, labels, 50_257).mean().backward()
     beyond = torch.cuda.max_memory_allocated() - before
-    assert beyond < 1.2 * made.numel() * made.element_size()  # the leaf's gradient, and no more
+    # Only the gradient of the logits is as large as the batch.
+    assert beyond < 1.2 * made.numel() * made.element_size()

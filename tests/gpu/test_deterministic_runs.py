@@ -1,4 +1,4 @@
-"""--deterministic on one CUDA device: the same bits twice."""
+"""With --deterministic, two runs on one CUDA device are bit-identical."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 
-# Flags and ranks of the run; those of its flags that change losses, for the reference on the CPU.
+# Flags and ranks of the run on GPUs, and the flags among them that change losses, which the
+# reference on the CPU has too.
 CASES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "fp32": ((), 1, ()),
     "bf16": (BF16, 1, BF16),
@@ -66,7 +67,7 @@ def test_losses_are_those_of_the_cpu(
     assert len(losses(run)) == STEPS
     assert losses(run)[0] - losses(run)[-1] > tolerance
     for line, other in zip(run.metrics(), expected.metrics(), strict=True):
-        for name in (name for name in other if "loss" in name):  # of all, of domains, held-out
+        for name in (name for name in other if "loss" in name):  # total, per domain, and held-out
             assert line[name] == pytest.approx(other[name], abs=tolerance), name
     CheckpointRecord.load(step_folder(run.root, STEPS)).verify()
 

@@ -176,12 +176,12 @@ KINDS: dict[str, tuple[str, str]] = {
     "sweep": ("sweep/**/*.json", "sweep"),
     "Hugging Face": ("huggingface/*", "fine-tune from-huggingface"),
 }
-# Kinds that users may edit: another result is then no failure.
+# Kinds of files that users may edit, so that another result is not a failure.
 EDITABLE = {"text", "tokenizer", "foreign tokens", "mixture", "Hugging Face"}
 
 
 def write_text(folder: Path) -> None:
-    """Made-up words: three domains that share half of them."""
+    """Write texts of made-up words in three domains, which share half of the words."""
     rng = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
     words = ["".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(400)]
@@ -212,7 +212,7 @@ def build_workspace(folder: Path) -> None:
     train = f"pretrain_gpt.py --corpus 1-corpus --run-dir {{}} {TRAIN} {{}}"
     tool(train.format("2-proxy/nano-seed1", 4) + " --mixture uniform")
     tool(train.format("5-base/stopped-seed1", 6) + " --mixture uniform")
-    # As a run that was killed after step 4.
+    # This run looks as if it had been killed after step 4.
     shutil.rmtree(folder / "5-base/stopped-seed1/checkpoints/step-00000006")
     for step in (0, 1):
         (folder / "foreign").mkdir(exist_ok=True)
@@ -227,7 +227,7 @@ def build_workspace(folder: Path) -> None:
 
 
 def run_tool(command: str, folder: Path) -> CompletedProcess[str]:
-    """Run ``tools/COMMAND`` in ``folder``, in a fork of this process, which has imported all."""
+    """Run ``tools/COMMAND`` in ``folder``, in a fork of this process, which has the imports."""
     with tempfile.TemporaryDirectory() as logs:
         out, err = Path(logs, "out"), Path(logs, "err")
         child = multiprocessing.get_context("fork").Process(
@@ -297,7 +297,7 @@ def copy_of(workspace: Path) -> Iterator[Path]:
 def run_case(number: int, seed: int, workspace: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """Mutate a copy of ``workspace`` by ``seed`` and ``number``, run a reader; return the verdict.
 
-    Its ``problem`` is empty if the outcome is good.
+    The verdict's ``problem`` is empty if the outcome is good.
     """
     rng = random.Random(f"{seed}-{number}")
     kind = list(KINDS)[number % len(KINDS)]
@@ -344,7 +344,7 @@ def preload() -> None:
 
 
 def attack(numbers: Iterable[int], seed: int) -> Iterator[dict[str, Any]]:
-    """The verdicts of the cases ``numbers``."""
+    """Run the cases ``numbers``, and return their verdicts."""
     preload()
     with tempfile.TemporaryDirectory() as temporary:
         workspace = Path(temporary, "workspace")
@@ -355,7 +355,7 @@ def attack(numbers: Iterable[int], seed: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Attack, print failures as they come and the counts at the end; 1 if there is a failure."""
+    """Run all cases, print failures at once and counts at the end; return 1 after a failure."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

@@ -20,12 +20,12 @@ HOSTILE_VALUES: tuple[Any, ...] = (
 
 
 def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
-    """The content ``data`` with one kind of damage somewhere."""
+    """Return ``data`` with one kind of damage at a random position."""
     changed = bytearray(data)
     start = rng.randrange(max(len(data), 1))
     if damage == "flip_bit" and data:
         changed[start] ^= 1 << rng.randrange(8)
-    elif damage == "zero_range":  # as an unwritten block
+    elif damage == "zero_range":  # like a block that was never written
         end = min(start + rng.randint(1, 4096), len(data))
         changed[start:end] = bytes(end - start)
     elif damage == "scramble_range":
@@ -47,7 +47,7 @@ def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
 
 
 def replace_file(path: Path, kind: str) -> None:
-    """Delete the file at ``path``, and put something other than a file in its place."""
+    """Replace the file at ``path`` by nothing or by something that is not a file."""
     path.unlink()
     if kind == "folder":
         path.mkdir()

@@ -39,7 +39,7 @@ def sampled(weights):
 
 @pytest.fixture
 def export(corpus, mixture_file):
-    """``export(format, **options)``: the text of that format."""
+    """``export(format, **options)`` returns the exported text in this format."""
 
     def exported(chosen, **options):
         given = {"mixture": mixture_file, "corpus": corpus.root, **options}

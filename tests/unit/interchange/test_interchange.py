@@ -1,4 +1,4 @@
-"""tools/export_mixture.py: all formats but those of Megatron."""
+"""tools/export_mixture.py: all formats except Megatron's."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.unit.blend.inputs import dataset_config
 
 
 def expected_blend(corpus, sampled, split):
-    """The prefixes and the weights, bit-identical, that Megatron should read."""
+    """The prefixes and the exact weights that Megatron should read."""
     return [str(corpus.prefix(name, split)) for name in sampled], list(sampled.values())
 
 
@@ -41,7 +41,7 @@ def test_megatron_reads_every_split(export, corpus, sampled):
     loaded = json.loads(export("megatron-per-split"))
     assert {split: get_blend_from_list(blend) for split, blend in loaded.items()} == expected
     arguments = json.loads(export("megatron-bridge"))
-    # The class that Megatron Bridge's GPTDatasetConfig derives from, and whose checks it runs.
+    # Megatron Bridge's GPTDatasetConfig derives from this class and runs its checks.
     config = BlendedMegatronDatasetConfig(random_seed=1, sequence_length=16, **arguments)
     assert not config.mock
     assert list(map(tuple, config.blend_per_split)) == list(expected.values())
@@ -49,7 +49,7 @@ def test_megatron_reads_every_split(export, corpus, sampled):
 
 @pytest.fixture
 def built(corpus, one_rank, tmp_path):
-    """``built(arguments, num_samples)``: train, valid and test by Megatron's own builder."""
+    """``built(arguments, num_samples)`` builds train, valid and test with Megatron's builder."""
 
     def build(arguments, num_samples):
         cache = str(tmp_path / "cache")
@@ -89,7 +89,7 @@ def test_weight_of_a_domain_without_validation_text_goes_to_the_others(
     assert sampled_shares(built(arguments, 300)[1])[0] == pytest.approx(rest, abs=1 / 300)
 
 
-def test_split_without_text_is_null(export, corpus, tmp_path):
+def test_a_split_without_text_is_exported_as_null(export, corpus, tmp_path):
     copy = tmp_path / "copy"
     for name in corpus.names:
         without_text(corpus, copy, name, ("test",))
@@ -127,7 +127,7 @@ def test_path_that_megatron_would_strip_is_rejected(export, corpus, tmp_path):
 
 
 def without_text(corpus, folder, name, splits):
-    """A copy of the corpus in ``folder``, unless it exists, with empty splits of one domain."""
+    """Copy ``corpus`` to ``folder`` unless it exists, and empty ``splits`` of domain ``name``."""
     if not folder.exists():
         shutil.copytree(corpus.root, folder)
     described = json.loads((folder / "corpus.json").read_text())
@@ -137,7 +137,7 @@ def without_text(corpus, folder, name, splits):
         part["block_checksums"] = None
         prefix = folder / part["prefix"]
         prefix.with_name(prefix.name + ".bin").write_bytes(b"")
-        # A header, and the single document index that every file has.
+        # The file has only a header and the one document index that even an empty file has.
         idx = prefix.with_name(prefix.name + ".idx")
         idx.write_bytes(idx.read_bytes()[:18] + bytes(16 + 8))
     described.pop("checksum", None)

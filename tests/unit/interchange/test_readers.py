@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """The python of a virtual environment with OLMo-core."""
+    """The Python interpreter of a virtual environment with OLMo-core."""
     folder = tmp_path_factory.mktemp("readers")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     python, constraints = folder / "venv/bin/python", folder / "constraints.txt"
-    # The installed torch, so that the package does not bring another.
+    # The environment uses the installed torch, so that pip does not install another.
     torch = importlib.metadata.version("torch").partition("+")[0]
     constraints.write_text(f"torch=={torch}\n")
     for package in ("torch", "ai2-olmo-core"):

@@ -45,7 +45,7 @@ UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 
 
 def edit(file: Path, **changes: Any) -> None:
-    """Change fields of the artifact in ``file``, which has no checksum then."""
+    """Change fields of the artifact in ``file``, and remove its checksum."""
     body = json.loads(file.read_text()) | changes
     body.pop("checksum", None)
     file.write_text(json.dumps(body, default=dataclasses.asdict))
@@ -157,12 +157,12 @@ def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Pat
 
 
 def rows_of(table: Table) -> dict[str, list[str]]:
-    """Name of a row -> its other cells, summary included."""
+    """Name of a row -> its other cells, including the summary rows."""
     return {row[0]: list(row[1:]) for row in (*table.rows, *table.summary)}
 
 
 def write_sweep(root: Path, mixtures: dict[str, list[Mixture]]) -> Sweep:
-    """Write a sweep over values 1, 2, ... of the keys of ``mixtures``; at the centre all are 1."""
+    """Write a sweep over values 1, 2, ... of each key of ``mixtures``; all are 1 at the centre."""
     centre: dict[str, SettingValue] = dict.fromkeys(mixtures, 1)
     points: dict[str, SweepPoint] = {}
     for parameter, along in mixtures.items():
@@ -191,7 +191,7 @@ def downstream(
     protocol: DownstreamProtocol = DOWNSTREAM_PROTOCOL,
     **changes: Any,
 ) -> DownstreamResult:
-    """A result of ``tasks``: task -> shots -> accuracy. Errors are 1%, those of means 2%."""
+    """A result of ``tasks``: task -> shots -> accuracy. Errors are 1%, and errors of means 2%."""
     scores = {}
     for task, found in tasks.items():
         shots = {n: ShotScore(a, 0.01, 100, 0, f"{task} {n}") for n, a in found.items()}
@@ -207,7 +207,7 @@ def save(root: Path, name: str, result: DownstreamResult) -> None:
     result.save(root / "6-evaluation" / f"{name}.json")
 
 
-# Names that a page without escaping would run, break at or show as something else.
+# Names that a page without escaping would execute, break at, or show as something else.
 HOSTILE_NAMES = [
     "</script><img src=x onerror=alert(1)>",
     '" onmouseover="alert(1)',
@@ -224,7 +224,7 @@ ZERO_SHOT = dataclasses.replace(DOWNSTREAM_PROTOCOL, shots=[0])
 
 
 def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int = 12) -> Path:
-    """A run folder that fills every section of a report, with ``windows`` of each domain."""
+    """Write a run folder that fills every section of a report, with ``windows`` per domain."""
     write_run_folder(root, names, seed)
     rng = np.random.default_rng(seed)
     difficulty = {name: rng.normal(0, 0.3, 12) for name in names}

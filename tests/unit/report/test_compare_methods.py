@@ -45,7 +45,7 @@ WEIGHTS = {
     "chameleon": [0.5, 0.3, 0.2],
     "doremi": [0.1, 0.1, 0.8],
 }
-# Average perplexity by seed; the perplexities of the domains are SHARES times as large.
+# Average perplexity by seed; each domain's perplexity is this times its entry of SHARES.
 AVERAGES = {
     "uniform": [100.0, 104.0, 96.0],
     "chameleon": [90.0, 95.0, 86.0],

@@ -60,7 +60,7 @@ def test_averages_and_counts_are_over_domains(root):
 
 
 @pytest.mark.parametrize("name", ["chameleon-pretrain", "chameleon-pretrain-2k-seed1"])
-def test_intervals_are_those_of_the_mixture_with_the_name_of_the_run(root, rng, name):
+def test_intervals_come_from_the_mixture_that_the_run_is_named_after(root, rng, name):
     for stage, suffix in (("5-base", ""), ("6-evaluation", ".json")):
         (root / stage / f"{CHAMELEON}{suffix}").rename(root / stage / f"{name}{suffix}")
     own = root / "4-mixture/chameleon-pretrain.json"
@@ -93,8 +93,8 @@ def test_evaluations_that_cannot_be_compared_are_rejected(root, changes, message
         compare(RunFolder.load(root))
 
 
-def test_losses_and_paired_differences_have_their_errors(root):
-    tokens = np.array([20, 30, 50])  # of the documents of a domain
+def test_losses_and_paired_differences_have_standard_errors(root):
+    tokens = np.array([20, 30, 50])  # in each document of a domain
     first = {name: np.array([2.0, 3.0, 4.0]) + i for i, name in enumerate(NAMES)}
     # Significantly lower, significantly higher, and neither.
     shifts = zip(NAMES, ([-0.11, -0.1, -0.1], [0.1, 0.1, 0.12], [-0.5, 0.4, 0]), strict=True)

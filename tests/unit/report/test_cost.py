@@ -93,7 +93,7 @@ def test_missing_input_is_reported_and_the_recorded_sum_is_shown(root):
     assert chameleon.cost.flops == 4e11
 
 
-def test_a_linked_proxy_counts_once_and_under_its_own_name(root):
+def test_a_linked_proxy_is_counted_once_under_its_original_name(root):
     folder = RunFolder.load(root)
     before, costs = ledger_of(folder), folder.costs()
     for link in ("2-proxy/latest", "2-proxy/zzz", "5-base/proxy"):

@@ -31,7 +31,7 @@ def marks_of(table):
     return {row[0]: [is_best(cell) for cell in row[1:]] for row in (*table.rows, *table.summary)}
 
 
-def test_means_averages_and_counts_are_in_percent(root):
+def test_means_over_shots_averages_and_counts_are_shown_in_percent(root):
     mean, by_shots = tables_of(
         root,
         downstream({"sciq": {0: 0.5, 1: 0.7}, "copa": {0: 0.4, 1: 0.4}}),
@@ -50,7 +50,7 @@ def test_means_averages_and_counts_are_in_percent(root):
     assert rows_of(by_shots)["average, 1-shot"] == ["55.0 ± 0.7", "60.0 ± 0.7"]
 
 
-def test_task_that_one_run_lacks_is_a_dash_and_not_averaged(root):
+def test_a_task_that_one_run_lacks_is_shown_as_a_dash_and_not_averaged(root):
     whole = {"sciq": {0: 0.5, 1: 0.7}, "race": {0: 0.9, 1: 0.9}}
     mean, by_shots = tables_of(
         root,
@@ -65,7 +65,7 @@ def test_task_that_one_run_lacks_is_a_dash_and_not_averaged(root):
     assert rows_of(by_shots)["average, 0-shot"] == ["50.0 ± 1.0", "40.0 ± 1.0"]
 
 
-def test_unfinished_task_has_accuracies_by_shots_and_no_mean(root):
+def test_an_unfinished_task_has_accuracies_by_shots_but_no_mean(root):
     mean, by_shots = tables_of(
         root, downstream({"sciq": {0: 0.5}}), downstream({"sciq": {0: 0.6, 1: 0.7}})
     )

@@ -1,4 +1,4 @@
-"""Figures show the numbers of the artifacts, however many domains, runs and windows there are."""
+"""Figures show the numbers of the artifacts for any number of domains, runs and windows."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_names_are_shown_literally_and_shortened(tmp_path, rng):
     assert losses.legends[0].get_texts()[0].get_text() == "_$r$"
 
 
-def test_colours_are_variables_of_the_page(rng):
+def test_svg_colours_are_css_variables_of_the_page(rng):
     page = svg_content(picture_of(weights_picture, random_mixture(NAMES, rng)), "w")
     for name in ("--paper", "--grid", "--reference", "--series-0"):
         assert f"var({name})" in page
@@ -162,7 +162,7 @@ def test_pca_matches_scikit_learn_up_to_signs(rng):
     np.testing.assert_allclose(shares, expected.explained_variance_ratio_, rtol=1e-5)
 
 
-def test_windows_are_sampled_evenly_reproducibly_and_once(root, monkeypatch):
+def test_windows_are_sampled_evenly_and_reproducibly_without_duplicates(root, monkeypatch):
     monkeypatch.setattr("megatron_chameleon.report.figures.MOST_WINDOWS", 50)
     folder = folder_with(root, {"few": 5, "many": 200, "more": 400})
     first, second = window_map(folder), window_map(folder)
@@ -200,14 +200,14 @@ def test_umap_keeps_domains_together_and_is_seeded(root):
 
 @pytest.mark.slow
 def test_umap_keeps_the_number_of_threads():
-    """With more threads, torch sums in another order: a run would not be reproducible."""
+    """With another number of threads, torch sums in another order, which changes results."""
     pytest.importorskip("umap")
 
     def threads():
         return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
 
     vectors = np.random.default_rng(0).normal(size=(30, HIDDEN)).astype(np.float32)
-    umap_points(vectors)  # loads the libraries that have threads
+    umap_points(vectors)  # loads the libraries that start threads
     before = threads()
     assert torch.get_num_threads() == 1
     umap_points(vectors)
@@ -215,7 +215,7 @@ def test_umap_keeps_the_number_of_threads():
     assert torch.get_num_threads() == 1
 
 
-def test_named_domains_are_spread_over_the_map():
+def test_domains_in_the_legend_are_far_apart_on_the_map():
     rng = np.random.default_rng(0)
     points = np.repeat(rng.uniform(-50, 50, size=(1000, 2)), 3, axis=0) + rng.normal(size=(3000, 2))
     names = tuple(f"domain {i}" for i in range(1000))
@@ -225,7 +225,7 @@ def test_named_domains_are_spread_over_the_map():
     assert len(named) == len(set(named)) == MOST_NAMED
     centres = shown.centroids[named]
     apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)[~np.eye(21, dtype=bool)]
-    assert apart.min() > 10  # an even grid of 21 points would have 22, all 1000 domains have 2
+    assert apart.min() > 10  # 22 in an even grid of 21 points, about 2 between all 1000 domains
     figure = window_map_figure(shown)
     (axes,) = figure.axes
     assert to_hex(axes.lines[0].get_color()) == PROXY_COLOR

@@ -40,7 +40,7 @@ def files_in(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a report, made once, and the printed text."""
+    """The folder of a report, which is made once, and the text that was printed."""
     root = write_run_folder(tmp_path_factory.mktemp("made") / "run")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         report = make_report(root)
@@ -77,7 +77,7 @@ class Node:
 
 
 class PageReader(HTMLParser):
-    """Collects the elements of a page, and requires that each is closed in its place."""
+    """Collects the elements of a page, and checks that every element is closed correctly."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PageReader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
         self.nodes.append(Node(tag, {name: value or "" for name, value in attrs}))
-        if tag != "meta":  # the page's only element without an end
+        if tag != "meta":  # the page's only element without an end tag
             self.open.append(self.nodes[-1])
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -168,7 +168,7 @@ def test_only_the_script_of_the_page_runs_and_nothing_is_fetched(nodes):
         (["5-base"], {"cost", "curves", "origins"}),
     ],
 )
-def test_incomplete_folder_gets_a_report(tmp_path, stages, there):
+def test_a_run_folder_with_few_stages_gets_a_report(tmp_path, stages, there):
     root = write_run_folder(tmp_path / "run")
     for stage in STAGES:
         if stage not in stages:
@@ -198,7 +198,7 @@ def test_files_of_an_earlier_report_are_removed_and_others_kept(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"), [(LIST_NAME, ""), (LIST_NAME, '{"files": 3}'), ("a.png", "mine")]
 )
-def test_damaged_list_or_file_of_the_user_is_an_error_and_kept(tmp_path, name, content):
+def test_a_damaged_list_or_a_file_of_the_user_is_rejected_and_kept(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=name):
         write_report(tmp_path, {"b.png": b"1", "a.png": b"2"})

@@ -61,7 +61,7 @@ def test_colliding_names_get_the_folder_appended(roots):
     assert seconds(both) == pytest.approx(seconds(RunFolder.load(roots[0])) + 999.0)
 
 
-def test_a_run_does_not_collide_with_a_mixture_of_its_name(roots):
+def test_a_run_keeps_its_name_if_a_mixture_has_the_same_name(roots):
     mixture = "chameleon-pretrain"
     for root in roots:
         (root / f"5-base/{CHAMELEON}").rename(root / f"5-base/{mixture}")
@@ -101,7 +101,7 @@ def test_a_linked_proxy_counts_once_for_references_from_any_folder(roots):
     assert seconds(both) == pytest.approx(once + 7.0)  # the mixture of run-b
 
 
-def test_mixtures_of_one_name_are_read_from_their_folders(roots):
+def test_mixtures_of_the_same_name_are_read_from_their_folders(roots):
     weights = Mixture.uniform(NAMES).weights
     costs = {"a": Cost(0.0, 100.0), "b": Cost(0.0, 200.0)}
     for root, (name, cost) in zip(roots, costs.items(), strict=True):

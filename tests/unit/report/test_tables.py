@@ -31,7 +31,7 @@ def test_terminal_columns_are_aligned():
     lines = terminal_table(table).splitlines()
     rules = [i for i, line in enumerate(lines) if set(line) == {"-"}]
     body = [*lines[rules[0] + 1 : rules[1]], lines[rules[1] + 1]]
-    # Widths count the columns of a terminal: a Japanese sign takes two.
+    # Widths are in terminal columns; a Japanese character takes two.
     points = [[i for i, sign in enumerate(line) if sign == "."] for line in body]
     shifts = [display_width(line) - len(line) for line in body]
     ends = [[p + shift for p in ps] for ps, shift in zip(points, shifts, strict=True)]

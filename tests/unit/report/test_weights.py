@@ -44,7 +44,7 @@ def token_counts(targets, actual, epochs):
     return {name: SampledTokens(1 / 3, *each) for name, *each in counts}
 
 
-def test_target_and_actual_tokens_and_epochs(root):
+def test_token_tables_show_targets_actual_tokens_and_epochs(root):
     counts = token_counts([1000.4, 2000.0, 0.0], [1010, 1900, 0], [0.5, 12.34, 0.0])
     edit_run(root, UNIFORM, domain_tokens=counts)
     (table,) = token_tables(RunFolder.load(root))
@@ -79,11 +79,11 @@ def mixtures(rng):
 
 @pytest.fixture
 def sweep(tmp_path, mixtures):
-    """Three ridges, and an axis without effect."""
+    """A sweep over three ridges, and over another hyperparameter that has no effect."""
     return write_sweep(tmp_path / "run", {"ridge": mixtures, "layer": mixtures[:1] * 2})
 
 
-def test_changes_and_distances_are_to_the_centre(sweep, mixtures):
+def test_changes_and_distances_are_relative_to_the_centre(sweep, mixtures):
     axis, still = swept_axes(sweep)
     centre, *others = (np.array(list(mixture.weights.values())) for mixture in mixtures)
     changes = [0 * centre, *(weights - centre for weights in others)]

@@ -1,4 +1,4 @@
-"""Draw by an export with OLMo-core: python olmo_core_reads.py EXPORT FOLDER SEQUENCE_LENGTH."""
+"""Sample from an export with OLMo-core: python olmo_core_reads.py EXPORT FOLDER SEQ_LENGTH."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from olmo_core.data.source_mixture import SourceMixtureDatasetConfig, SourceMixt
 
 
 def main(export: str, folder: str, sequence_length: int) -> None:
-    """Write the samples to FOLDER/samples.json, by the budget in FOLDER/token_budget.json."""
+    """Write samples to FOLDER/samples.json, as many as FOLDER/token_budget.json allows."""
     requested = json.loads((Path(folder) / "token_budget.json").read_text())
     mixture = SourceMixtureDatasetConfig(
         source_list=SourceMixtureList.from_json(export),
