@@ -1,4 +1,4 @@
-"""Small models, their checkpoints and records, and pickles that run code."""
+"""Test data: small models, their checkpoints and records, and pickles that run code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record_at(folder, shape=SHAPE):
 
 
 def trainer_of(layout, seed=1, *, bf16=False):
-    """A model, its optimizer and its scheduler."""
+    """A small model with its optimizer and its scheduler."""
     model = data_parallel([build_model(SHAPE, layout, seed=seed, bf16=bf16)], layout, bf16=bf16)
     optimizer = build_optimizer(model, OPTIONS, layout, bf16=bf16)
     return model, optimizer, build_scheduler(optimizer, OPTIONS, train_iters=10)
@@ -43,7 +43,7 @@ def train(trainer, first, last):
 
 
 class PickledCode:
-    """Creates the folder ``trace`` when unpickled, which shows that code was run."""
+    """Object that creates the folder ``trace`` when unpickled, which shows that code was run."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

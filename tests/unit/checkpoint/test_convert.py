@@ -1,4 +1,5 @@
-"""Hugging Face folders to checkpoints and back; layouts are in tests/distributed."""
+"""Convert Hugging Face folders to checkpoints and back; tests/distributed covers parallel
+layouts."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """A folder that transformers wrote, with a tokenizer; read-only."""
+    """Folder that transformers wrote, with a tokenizer; tests must not change it."""
     folder = tmp_path_factory.mktemp("made") / "gpt2"
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**CONFIG)).save_pretrained(folder)
@@ -81,13 +82,13 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def folder(made, tmp_path):
-    """A copy of ``made`` that a test may change."""
+    """Copy of ``made`` that a test may change."""
     return Path(shutil.copytree(made, tmp_path / "gpt2"))
 
 
 @pytest.fixture(scope="session")
 def converted(made, tmp_path_factory):
-    """The checkpoint converted from ``made``; read-only."""
+    """Checkpoint converted from ``made``; tests must not change it."""
     return to_checkpoint(made, tmp_path_factory.mktemp("converted") / "checkpoint")
 
 
@@ -171,7 +172,7 @@ def test_a_damaged_pickle_is_a_user_error(tmp_path, zipped):
     tensors = {"a": torch.ones(4, 3), "b": torch.arange(5)}
     torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
     whole = path.read_bytes()
-    # Of a zip, most bytes are padding: the pickle is near the beginning.
+    # Most bytes of the zip file are padding, and the pickle is near the beginning.
     size = whole.index(b"byteorder") if zipped else len(whole)
     for _ in range(60):
         damaged = bytearray(whole)
@@ -259,8 +260,8 @@ def test_a_tiktoken_file_is_copied(folder, tmp_path):
     assert not (back / "tokenizer_config.json").exists()
 
 
-def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
-    """Many public models have a round number of rows."""
+def test_embedding_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
+    """Many public models have more embedding rows than tokens, a round number."""
     path = tmp_path / "small.json"
     path.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
     record = to_checkpoint(folder, tmp_path / "checkpoint", tokenizer_model=path)
@@ -274,13 +275,13 @@ def test_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
 
 
 def made_with(record, **options):
-    """The record, as if made with these options."""
+    """Return the record as if the checkpoint was made with these options."""
     made_by = dataclasses.replace(record.provenance, options=options)
     return dataclasses.replace(record, provenance=made_by)
 
 
 @pytest.mark.parametrize("is_passed", [False, True])
-def test_a_corpus_names_its_tokenizer(converted, tmp_path, is_passed):
+def test_the_tokenizer_is_found_through_its_corpus(converted, tmp_path, is_passed):
     file = word_tokenizer(tmp_path / "tokenizer.json")
     corpus = write_small_corpus(tmp_path, tokenizer_hash=sha256_of_files(file))
     record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
@@ -291,8 +292,8 @@ def test_a_corpus_names_its_tokenizer(converted, tmp_path, is_passed):
         find_tokenizer(choice, dataclasses.replace(record, tokenizer_hash="0" * 64))
 
 
-def test_the_eod_token_is_the_recorded_one(converted, folder, tmp_path):
-    """Documents end with </s>; the tokenizer also has <|endoftext|>."""
+def test_the_recorded_eod_token_is_used(converted, folder, tmp_path):
+    """Documents end with </s>, although the tokenizer also has <|endoftext|>."""
     tokenizer = Tokenizer.from_str(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 1, EOD).decode())
     assert tokenizer.add_special_tokens(["</s>"]) == 1
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -305,7 +306,9 @@ def test_the_eod_token_is_the_recorded_one(converted, folder, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(back).eos_token == EOD
 
 
-def test_a_relative_path_is_resolved_from_the_run(converted, folder, tmp_path, monkeypatch):
+def test_a_relative_tokenizer_path_is_resolved_from_the_runs_working_directory(
+    converted, folder, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     made_by = provenance(ToHuggingFaceOptions(Path("run"), Path("out")), {})
     record = dataclasses.replace(converted, provenance=made_by)

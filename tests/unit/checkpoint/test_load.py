@@ -1,4 +1,4 @@
-"""Saving and loading on one rank, and files that are damaged or contain code."""
+"""Save and load checkpoints on one rank; read files that are damaged or contain code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.checkpoint.samples import SHAPE, PickledCode, record_at, train, 
 
 
 def raising(error):
-    """A function that raises ``error``."""
+    """Return a function that raises ``error``."""
 
     def function(*_arguments, **_options):
         raise error
@@ -44,18 +44,18 @@ def weights_of(model):
 
 @pytest.fixture
 def record(one_rank, tmp_path):
-    """The record of a checkpoint on disk."""
+    """Record of a checkpoint on disk."""
     model = build_model(SHAPE, one_rank, seed=5)
     save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
     return CheckpointRecord.load(tmp_path / "step")
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_reader_has_the_saved_weights_in_fp32(one_rank, tmp_path, bf16):
+def test_a_reader_loads_the_saved_weights_in_fp32(one_rank, tmp_path, bf16):
     processes = psutil.Process().children(recursive=True)
     model = build_model(SHAPE, one_rank, seed=5, bf16=bf16)
     save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
-    # megatron would start a server for its results, which outlives a killed rank.
+    # megatron would start a server process for results, which outlives a killed rank.
     assert psutil.Process().children(recursive=True) == processes
     record = CheckpointRecord.load(tmp_path / "step")
     assert set(record.files) == {p.name for p in record.root.iterdir()} - {"checkpoint.json"}
@@ -84,7 +84,7 @@ def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_cleans_up(
     CheckpointRecord.load(record.root).verify()
 
 
-def test_a_save_replaces_the_old_checkpoint_as_a_whole_or_not_at_all(one_rank, record, monkeypatch):
+def test_a_save_replaces_the_old_checkpoint_completely_or_not_at_all(one_rank, record, monkeypatch):
     (record.root / "left over").write_text("of before")
     real = os.replace
 
@@ -108,11 +108,12 @@ def test_a_save_replaces_the_old_checkpoint_as_a_whole_or_not_at_all(one_rank, r
     assert all(torch.equal(read[name], weight) for name, weight in weights_of(model).items())
 
 
-def test_another_shape_is_rejected(one_rank, record):
+def test_a_checkpoint_of_another_shape_is_rejected(one_rank, record):
     shape = dataclasses.asdict(SHAPE)
     for change, problem in (
         ({"vocab_size": "many"}, r"/checkpoint\.json: field model"),
-        ({"vocab_size": 10**12}, r"/checkpoint\.json: field model"),  # too large for the files
+        # A model with so many tokens would be larger than the files.
+        ({"vocab_size": 10**12}, r"/checkpoint\.json: field model"),
         ({"size": shape["size"] | {"num_layers": 3}}, "use another checkpoint"),
     ):
         other = dataclasses.replace(record, model=shape | change)
@@ -132,7 +133,8 @@ def test_a_file_missing_from_the_record_is_not_read(one_rank, record):
 
 
 def sample():
-    """The next numbers of the default generator, and of megatron's for tensor-parallel ranks."""
+    """Return the next numbers of the default generator and of megatron's tensor-parallel
+    generator."""
     with get_cuda_rng_tracker().fork():
         tracked = torch.rand(3)
     return torch.cat([torch.rand(3), tracked])
@@ -158,14 +160,14 @@ def test_training_resumes_bit_for_bit(one_rank, tmp_path, sharded):
     assert resumed[1].param_groups[0]["lr"] == straight[1].param_groups[0]["lr"]
     for name, weight in weights_of(resumed[0][0]).items():
         assert torch.equal(weight, unwrap(straight[0][0]).get_parameter(name)), name
-    if sharded:  # megatron would share one step tensor, which counts once per parameter
+    if sharded:  # megatron would share one step tensor, and increment it once per parameter
         parts = getattr(resumed[1], "chained_optimizers", [resumed[1]])
         steps = [state["step"] for part in parts for state in part.optimizer.state.values()]
         assert len({id(step) for step in steps}) == len(steps)
         assert [float(step) for step in steps] == [8.0] * len(steps)
 
 
-def test_a_value_larger_than_a_pipe_is_read_after_its_process_ended():
+def test_a_value_larger_than_a_pipe_is_read_after_the_writing_process_has_ended():
     handover, value = Handover(), list(range(1_000_000))
     process = multiprocessing.get_context("fork").Process(target=handover.put, args=(value,))
     process.start()
@@ -177,7 +179,7 @@ def test_a_value_larger_than_a_pipe_is_read_after_its_process_ended():
 def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
     one_rank, tmp_path, monkeypatch
 ):
-    """Raising before the collective would leave the other ranks waiting."""
+    """An error before the collective would leave the other ranks waiting."""
     state = model_state([build_model(SHAPE, one_rank, seed=5)])
     monkeypatch.setattr(pickle, "dump", raising(MemoryError()))
     with pytest.raises(UserError, match=r"rank 0: .* memory did not suffice"):
@@ -187,7 +189,7 @@ def test_a_rank_without_memory_for_its_result_still_joins_the_collective(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupt_while_reading_is_not_reported_as_damage(one_rank, record, monkeypatch, error):
-    """torch collects every exception of a read in a CheckpointException."""
+    """torch collects every exception of a read, even an interrupt, in a CheckpointException."""
     monkeypatch.setattr(FileSystemReader, "read_data", raising(error))
     with pytest.raises(error):
         open_reader(record, one_rank)
@@ -214,7 +216,8 @@ def replace_tensor(record, content, entry=None):
 
 
 def declare_bytes(record, code):
-    """torch unpickles bytes without restriction; with a size, megatron accepts them."""
+    """torch unpickles byte entries without restriction; megatron accepts byte entries with a
+    size."""
     entry = BytesStorageMetadata()
     vars(entry)["size"] = torch.Size([128, SHAPE.size.hidden_size])
     replace_tensor(record, code, entry)
@@ -242,7 +245,7 @@ def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem):
     record = dataclasses.replace(record, files=hash_files(record.root))
     with pytest.raises(UserError, match=problem) as error:
         open_reader(record, one_rank)
-    assert "weights_only" not in str(error.value)  # torch's advice is to run it
+    assert "weights_only" not in str(error.value)  # torch's message advises to run the code
     assert not trace.exists()
 
 
@@ -279,18 +282,18 @@ EMPTY = METADATA + b"BytesStorageMetadata\n)\x81"
         (b"ctorch.serialization\n_get_layout\n}}\x86b.", "it changes a function"),
         (b"ctorch\nfloat32\n}}\x86b.", "it changes a dtype"),
         (EMPTY + b"}X\x04\x00\x00\x00sizeK\x01sb}b.", "it changes a BytesStorageMetadata"),
-        (EMPTY + b"N}\x86b.", "does not have"),  # state of slots
+        (EMPTY + b"N}\x86b.", "does not have"),  # the pickled state of an object with slots
         (EMPTY + b"}X\x0c\x00\x00\x00__setstate__K\x01sb.", "does not have"),
         (b"ctorch\nload\n.", "it references torch.load"),
     ],
 )
-def test_a_pickle_can_only_fill_new_records(tmp_path, opcodes, problem):
+def test_a_pickle_can_only_set_the_state_of_new_records(tmp_path, opcodes, problem):
     (tmp_path / INDEX_NAME).write_bytes(b"\x80\x02" + opcodes)
     with pytest.raises(UserError, match=problem):
         read_index(tmp_path)
 
 
-def test_torch_only_loads_weights_and_the_index_is_read_once(one_rank, tmp_path, monkeypatch):
+def test_torch_loads_only_tensors_and_the_index_is_read_once(one_rank, tmp_path, monkeypatch):
     trainer = trainer_of(one_rank)
     train(trainer, 1, 1)
     save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))

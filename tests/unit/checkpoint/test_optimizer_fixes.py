@@ -27,13 +27,13 @@ from megatron_chameleon.training.options import OptimizerOptions
 from tests.unit.checkpoint.samples import record_at, train, trainer_of
 
 STATE = ("exp_avg", "exp_avg_sq")
-# Widths at which parameters do not end at a bucket's end.
+# Layer widths for which parameters do not end at the end of a bucket.
 UNEVEN = ModelShape(ModelSize(2, 2, 36, 72), vocab_size=100, max_sequence_length=16)
 
 
 @pytest.fixture
 def bucketed(one_rank, monkeypatch):
-    """A sharded optimizer of several buckets, with different moments for each parameter."""
+    """Make a sharded optimizer with several buckets, and different moments for each parameter."""
 
     def with_small_buckets(**settings):
         return DistributedDataParallelConfig(**settings, bucket_size=3000)
@@ -53,7 +53,7 @@ def bucketed(one_rank, monkeypatch):
 
 
 def misplaced(bucketed):
-    """Count parameters whose gathered state at their place in the buffer is not their own."""
+    """Count parameters whose place in the gathered buffer holds another parameter's state."""
     state = bucketed.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
     wrong = 0
     for number, buffer in enumerate(bucketed.buffers):
@@ -65,12 +65,12 @@ def misplaced(bucketed):
     return wrong
 
 
-def test_parameters_behind_padding_are_in_their_place(bucketed):
+def test_gathering_with_padding_keeps_every_parameter_in_its_place(bucketed):
     assert len(bucketed.buffers[0].buckets) > 2
-    # Should this fail after an update of megatron-core, the fix has become unnecessary.
+    # If this assertion fails after an update of megatron-core, the fix has become unnecessary.
     assert misplaced(bucketed) > 0
     gather_with_padding(bucketed)
-    gather_with_padding(bucketed)  # a second call changes nothing
+    gather_with_padding(bucketed)  # a second call has no effect
     assert misplaced(bucketed) == 0
 
 
@@ -83,7 +83,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         super().__init__(params, settings | {"weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict):
-        """Like FusedAdam, reject state other than the moments."""
+        """Reject state other than the moments, like FusedAdam."""
         for state in state_dict["state"].values():
             for name in state:
                 if name not in STATE:
@@ -118,8 +118,9 @@ class GroupStepAdam(torch.optim.Optimizer):
 
 
 def trainer(layout, patched, *, bf16, fused_adam):
-    """A model, optimizer and scheduler; megatron-core chooses its Adam when it is imported."""
-    for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # checked when it saves and loads
+    """Make a model, optimizer and scheduler; megatron-core selects its Adam when it is imported."""
+    # The distributed optimizer reads these flags when it saves and loads.
+    for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):
         patched.setattr(distrib_optimizer, name, fused_adam)
     with patched.context() as chosen:
         if fused_adam:
@@ -138,7 +139,7 @@ def trainer(layout, patched, *, bf16, fused_adam):
     [(False, False), (False, True), (True, False)],
     ids=["fp32", "bf16", "sharded"],
 )
-def test_either_adam_resumes_what_the_other_saved(
+def test_each_adam_resumes_a_checkpoint_of_the_other(
     one_rank, tmp_path, monkeypatch, sharded, bf16, to_fused
 ):
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)

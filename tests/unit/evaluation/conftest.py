@@ -1,4 +1,4 @@
-"""A checkpoint that reads text."""
+"""Fixture with a checkpoint whose tokenizer encodes text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of the protocols: list each scored token with its context."""
+"""Plain reference of the evaluation protocols: list each scored token with its context."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DOCUMENTS = st.lists(
     ),
     max_size=8,
 )
-"""Documents, some empty and some with the end-of-document token only."""
+"""Random documents; some are empty, and some have only the end-of-document token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A scored token, its context and its document."""
+    """A scored token with its context and its document."""
 
     context: tuple[int, ...]
     label: int
@@ -51,7 +51,7 @@ def protocols(draw: st.DrawFn) -> Protocol:
 
 
 def token_file(documents: Sequence[Sequence[int]]) -> TokenFile:
-    """The documents as the token file of a split."""
+    """Return the documents as the token file of a split."""
     lengths = np.array([len(document) for document in documents], np.int32)
     tokens = np.array([token for document in documents for token in document], np.uint16)
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
@@ -73,7 +73,7 @@ def predictions(
 def ranges_of(
     documents: Sequence[Sequence[int]], protocol: Protocol, eod: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Ranges of (token, its document); no window crosses their ends."""
+    """Yield ranges of (token, document) pairs; no window crosses the end of a range."""
     each = [[(token, d) for token in document] for d, document in enumerate(documents)]
     if protocol.packing == "packed":
         yield [pair for document in each for pair in document]
@@ -86,7 +86,7 @@ def ranges_of(
 def windows_over(
     before: list[int], tokens_in_range: list[tuple[int, int]], protocol: Protocol
 ) -> Iterator[Prediction]:
-    """Predictions of one range; ``before`` is the context of its first token."""
+    """Yield the predictions of one range; ``before`` is the context of its first token."""
     context = [*before, *(token for token, _ in tokens_in_range)]
     labels = tokens_in_range[1 - len(before) :]
     start = done = 0

@@ -31,13 +31,13 @@ SECONDS = 250.0
 
 @pytest.fixture(scope="session")
 def task_data(tmp_path_factory):
-    """The folder for --data-dir."""
+    """Folder with data sets, for --data-dir."""
     return write_task_data(tmp_path_factory.mktemp("tasks"), DOCUMENTS)
 
 
 @pytest.fixture
 def options(text_checkpoint, task_data, tmp_path):
-    """One evaluation of two tasks."""
+    """Options of one evaluation of two tasks."""
     return DownstreamOptions(
         checkpoint=text_checkpoint.checkpoint,
         output=tmp_path / "6-evaluation" / "uniform.json",
@@ -48,7 +48,7 @@ def options(text_checkpoint, task_data, tmp_path):
 
 
 def modified(folder):
-    """Modification times of the finished parts."""
+    """Return the modification times of the finished parts."""
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
 
 
@@ -98,13 +98,13 @@ def test_tasks_that_cannot_be_evaluated_leave_gaps(options, task_data, tmp_path,
     lines[3] = json.dumps({**json.loads(lines[3]), "correct_answer": "a lamp " * 300})
     path.write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"sciq-0shot\.json .*data is sha256:"):
-        evaluate_downstream(changed)  # results of other data are not mixed
+        evaluate_downstream(changed)  # results on different data are not mixed
     again = dataclasses.replace(
         changed, output=tmp_path / "again.json", tasks=("sciq",), shots=(0,)
     )
     with pytest.raises(UserError, match=r"no task could be evaluated.*a continuation has"):
         evaluate_downstream(again)
-    path.write_text("")  # as an interrupted copy leaves it
+    path.write_text("")  # an interrupted copy leaves such a file
     with pytest.raises(UserError, match=f"^no task could be evaluated.*{path} is empty[^\n]*$"):
         evaluate_downstream(again)
     shutil.copytree(task_data / "allenai" / "sciq", data / "sciq", dirs_exist_ok=True)
@@ -112,7 +112,7 @@ def test_tasks_that_cannot_be_evaluated_leave_gaps(options, task_data, tmp_path,
     assert evaluate_downstream(whole).tasks["sciq"].by_shots == result.tasks["sciq"].by_shots
 
 
-def test_code_of_a_data_set_is_not_run(options, tmp_path):
+def test_code_in_a_data_set_is_not_run(options, tmp_path):
     folder = tmp_path / "hub" / "EleutherAI" / "logiqa"
     folder.mkdir(parents=True)
     (folder / "logiqa.py").write_text("raise SystemExit('it was run')\n")
@@ -129,7 +129,7 @@ def test_code_of_a_data_set_is_not_run(options, tmp_path):
         ({"output": Path("uniform")}, "uniform: "),
     ],
 )
-def test_mistakes_are_rejected_before_evaluation(options, changes, message):
+def test_invalid_options_are_rejected_before_the_evaluation(options, changes, message):
     with pytest.raises(UserError, match=message):
         evaluate_downstream(dataclasses.replace(options, **changes))
     assert not options.output.parent.exists()
@@ -153,7 +153,7 @@ def test_finished_parts_are_not_evaluated_again(options):
     assert both.cost.flops > first.cost.flops
 
 
-def test_failure_of_the_model_is_not_a_gap(options, monkeypatch):
+def test_an_error_of_the_model_ends_the_evaluation_instead_of_leaving_a_gap(options, monkeypatch):
     def broken(*_arguments):
         raise RuntimeError("out of memory")
 
@@ -164,12 +164,12 @@ def test_failure_of_the_model_is_not_a_gap(options, monkeypatch):
 
 @pytest.fixture
 def environment(monkeypatch, tmp_path):
-    """Processes without a hub and with an empty cache."""
+    """Environment of processes that cannot reach the hub and have an empty cache."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def test_killed_evaluation_of_the_papers_tasks_resumes(environment, options, tmp_path):
+def test_a_killed_evaluation_of_the_papers_tasks_resumes(environment, options, tmp_path):
     log, output = tmp_path / "log", options.output
     command = [sys.executable, str(REPOSITORY / "tools" / "evaluate.py"), "downstream"]
     command += ["--checkpoint", str(options.checkpoint), "--output", str(output)]
@@ -192,8 +192,8 @@ def test_killed_evaluation_of_the_papers_tasks_resumes(environment, options, tmp
         assert [(shots, x.documents) for shots, x in score.by_shots.items()] == [(0, 4), (1, 4)]
 
 
-@pytest.mark.slow  # lm-eval reads all of its definitions
-def test_lm_eval_command_line(environment, options, task_data, tmp_path):
+@pytest.mark.slow  # lm-eval reads all of its task definitions
+def test_lm_evals_own_command_evaluates_a_checkpoint(environment, options, task_data, tmp_path):
     log, output = tmp_path / "log", tmp_path / "out"
     command = [sys.executable, "-m", "megatron_chameleon.evaluation.downstream", "run"]
     command += ["--model", "megatron_chameleon", "--tasks", "sciq", "--output_path", str(output)]
@@ -210,7 +210,7 @@ def test_lm_eval_command_line(environment, options, task_data, tmp_path):
 
 
 def test_checkpoint_is_opened_from_model_args(text_checkpoint):
-    """Arguments as lm-eval parses and completes them."""
+    """Return the arguments as lm-eval parses and completes them."""
     valid = {"checkpoint": str(text_checkpoint.checkpoint), "batch_size": "2", "device": "cuda:0"}
     model = CheckpointLM.create_from_arg_obj(valid)
     try:

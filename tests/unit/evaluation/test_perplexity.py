@@ -1,4 +1,4 @@
-"""Windows over held-out text and tools/evaluate.py perplexity, compared with plain loops."""
+"""Compare windows over held-out text, and tools/evaluate.py perplexity, with plain loops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.unit.poison import poison_checkpoint
 
 @pytest.fixture
 def perplexity_options(corpus, finished_run, tmp_path):
-    """One evaluation of the finished run."""
+    """Options of one evaluation of the finished run."""
     output = tmp_path / "result.json"
     return PerplexityOptions(
         corpus=corpus.root, checkpoint=finished_run, output=output, overwrite=True
@@ -87,7 +87,7 @@ def test_chosen_windows_fit_the_limit_and_are_evenly_spaced(sizes, window, more)
 
 
 def scored(text, batch_size):
-    """(context, label) of everything that the batches of ``text`` score."""
+    """Yield (context, label) of every token that the batches of ``text`` score."""
     lengths, longest = text.windows.lengths.tolist(), text.window_length
     for first, last, width in length_batches(lengths, batch_size * longest, 1, longest):
         tokens, labels, mask, _ = text.arrays(first, last, width)
@@ -97,7 +97,7 @@ def scored(text, batch_size):
 
 
 @given(DOCUMENTS, protocols(), st.integers(1, 7))
-def test_every_token_is_scored_once_from_the_context_of_the_protocol(
+def test_every_token_is_scored_once_with_the_context_of_the_protocol(
     documents, protocol, batch_size
 ):
     expected = [(one.context, one.label) for one in predictions(documents, protocol)]
@@ -113,7 +113,7 @@ def parse(line):
     return parse_options(PerplexityToolOptions, ["--corpus", "c", *line.split()]).one_by_one()
 
 
-def test_several_checkpoints_share_the_other_options():
+def test_several_checkpoints_are_evaluated_with_the_same_options():
     found = parse("--output a.json --checkpoint a b --output b.json --overlap 16")
     assert [(str(o.checkpoint), str(o.output)) for o in found] == [("a", "a.json"), ("b", "b.json")]
     assert {o.overlap for o in found} == {16}
@@ -122,7 +122,7 @@ def test_several_checkpoints_share_the_other_options():
 
 
 def losses_by_document(corpus, finished_run, name, protocol):
-    """Sums of losses and tokens of each test document by a plain loop: one row per token."""
+    """Compute each test document's loss sum and token count by a plain loop, one row per token."""
     stream = open_tokens(corpus, name, "test")
     documents = [stream.get(i).tolist() for i in range(len(stream))]
     sums, tokens = np.zeros(len(documents)), np.zeros(len(documents), int)
@@ -175,7 +175,7 @@ def test_loss_and_standard_error_equal_a_plain_loop(
 
 
 def test_bits_per_byte_use_the_bytes_of_the_text(evaluate, corpus, trained_run, tmp_path):
-    """Each token is a number: it encodes its digits and a space before them."""
+    """Each token is a number, and encodes its digits and a space before them."""
     with pytest.warns(UserWarning, match="no bits per byte"):
         without = evaluate()
     root = Path(shutil.copytree(corpus.root, tmp_path / "corpus"))
@@ -233,7 +233,8 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
         (found,) = evaluate_perplexities([dataclasses.replace(last, **changes)])
         assert EvaluationResult.load(last.output) == found
     again = dataclasses.replace(last, overwrite=True)
-    with pytest.raises(UserError, match="--overlap 32"):  # before the first evaluation
+    # The error is raised before the first evaluation starts.
+    with pytest.raises(UserError, match="--overlap 32"):
         evaluate_perplexities([again, dataclasses.replace(again, overlap=32)])
     assert len(opened) == 5
 
@@ -256,7 +257,7 @@ def test_invalid_options_are_rejected_before_anything_is_written(
 
 
 def with_one_test_token(root, names):
-    """A small corpus in which the test splits of ``names`` have one token each."""
+    """Make a small corpus in which the test split of each of ``names`` has one token."""
     corpus = write_small_corpus(root)
     domains = dict(corpus.domains)
     for name in names:

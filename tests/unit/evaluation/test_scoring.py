@@ -1,4 +1,4 @@
-"""Scores and generated texts, compared with plain loops and with lm-eval's own model class."""
+"""Compare scores and generated texts with plain loops and with lm-eval's own model class."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ TOLERANCE = 1e-4
 WORDS = Words("requests")
 CONTEXTS = [WORDS.text(number) for number in (1, 1, 2, 5, 9, 40)]
 
-# Few tokens, so that prefixes are often shared; 300 takes two bytes.
+# There are few distinct tokens, so that sequences often share prefixes; token 300 takes two bytes.
 SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 2, 300]), min_size=1, max_size=6), min_size=1)
 
 
 def attended(row, sequences):
-    """Tokens and positions that each place of a row attends to."""
+    """Return the tokens and positions that each place of a row attends to."""
     batch = batch_tensors([row], sequences, row.length + 2)
     tokens, positions = batch["tokens"][0], batch["positions"][0]
     causal = torch.ones(row.length + 2, row.length + 2, dtype=torch.bool).tril()
     visible = ~batch["attention_mask"][0, 0] if "attention_mask" in batch else causal
-    assert visible.any(dim=1).all()  # kernels disagree on a fully masked row
+    assert visible.any(dim=1).all()  # kernels disagree on the softmax of a fully masked row
     return [(tokens[seen].tolist(), positions[seen].tolist()) for seen in visible]
 
 
@@ -61,7 +61,7 @@ def reader(text_checkpoint, one_rank):
 
 @pytest.fixture(scope="module")
 def scorer(text_checkpoint, reader):
-    """``scorer(sequences_at_once)``."""
+    """Factory of scorers: ``scorer(sequences_at_once)``."""
     tokenizer = load_tokenizer(text_checkpoint.tokenizer, EOD_TOKEN)
     return lambda sequences_at_once: Scorer(reader, sequences_at_once, tokenizer)
 
@@ -72,7 +72,7 @@ def question(context, continuation):
 
 @pytest.fixture(scope="module")
 def questions(reader):
-    """Continuations of contexts of all lengths, some shared, some too long for the model."""
+    """Questions with contexts of all lengths, some shared, some too long for the model."""
     rng = np.random.default_rng(0)
 
     def draw(length):
@@ -82,7 +82,7 @@ def questions(reader):
     for length in (1, 5, 40, 41, 120, POSITIONS - 3, POSITIONS + 30):
         context = draw(length)
         questions += [question(context, draw(int(rng.integers(1, 12)))) for _ in range(4)]
-        # Like the letters of answers.
+        # Continuations of one token, like the letters of answers.
         questions += [question(context, [token]) for token in draw(3)]
         questions += [question([*context[:-1], 7], draw(3))]  # shares a prefix
     questions += [questions[0], question(draw(9), []), question(draw(2), draw(POSITIONS))]
@@ -90,7 +90,7 @@ def questions(reader):
 
 
 def reference_score(reader, question):
-    """(log-likelihood, whether it is greedy) from a forward pass over this question alone."""
+    """Compute (log-likelihood, is greedy) by a forward pass over this question alone."""
     whole = np.concatenate([question.context, question.continuation]).astype(np.int64)
     tokens = torch.from_numpy(whole[-(POSITIONS + 1) :])
     inputs, length = tokens[None, :-1], len(question.continuation)
@@ -110,11 +110,11 @@ def expected(reader, questions):
 
 
 @pytest.mark.parametrize(("sequences_at_once", "rows"), [(1, 1), (3, 50), (100, 10_000)])
-def test_scores_equal_those_of_each_question_alone(
+def test_scores_equal_the_scores_of_each_question_alone(
     reader, scorer, questions, expected, monkeypatch, sequences_at_once, rows
 ):
     monkeypatch.setattr(scoring, "LOGITS_ON_CPU", rows * reader.shape.vocab_size)
-    # A broadcast to itself would let a single rank wait for its device.
+    # A single rank must not broadcast, since a broadcast waits for the device.
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", None)
     answers = scorer(sequences_at_once).score(questions)
     found, greedy = zip(*expected, strict=True)
@@ -169,7 +169,7 @@ def test_rolling_log_likelihoods_equal_the_exported_models(ours, theirs):
     texts = [(CONTEXTS[0],), (CONTEXTS[-1] + CONTEXTS[-2],), (CONTEXTS[2],), (CONTEXTS[-1],)]
     requests = instances("loglikelihood_rolling", *texts)
     found, expected = (model.loglikelihood_rolling(requests) for model in (ours, theirs))
-    # A text has up to two windows, each within the tolerance.
+    # A text has up to two windows, and each may differ by the tolerance.
     np.testing.assert_allclose(found, expected, rtol=0, atol=10 * TOLERANCE)
 
 

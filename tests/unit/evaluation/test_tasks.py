@@ -1,4 +1,4 @@
-"""Task definitions: the splits of examples, and a hub that does not answer."""
+"""Task definitions: the split of few-shot examples, and a hub that does not answer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LEFT_OUT = ", the question's own document left out"
 
 
 def documents(split):
-    """Five documents that name their split."""
+    """Return five documents that name their split."""
     rows = [{"text": f"{split} {number}", "label": number % 2} for number in range(5)]
     return datasets.Dataset.from_list(rows)
 

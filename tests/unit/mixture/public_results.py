@@ -12,7 +12,7 @@ DEFAULT_FOLDER = Path(__file__).resolve().parents[4] / "shared" / "validation"
 
 
 def public_results(name: str) -> Path:
-    """The folder ``name`` of the results; skip the test if it is missing."""
+    """Return the folder ``name`` of the published results; skip the test if it is missing."""
     folder = Path(os.environ.get(VARIABLE, DEFAULT_FOLDER)) / name
     if not folder.is_dir():
         pytest.skip(f"no published results at {folder}; set {VARIABLE} to their folder")

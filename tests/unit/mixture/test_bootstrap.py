@@ -24,7 +24,7 @@ from tests.addresses import at_offset
 
 
 def mean_shares(embeddings: np.ndarray) -> np.ndarray:
-    """A plain weight function: the exponentials of the row means, normalised."""
+    """Plain weight function: the normalised exponentials of the row means."""
     unnormalized = np.exp(embeddings.mean(axis=1))
     return unnormalized / unnormalized.sum()
 
@@ -56,7 +56,7 @@ def test_resamples_equal_the_plain_reference(monkeypatch, block_values):
     np.testing.assert_allclose(more.weights[:25], result.weights, rtol=1e-12)
 
 
-def test_resamples_with_warnings_are_counted():
+def test_the_warning_counts_the_resamples_with_clipped_scores():
     def weigh(embeddings):
         for _ in range(3):
             warnings.warn("clipped", DegenerateScoreWarning, stacklevel=1)
@@ -68,7 +68,7 @@ def test_resamples_with_warnings_are_counted():
 
 @pytest.mark.parametrize("offset", [8, 32])
 def test_weights_do_not_depend_on_memory_alignment(offset):
-    """Bit-identical, so that a repeated command writes the same mixture."""
+    """Weights must be bit-identical, so that a repeated command writes the same mixture."""
     windows = windows_of([40, 33, 7, 130], h=37)
     moved = [at_offset(vectors, offset) for vectors in windows]
     one, other = (
@@ -91,7 +91,7 @@ def test_intervals_cover_the_weights_of_the_whole_population():
     assert 0.8 < np.mean(covered) < 0.97
 
 
-def test_each_window_is_in_one_group_and_the_mean_is_that_of_all():
+def test_each_window_is_in_one_group_and_grouping_keeps_the_mean():
     size = group_size(1000, 4096, 768)
     assert size > 1
     assert 1000 * (4096 // size) * 768 <= MAX_VALUES
@@ -100,7 +100,7 @@ def test_each_window_is_in_one_group_and_the_mean_is_that_of_all():
     assert groups.shape == (33, 5)
     assert groups.dtype == np.float32
     mean, expected = (array.mean(axis=0, dtype=np.float64) for array in (groups, vectors))
-    rounding = np.finfo(np.float32).eps * np.abs(groups).max()  # of each group's mean
+    rounding = np.finfo(np.float32).eps * np.abs(groups).max()  # rounding error of a group's mean
     np.testing.assert_allclose(mean, expected, rtol=0, atol=rounding)
     order = np.random.default_rng([2, 100]).permutation(100)[:99].reshape(33, 3)
     plain = np.stack([vectors[rows].mean(axis=0) for rows in order])

@@ -28,13 +28,14 @@ modes = st.sampled_from(["pretrain", "finetune"])
 
 
 def random_embeddings(seed: int, k: int, h: int) -> np.ndarray:
-    """Domains around a common mean, with a decaying spectrum as hidden states have."""
+    """Sample domains around a common mean, with a decaying spectrum like that of hidden states."""
     rng = np.random.default_rng(seed)
     return rng.normal(size=(k, h)) * np.arange(1, h + 1) ** -0.5 * 3 + rng.normal(size=h)
 
 
 def scores_by_definition(affinity, ridge, prior=1.0):
-    """diag(K (K + k lambda diag(eta)^-1)^-1), as in the paper's appendix: the plain reference."""
+    """Compute diag(K (K + k lambda diag(eta)^-1)^-1), as in the paper's appendix: plain
+    reference."""
     k = len(affinity)
     return np.diagonal(affinity @ np.linalg.inv(affinity + k * ridge * np.eye(k) / prior))
 
@@ -55,7 +56,7 @@ def test_both_forms_of_the_scores_equal_the_definition(seed, k, h, ridge, center
 )
 @pytest.mark.parametrize("scale", [1, 1000])
 def test_scores_equal_exact_rational_arithmetic(ridge, scale):
-    # Rank 3 of 5, with a duplicate and a zero row.
+    # The five embeddings have rank 3, with a duplicate row and a zero row.
     embeddings = scale * np.array([[1, 2, 0], [1, 2, 0], [0, -1, 4], [3, 3, 1], [0, 0, 0]])
     affinity = embeddings @ embeddings.T
     exact = sympy.Matrix(affinity.tolist())
@@ -78,7 +79,7 @@ def double_centered(affinity: np.ndarray) -> np.ndarray:
 
 @settings(deadline=None, max_examples=30)
 @given(seeds, st.integers(1, 12), st.integers(1, 20))
-def test_centring_the_embeddings_is_double_centring_the_affinity(seed, k, h):
+def test_centring_embeddings_double_centres_the_affinity(seed, k, h):
     embeddings = np.random.default_rng(seed).normal(size=(k, h))
     expected = double_centered(embeddings @ embeddings.T)
     centered = affinity_matrix(embeddings, center=True)
@@ -95,7 +96,7 @@ def test_float32_embeddings_with_a_large_mean_keep_their_differences():
     exact -= exact.mean(axis=0)
     centered = affinity_matrix(embeddings, center=True)
     np.testing.assert_allclose(centered, (exact @ exact.T).astype(float), rtol=1e-9)
-    # Centring after float32 products would lose the differences.
+    # Centring after the float32 products loses the differences.
     in_float32 = double_centered(embeddings @ embeddings.T)
     assert np.abs(in_float32 - centered).max() > 0.1 * np.abs(centered).max()
 
@@ -141,7 +142,7 @@ def scores_behind(column: list[float], mode: str, temperature: float) -> np.ndar
 
 
 def centred_domains_with_norms(squared_norms: np.ndarray, width: int) -> np.ndarray:
-    """Embeddings [k, width] with zero mean and the given squared norms, by alternation."""
+    """Find embeddings [k, width] with zero mean and the given squared norms, by alternation."""
     embeddings = np.random.default_rng(0).normal(size=(len(squared_norms), width))
     for _ in range(500):
         embeddings -= embeddings.mean(axis=0)
@@ -157,16 +158,16 @@ def test_reference_recipe_reproduces_the_papers_tables(column, mode):
     temperature = 5.0 if mode == "pretrain" else 0.2
     scores = scores_behind(column, mode, temperature)
     assert scores.min() > 0
-    # Centred scores cannot exceed 1 - 1/k; these stay in an ordinary range around the mean 1/k.
+    # Centred scores cannot exceed 1 - 1/k; the paper's scores are in a usual range around 1/k.
     assert scores.min() * len(column) > 0.35
     assert scores.max() * len(column) < 2.0
-    # Small compared with k * ridge. Hidden states have a large common mean, too.
+    # The embeddings are small compared with k * ridge, and have a common mean like hidden states.
     embeddings = centred_domains_with_norms(scores, 64) * 0.1 + 3.0
     weights = chameleon_weights(embeddings, mode, "reference").weights
     np.testing.assert_allclose(weights, np.array(column) / sum(column), atol=2e-3)
 
 
-def test_scaled_equals_the_reference_at_seven_domains_and_the_same_ridge():
+def test_scaled_recipe_equals_the_reference_with_seven_domains_and_equal_ridge():
     embeddings = np.random.default_rng(7).normal(size=(7, 256)) * 0.3 + 2.0
     for mode in ("pretrain", "finetune"):
         scaled = chameleon_weights(embeddings, mode, "scaled", score_floor=1e-10)
@@ -177,7 +178,7 @@ def test_scaled_equals_the_reference_at_seven_domains_and_the_same_ridge():
 
 
 @pytest.mark.parametrize("mode", ["pretrain", "finetune"])
-def test_scaled_weights_of_three_thousand_domains_are_not_one_hot(mode):
+def test_scaled_recipe_gives_three_thousand_domains_weights_that_are_not_one_hot(mode):
     rng = np.random.default_rng(11)
     spectrum, tails = np.arange(1, 129) ** -0.75, np.exp(rng.normal(size=(3000, 1)))
     weights = weigh(rng.normal(size=(3000, 128)) * spectrum * tails, mode, "scaled").weights
@@ -202,7 +203,7 @@ def test_weights_under_rotation_permutation_and_change_of_units(seed, recipe, mo
 
 
 @pytest.mark.parametrize("recipe", ["reference", "scaled"])
-def test_identical_domains_are_uniform_with_a_warning(recipe):
+def test_identical_domains_get_uniform_weights_and_a_warning(recipe):
     embeddings = np.tile(np.random.default_rng(0).normal(size=33) * 1e3, (6, 1))
     for mode in ("pretrain", "finetune"):
         with pytest.warns(DegenerateScoreWarning, match="position 0, 1, 2, 3, 4, 5"):
@@ -212,7 +213,7 @@ def test_identical_domains_are_uniform_with_a_warning(recipe):
 
 
 def problem(seed: int):
-    """Embeddings [k, h] of any scale, and priors [k]."""
+    """Sample embeddings [k, h] of any scale, and priors [k]."""
     rng = np.random.default_rng(seed)
     k, h = rng.integers(2, 9), rng.integers(1, 14)
     embeddings = rng.normal(size=(k, h)) * 10 ** rng.uniform(-1, 2) + rng.normal(size=h)
@@ -244,7 +245,7 @@ def test_equal_priors_give_bit_identical_weights(seed, recipe, mode, value):
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.floats(0.01, 0.99))
-def test_the_prior_is_a_mean_of_target_and_uniform(shares, strength):
+def test_the_prior_is_a_weighted_mean_of_target_and_uniform(shares, strength):
     shares[0] = 1.0
     prior = target_prior(shares, strength)
     expected = 1 - strength + strength * len(shares) * np.array(shares) / np.sum(shares)
@@ -253,7 +254,7 @@ def test_the_prior_is_a_mean_of_target_and_uniform(shares, strength):
         assert (prior == 1).all()
 
 
-def test_shares_are_squared_cosines_with_the_target():
+def test_target_shares_are_squared_cosines_with_the_target():
     rng = np.random.default_rng(5)
     mean = 100 * rng.normal(size=32)
     embeddings = mean + rng.normal(size=(6, 32))

@@ -26,7 +26,7 @@ from megatron_chameleon.mixture.exponentiated import LOWEST_LOG
 
 
 def advanced(state, means, tokens, recipe):
-    """The state after a batch with these mean excess losses."""
+    """Return the state after a batch with these mean excess losses."""
     tokens = np.array(tokens, float)
     return state.after(np.array(means, float) * tokens, tokens, recipe)
 
@@ -48,10 +48,10 @@ def test_no_step_size_overflows(eta, eps):
 
 
 def plain_variant(batches, fork):
-    """The weights after each batch and their mean, token by token and step by step.
+    """Compute the weights after each batch and their mean, by loops over tokens and steps.
 
     Args:
-        batches: of each step, the excess losses of the tokens of each domain.
+        batches: for each step, the excess losses of the tokens of each domain.
         fork: clip domain means at 0, take steps of 0.1, and average without the first weights.
             Otherwise clip tokens at 0, take steps of 1, and smooth with 0.1% of uniform weights.
     """
@@ -72,7 +72,7 @@ def plain_variant(batches, fork):
 
 
 @pytest.mark.parametrize("variant", ["original", "fork"])
-def test_many_steps_equal_plain_loops(variant):
+def test_doremi_steps_equal_plain_loops(variant):
     rng = np.random.default_rng(4)
     recipe = RECIPES[variant]
     batches = [
@@ -81,7 +81,7 @@ def test_many_steps_equal_plain_loops(variant):
     weights, mean = plain_variant(batches, fork=variant == "fork")
     state = DoremiState.first(4, 100, recipe)
     for batch, expected in zip(batches, weights, strict=True):
-        # As the hook does.
+        # Clip and sum the tokens' excess losses as the hook does.
         clipped = [np.maximum(part, recipe.floor) if recipe.clip_tokens else part for part in batch]
         sums = np.array([part.sum() for part in clipped])
         state = state.after(sums, np.array([float(len(part)) for part in batch]), recipe)
@@ -89,7 +89,7 @@ def test_many_steps_equal_plain_loops(variant):
     assert_allclose(state.mean, mean, rtol=1e-9)
 
 
-def test_token_weights_of_absent_domains_and_of_tiny_weights():
+def test_token_weights_are_right_for_absent_domains_and_tiny_weights():
     log_weights, sampling = np.log([0.7, 0.2, 0.1]), np.full(3, 1 / 3)
     weights = token_weights(log_weights, sampling, np.array([0.0, 6.0, 3.0]))
     assert_allclose(weights, [0.0, 1.2, 0.6])
@@ -103,7 +103,7 @@ def everything(k):
 
 
 def step(state, gradients, recipe, roles, present=None, rate=0.1):
-    """The state after a batch with these gradients [k, n], and the combined gradient."""
+    """Return the state after a batch with these gradients [k, n], and the combined gradient."""
     products = gradients @ gradients.T
     present = range(len(gradients)) if present is None else present
     after = state.after(products, list(present), rate, recipe, roles)
@@ -112,7 +112,7 @@ def step(state, gradients, recipe, roles, present=None, rate=0.1):
 
 
 def plain_step(weights, gradients, recipe, roles, rate):
-    """Algorithm 1 on vectors: the new weights and the update."""
+    """Compute Algorithm 1 on gradient vectors: the new weights and the combined gradient."""
     clipped = []
     for gradient in gradients:
         norm = np.linalg.norm(gradient)
@@ -133,7 +133,7 @@ def plain_step(weights, gradients, recipe, roles, rate):
     "recipe",
     [DogeRecipe(), DogeRecipe(0.05, 0.1, -0.5, 0.7, 1.5), DogeRecipe(mu=1.0, max_norm=0.3)],
 )
-def test_many_steps_equal_the_algorithm_on_vectors(recipe, roles):
+def test_doge_steps_equal_algorithm_1_on_gradient_vectors(recipe, roles):
     rng = np.random.default_rng(0)
     state, weights = DogeState.first(4, roles), np.full(len(roles.train), 1 / len(roles.train))
     over_steps = []
@@ -159,6 +159,6 @@ def test_an_absent_domain_keeps_its_inner_products():
     assert after.products[1] == pytest.approx(state.products[1])
     assert after.products[0, 2] == pytest.approx(second[0] @ second[2])
     assert after.alignment == pytest.approx(alignments(after.products, roles))
-    # The shares of the present domains sum to 1.
+    # The weights of the present domains sum to 1.
     shares = after.weights[[0, 2]] / after.weights[[0, 2]].sum()
     assert update == pytest.approx(shares @ second[[0, 2]])

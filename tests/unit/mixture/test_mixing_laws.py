@@ -33,7 +33,7 @@ def runs(count=24, noise=0.0, seed=0):
 
 
 def objective_plainly(parameters, mixtures, losses, settings):
-    """Run by run, by the definition of the Huber loss."""
+    """The reference computes the Huber loss by its definition, run by run."""
     total, delta = 0.0, settings.huber_delta
     for weights, loss in zip(mixtures, losses, strict=True):
         exponent = sum(w * t for w, t in zip(weights, parameters[2:], strict=True))
@@ -67,14 +67,15 @@ def test_fit_recovers_the_laws_that_generated_the_losses():
     found = fit_mixing_laws(mixtures, losses, LawSettings(ridge=0.0))
     others, expected = runs(seed=9)
     np.testing.assert_allclose(found.predict(others), expected, atol=2e-3)
-    # Weights sum to 1, so the scale absorbs a common shift of the exponents.
+    # Weights sum to 1, so the factor k absorbs a common shift of the exponents t.
     shifts = found.exponents - TRUE.exponents
     np.testing.assert_allclose(shifts, np.tile(shifts[:, [0]], (1, 3)), atol=0.15)
     np.testing.assert_allclose(found.constant, TRUE.constant, atol=0.05)
 
 
 def test_cross_validation_exposes_a_fit_to_noise():
-    """Ten runs, ten unknowns, no ridge: starting near the full fit must not leak held-out runs."""
+    """With ten runs, ten unknowns and no ridge, starting near the full fit must not leak held-out
+    runs."""
     rng = np.random.default_rng(80)
     mixtures = rng.dirichlet(np.full(8, 0.4), 10)
     losses = 3 + rng.normal(0, 0.1, (10, 1))
@@ -94,7 +95,8 @@ def test_published_losses_of_five_domains_are_predicted():
     """Fit 20 mixtures of the study, and predict the mean loss of the 6 others.
 
     Over many splits the mean absolute error is 0.020, with a standard deviation of 0.006 between
-    splits: the mean over eight seeded splits is within 0.002 of it. A constant has 0.064.
+    splits: the mean over eight seeded splits is within 0.002 of it. A constant prediction has an
+        error of 0.064.
     """
     (path,) = public_results("mixing_laws").glob("five_domains_*.csv")
     data = np.loadtxt(path, delimiter=",", skiprows=1)
@@ -125,7 +127,7 @@ def curves(count=6, exponent=0.55, noise=0.0, seed=0):
 
 
 def test_power_laws_are_least_squares_fits_with_a_shared_exponent():
-    """Compared with a general solver of non-negative least squares, also for rising curves."""
+    """Compare with a general solver of non-negative least squares, also for rising curves."""
     constant, start, plain = curves()
     law = fit_power_laws(STEPS, plain)
     assert law.exponent == pytest.approx(0.55, abs=1e-4)
@@ -148,7 +150,7 @@ def random_laws(rng, num_losses, num_domains):
     )
 
 
-def test_optimum_if_no_grid_point_lies_within_the_bounds():
+def test_the_optimum_is_found_if_no_grid_point_lies_within_the_bounds():
     laws, shares = random_laws(np.random.default_rng(0), 2, 40), np.array([1.0, 0.0])
     low, high, start = np.full(40, 0.02), np.full(40, 0.04), np.full(40, 1 / 40)
     found = law_optimum(laws, shares, low, high, start)

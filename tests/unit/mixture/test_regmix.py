@@ -52,7 +52,7 @@ def test_mixtures_are_distinct_and_not_far_above_the_prior():
 
 
 def quantized_directly(row, smallest):
-    """Largest remainders, one weight at a time."""
+    """Round by largest remainders, one weight at a time."""
     steps = round(1 / smallest)
     kept = [weight if weight >= smallest else 0.0 for weight in row]
     target = [weight / sum(kept) * steps for weight in kept]
@@ -72,7 +72,7 @@ def test_weights_are_rounded_by_largest_remainders():
     assert np.abs(found - rows).max() < 0.07
 
 
-def test_the_optimum_is_the_mean_of_the_best_draws():
+def test_the_optimum_is_the_mean_of_the_best_samples():
     center, prior, seen = np.array([0.6, 0.3, 0.1]), np.array([2.0, 1.0, 1.0]), []
     counted: list[int] = []
 
@@ -96,10 +96,10 @@ def test_the_optimum_is_the_mean_of_the_best_draws():
 
 
 CORRELATIONS = {"pile_cc": 99.04, "dm_mathematics": 97.2, "ubuntu_irc": 96.9}
-"""Loss -> 100 x Spearman of RegMix's trees."""
+"""Maps each loss to 100 x the Spearman correlation of RegMix's trees."""
 
 
-def test_public_runs_give_the_ranks_and_the_optimum_of_the_paper():
+def test_public_runs_reproduce_the_papers_correlations_and_optimum():
     """RegMix's 512 runs predict the order of its 256 held-out ones, and the optimum for Pile-CC."""
     folder = public_results("regmix")
 
@@ -113,7 +113,7 @@ def test_public_runs_give_the_ranks_and_the_optimum_of_the_paper():
     quality = quality_of(trees(read("test_mixture").to_numpy()), held_out.to_numpy())
     found = dict(zip(CORRELATIONS, 100 * quality.spearman, strict=True))
     assert found == pytest.approx(CORRELATIONS, abs=0.5)
-    # Pile-CC is the first of CORRELATIONS. The paper takes the best 128 of 100,000 draws.
+    # Pile-CC is the first loss of CORRELATIONS. The paper averages the best 128 of 100,000 samples.
     prior = runs.to_numpy().mean(axis=0)
     best = sampled_optimum(lambda m: trees(m)[:, 0], prior, num_draws=25_000, num_best=32)
     weights = dict(zip(runs.columns, best.weights, strict=True))
@@ -138,7 +138,7 @@ def test_each_run_is_held_out_once_and_predicted_by_the_others():
         np.testing.assert_allclose(predicted[fold], np.tile(values.mean(axis=0), (2, 1)))
 
 
-def test_a_mixture_far_from_the_trained_ones_is_extrapolated():
+def test_a_mixture_far_from_the_trained_mixtures_extrapolates():
     trained = np.random.default_rng(0).dirichlet(np.ones(3), 50)
     reach = reach_of(trained[7], trained)
     assert (reach.nearest, reach.distance, reach.outside) == (7, 0.0, ())
@@ -148,7 +148,7 @@ def test_a_mixture_far_from_the_trained_ones_is_extrapolated():
     ]
     assert reach.usual == pytest.approx(np.quantile([min(row) for row in distances], 0.95))
     assert not reach.extrapolates
-    # In a gap: each weight is in the range of the trained ones.
+    # This mixture is in a gap: each weight is in the range of the trained weights.
     corners = np.eye(3) * 0.94 + 0.02
     rng = np.random.default_rng(0)
     trained = np.concatenate([0.98 * row + 0.02 * rng.dirichlet(np.ones(3), 20) for row in corners])

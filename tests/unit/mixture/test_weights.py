@@ -36,18 +36,18 @@ def test_weights_always_lie_on_the_simplex(scores, mode, temperature, normalize)
 
 
 @pytest.mark.parametrize("at_the_mean", [0.0, 1e-18, -1e-18, 5e-324])
-def test_a_domain_at_the_mean_warns_and_takes_the_limit(at_the_mean):
+def test_a_domain_at_the_mean_gets_the_limiting_weight_and_a_warning(at_the_mean):
     scores = [0.5, at_the_mean, 0.3]
     with pytest.warns(DegenerateScoreWarning, match="position 1"):
         weights = domain_weights(scores, "pretrain", 5.0, True)
     np.testing.assert_allclose(weights, [0, 1, 0], atol=1e-12)
 
 
-def test_score_limits_bound_the_odds():
+def test_score_limits_bound_the_ratio_of_two_weights():
     scores = np.array([1e-6, 1.0, 1.0, 1.0, 100.0])
     floor, ceiling = 0.02 * scores.mean(), 3.0 * scores.mean()
     limits: dict[str, Any] = {"score_floor": 0.02, "score_ceiling": 3.0}
-    # Fine-tuning has no floor: position 0 is not named.
+    # Fine-tuning has no floor, so the warning does not name position 0.
     with pytest.warns(DegenerateScoreWarning, match="position 4"):
         weights = domain_weights(scores, "finetune", 7.0, False, **limits)
     np.testing.assert_allclose(weights[4] / weights[0], np.exp((ceiling - 1e-6) / 7.0))
@@ -56,14 +56,14 @@ def test_score_limits_bound_the_odds():
     np.testing.assert_allclose(weights[0] / weights[4], np.exp((1 / floor - 1 / ceiling) / 0.5))
 
 
-def test_new_domains_keep_their_weights_and_old_ones_their_ratios():
+def test_new_domains_keep_their_weights_and_old_domains_their_ratios():
     placed = placed_weights([0.4, 0.3, 0.2, 0.1], [0.75, 9.0, 0.25, 9.0], [1, 0, 1, 0])
     np.testing.assert_allclose(placed, [0.45, 0.3, 0.15, 0.1])
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_capped_weights_have_the_smallest_divergence(seed):
-    """The conditions of Karush, Kuhn and Tucker, sufficient for this convex problem."""
+def test_capped_weights_minimize_the_divergence(seed):
+    """Check the Karush-Kuhn-Tucker conditions, which are sufficient for this convex problem."""
     generator = np.random.default_rng(seed)
     target = generator.dirichlet(np.ones(6))
     caps = generator.dirichlet(np.ones(6)) * generator.uniform(1.05, 3)
@@ -78,7 +78,7 @@ def test_capped_weights_have_the_smallest_divergence(seed):
 
 @pytest.mark.parametrize("k", [2, 7, 59])
 def test_caps_that_sum_to_one_up_to_rounding_are_accepted(k):
-    """This happens if the token budget is all of the text."""
+    """Caps sum to 1 up to rounding if the token budget equals all of the text."""
     caps = np.ones(k) * (1.0 / k) * (1 - 1e-15)
     found = capped_weights(np.full(k, 1 / k), caps)
     np.testing.assert_allclose(found, caps, rtol=1e-12)
@@ -90,7 +90,7 @@ def test_caps_that_sum_to_one_up_to_rounding_are_accepted(k):
     st.lists(st.integers(1, 10**15), min_size=1, max_size=20),
     st.floats(1e-300, 1e300, allow_subnormal=False),
 )
-def test_natural_weights_are_sizes_to_the_inverse_temperature(tokens, temperature):
+def test_natural_weights_are_proportional_to_sizes_to_the_inverse_temperature(tokens, temperature):
     np.testing.assert_allclose(natural_weights([1, 4, 0, 9], 2.0), np.array([1, 2, 0, 3]) / 6)
     weights = natural_weights(tokens, temperature)
     assert weights.sum() == pytest.approx(1.0)

@@ -1,4 +1,5 @@
-"""The chunked cross entropy compared with torch's. test_memory.py measures its memory."""
+"""Compare the chunked cross entropy with torch's cross entropy. test_memory.py measures its
+memory."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def ours(logits, labels, of_losses, vocab_size, group=None):
 
 
 def expected(logits, labels, of_losses, vocab_size, dtype=torch.float64):
-    """torch's cross entropy over the real columns, computed in ``dtype``."""
+    """Compute torch's cross entropy over the real columns in ``dtype``."""
     leaf = logits.detach().to(dtype).requires_grad_()
     flat = leaf[..., :vocab_size].flatten(0, -2)
     losses = cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
@@ -37,7 +38,8 @@ def expected(logits, labels, of_losses, vocab_size, dtype=torch.float64):
 
 
 def assert_near_torchs(results, logits, labels, of_losses, vocab_size):
-    """Compare with torch's in float64; the error of torch's in float32 is allowed."""
+    """Compare with torch's cross entropy in float64; the error of torch's float32 version is
+    allowed."""
     reference_and_right = [
         expected(logits, labels, of_losses, vocab_size, dtype)
         for dtype in (torch.float32, torch.float64)
@@ -91,7 +93,7 @@ def test_a_retained_graph_does_not_overwrite_the_logits():
 
 def test_reading_overwritten_logits_is_an_error(monkeypatch):
     def write(rows, labels, denominator, scale, columns, out):
-        out.detach().numpy()[:] = 0.5  # torch does not see it, like a kernel's write
+        out.detach().numpy()[:] = 0.5  # torch does not see this write, like a kernel's write
 
     monkeypatch.setattr(chunked, "write_gradient", write)
     logits, labels, of_losses = case()

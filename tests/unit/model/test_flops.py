@@ -1,4 +1,4 @@
-"""FLOPs by formula compared with torch's counts, and by the paper's rule with its figures."""
+"""Compare FLOPs by formula with torch's counts, and FLOPs by the paper's rule with its figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 
 BATCH, LENGTH = 2, 48
-# The formula counts no padding; 256 rows of the embedding need none.
+# The formula does not count padding, and 256 rows of the embedding need no padding.
 SHAPE = ModelShape(ModelSize(3, 4, 64, 160), vocab_size=256, max_sequence_length=LENGTH)
 TOKENS = BATCH * LENGTH
 
@@ -31,7 +31,7 @@ def test_formulas_equal_the_products_counted_by_torch(one_rank):
     model = build_model(SHAPE, one_rank, seed=0)
     tokens = torch.arange(TOKENS).view(BATCH, LENGTH) % 256
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    # The fused CPU kernel is not counted; the plain one multiplies the same matrices.
+    # torch does not count the fused CPU kernel; the plain attention multiplies the same matrices.
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
             loss = model(tokens, positions, None, labels=tokens).mean()
@@ -39,7 +39,8 @@ def test_formulas_equal_the_products_counted_by_torch(one_rank):
         with FlopCounterMode(display=False) as counter:
             loss.backward()
         backward = by_operator(counter)
-    # Per token and layer: scores and weighted sums over all positions. Half of them are causal.
+    # Attention computes scores and weighted sums over all positions, per token and layer. The
+    # causal mask uses half of them.
     attention = 2 * (2 * LENGTH * SHAPE.size.hidden_size)
     layers, of_a_layer = SHAPE.size.num_layers, layer_forward_flops(SHAPE, LENGTH)
     assert of_a_layer - layer_forward_flops(SHAPE, 0) == attention / 2
@@ -58,26 +59,26 @@ def test_formulas_equal_the_products_counted_by_torch(one_rank):
 
 # The paper's settings for SlimPajama.
 LONG_PROXY = 10_000 * 128 * 1024  # tokens
-# Windows of 400 tokens follow from its figure for the Pile's 17 domains, 4.62e15.
+# Windows of 400 tokens follow from the paper's figure for the Pile's 17 domains, 4.62e15 FLOPs.
 CHAMELEON = ("82m", 2_000 * 128 * 1024, 7 * 4096 * 400)
 
 
 @pytest.mark.parametrize(
     ("size", "trained", "embedded", "printed", "ratio"),
-    [  # FLOPs printed under the table of perplexities, and the ratio to Chameleon in the text
+    [  # FLOPs printed under the paper's perplexity tables, and their ratio to Chameleon's
         (*CHAMELEON, 1.36e17, 1),
         ("82m", 2 * LONG_PROXY, 0, 1.34e18, 10),  # DoReMi: the reference and the proxy
         ("82m", LONG_PROXY, 0, 6.68e17, 5),  # DoGE
         ("1m", 200 * 10**9, 0, 1.20e18, 9),  # RegMix: 200 proxies
-        # Mixing laws: 20 mixtures at 4 sizes, each at the cost of a proxy of 10,000 steps. The
+        # Mixing laws: 20 mixtures at 4 sizes, each run at the cost of a proxy of 10,000 steps. The
         # paper prints 5.36e19, which is 40 times its rounded figure for DoReMi.
         ("82m", 80 * LONG_PROXY, 0, 5.34e19, 394),
-        ("82m", 0, 17 * 4000 * 400, 4.62e15, None),  # embedding of the Pile
-        # A size that is not in the paper, by its rule.
+        ("82m", 0, 17 * 4000 * 400, 4.62e15, None),  # Chameleon's embedding of the Pile
+        # A size that is not in the paper follows the paper's rule.
         ("mini", 1000, 0, 6 * (12 * 6 * 256**2) * 1000, None),
     ],
 )
-def test_the_rule_gives_the_papers_figures(size, trained, embedded, printed, ratio):
+def test_the_papers_rule_yields_the_papers_figures(size, trained, embedded, printed, ratio):
     def count(size, trained, embedded):
         return paper_flops(size, trained_tokens=trained, embedded_tokens=embedded)
 

@@ -1,4 +1,4 @@
-"""The model: number of parameters, loss, initial weights and compiled layers."""
+"""GPT model: number of parameters, loss, initial weights and compiled layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def losses_of(model, tokens):
 
 
 @pytest.mark.parametrize("name", ["nano", "60m"])
-def test_the_model_has_the_parameters_of_its_shape(one_rank, name):
+def test_the_number_of_parameters_is_that_of_the_shape(one_rank, name):
     shape = ModelShape(model_size(name), vocab_size=1000, max_sequence_length=64)
     model = build_model(shape, one_rank, seed=0)
     padding_rows = 1024 - shape.vocab_size
@@ -47,7 +47,7 @@ def test_the_model_has_the_parameters_of_its_shape(one_rank, name):
     assert of_a_layer == shape.layer_parameters
 
 
-def test_padding_is_left_out_of_the_loss(one_rank, tokens):
+def test_vocabulary_padding_is_left_out_of_the_loss(one_rank, tokens):
     """Compare with a plain softmax over the 250 real tokens, in float64."""
     model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
     rows = model.embedding.word_embeddings.weight
@@ -94,7 +94,7 @@ def test_initial_weights_depend_on_the_seed_alone(one_rank, model):
     assert len(starts) == 4 * SHAPE.size.num_layers + 2
 
 
-def test_initial_weights_have_the_distributions_of_gpt2(model):
+def test_initial_weights_follow_gpt2s_distributions(model):
     assert not model.embedding.word_embeddings.weight[VOCAB_SIZE:].any()  # padding
     scaled = 0
     for name, parameter in model.named_parameters():
@@ -115,7 +115,7 @@ def test_initial_weights_have_the_distributions_of_gpt2(model):
     assert scaled == 2 * SHAPE.size.num_layers
 
 
-# Compiled layers; the graphs run eagerly, without a GPU.
+# Compiled layers: without a GPU, the graphs run eagerly.
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def _compiler():
 
 
 @pytest.mark.usefixtures("_compiler")
-def test_compiled_layers_share_one_graph_and_change_nothing(one_rank, tokens):
+def test_compiled_layers_share_one_graph_and_do_not_change_results(one_rank, tokens):
     shape = ModelShape(SMALL, VOCAB_SIZE, LENGTH)
     plain, compiled = (build_model(shape, one_rank, seed=1) for _ in range(2))
     graphs = CompileCounterWithBackend("aot_eager")
@@ -157,7 +157,7 @@ def test_layers_that_cannot_be_compiled_are_an_error(monkeypatch):
         check_compile(TrainingParallelOptions())
 
 
-def test_the_sizes_have_the_papers_parameters():
+def test_the_sizes_have_the_papers_numbers_of_parameters():
     millions = {"60m": 60, "82m": 82, "124m": 124, "210m": 210, "684m": 684, "1.2b": 1200}
     for name, expected in millions.items():
         count = ModelShape(model_size(name), 50_257, 1024).num_parameters

@@ -39,7 +39,7 @@ def shape(request):
 
 
 def theirs_of(shape):
-    """transformers' model of the shape, in which biases and norms are random too."""
+    """Make transformers' model of the shape, with biases and norms that are also random."""
     config = transformers.GPT2Config(**config_of_shape(shape, torch.float32, eod_id=0))
     model = transformers.GPT2LMHeadModel(config).eval()
     generator = torch.Generator().manual_seed(2)
@@ -52,7 +52,7 @@ def theirs_of(shape):
 
 
 def logits_of(model, shape):
-    """Logits [b, s, v] of random tokens, at all positions."""
+    """Return the logits [b, s, v] of random tokens at all positions."""
     generator = torch.Generator().manual_seed(3)
     length = shape.max_sequence_length
     tokens = torch.randint(shape.vocab_size, (3, length), generator=generator)
@@ -71,7 +71,7 @@ def test_logits_equal_those_of_transformers_and_weights_convert_back(one_rank, s
     load_huggingface(model, tensors, shape)
     logits, reference = logits_of(model, shape), logits_of(theirs, shape)
     assert reference.std() > 0.1
-    # The float32 error of transformers' model is allowed.
+    # Our logits may have the same float32 error as those of transformers' model.
     assert_as_near(logits, reference, logits_of(theirs.double(), shape))
     back = to_huggingface(dict(model.named_parameters()), shape)
     assert back.keys() == tensors.keys()
@@ -79,7 +79,7 @@ def test_logits_equal_those_of_transformers_and_weights_convert_back(one_rank, s
         assert torch.equal(back[name], tensor), name
 
 
-def test_the_written_config_is_read_back(shape):
+def test_a_written_config_is_read_back_unchanged(shape):
     config = config_of_shape(shape, torch.bfloat16, eod_id=7)
     assert shape_of_config(read_config(config, "config.json")) == shape
     theirs = transformers.GPT2Config(**config)
@@ -90,7 +90,7 @@ def test_the_written_config_is_read_back(shape):
         assert getattr(theirs, field.name) == config[field.name]
 
 
-def test_missing_fields_have_transformers_defaults():
+def test_missing_config_fields_get_transformers_defaults():
     defaults = GPT2Config("gpt2")
     theirs = transformers.GPT2Config()
     for field in dataclasses.fields(GPT2Config):
@@ -123,7 +123,8 @@ def tensors():
 
 
 def test_tensors_of_older_folders_are_accepted(tensors):
-    """Names have no prefix; there are causal masks, but no tied output layer."""
+    """Tensor names of older folders have no prefix; there are causal masks, but no tied output
+    layer."""
     expected = checked_tensors(tensors, SHAPE, "there")
     del tensors["lm_head.weight"]
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -141,7 +142,7 @@ def test_tensors_of_older_folders_are_accepted(tensors):
         ("transformer.h.2.ln_1.bias", torch.ones(32)),
         ("transformer.h.0.mlp.c_fc.weight", torch.ones(128, 32)),
         ("transformer.h.1.ln_2.weight", torch.full((32,), torch.nan)),
-        ("h.1.ln_2.weight", torch.ones(32)),  # duplicate: with and without prefix
+        ("h.1.ln_2.weight", torch.ones(32)),  # duplicate tensor: with and without the prefix
         ("lm_head.weight", torch.ones(101, 32)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Attention compared with megatron's, and recomputation with stored activations."""
+"""Compare attention with megatron's, and recomputation with stored activations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config_of(**changes):
 
 
 def heads(seed, groups=HEADS, head_dim=HEAD_DIM):
-    """Inputs in float64, where no tolerance depends on the processor."""
+    """Make inputs in float64, where no tolerance depends on the processor."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(LENGTH, BATCH, n, head_dim) for n in (HEADS, groups, groups)]
     parts = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -40,9 +40,9 @@ def random_mask(*shape):
 @pytest.mark.parametrize(
     "mask", [None, random_mask(BATCH, 1), random_mask(1, 1)], ids=["causal", "per sample", "shared"]
 )
-def test_attention_equals_megatrons_and_its_gradients(one_rank, groups, mask):
+def test_attention_and_its_gradients_equal_megatrons(one_rank, groups, mask):
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1).expand(BATCH, 1, LENGTH, LENGTH)
-    # Megatron's applies its causal mask only without another one.
+    # Megatron's attention applies its causal mask only if no other mask is passed.
     mask_type = AttnMaskType.causal if mask is None else AttnMaskType.arbitrary
     results = []
     for kind in (SDPACoreAttention, DotProductAttention):
@@ -60,7 +60,7 @@ def test_attention_equals_megatrons_and_its_gradients(one_rank, groups, mask):
 
 @pytest.mark.parametrize(("head_dim", "multiple"), [(50, 64), (64, 8)])
 @pytest.mark.parametrize("mask", [None, random_mask(BATCH, 1)], ids=["causal", "random"])
-def test_padding_heads_changes_nothing(head_dim, multiple, mask):
+def test_padding_the_head_dimension_does_not_change_attention(head_dim, multiple, mask):
     config = config_of(hidden_size=HEADS * head_dim)
     results = []
     for head_dim_multiple in (1, multiple):

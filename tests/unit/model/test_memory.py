@@ -1,4 +1,4 @@
-"""The memory estimated from shapes, compared with torch's allocator."""
+"""Compare the memory estimated from shapes with torch's allocator."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def test_the_estimate_is_near_the_measured_peak(one_rank, name):
 
 
 @pytest.mark.parametrize("name", ["1m", "1.2b"])
-def test_the_parameters_of_all_ranks_are_those_of_the_shape(name):
+def test_the_parameters_of_all_ranks_add_up_to_the_model(name):
     shape = ModelShape(model_size(name), vocab_size=50_257, max_sequence_length=1024)
     setup = dataclasses.replace(PLAIN, shape=shape)
     padding = setup.embedding_elements - shape.vocab_size * shape.size.hidden_size
     assert stage_parameters(setup, 0) == shape.num_parameters + padding
     pipelined = laid_out(setup, pipeline_model_parallel_size=shape.size.num_layers)
     held = sum(stage_parameters(pipelined, stage) for stage in range(shape.size.num_layers))
-    # The last stage has a copy of the embedding.
+    # The last pipeline stage has a second copy of the embedding.
     assert held == shape.num_parameters + padding + setup.embedding_elements
 
 
-def test_a_sharded_optimizer_divides_its_states():
+def test_a_sharded_optimizer_divides_its_states_by_the_number_of_ranks():
     setup = dataclasses.replace(PLAIN, bf16=True)
     sharded = laid_out(setup, data_parallel_size=4, use_distributed_optimizer=True)
     (whole,), (found,) = estimate_memory(setup), estimate_memory(sharded)

@@ -1,4 +1,4 @@
-"""Hidden states and losses of a reader, compared with those of the whole model."""
+"""Compare hidden states and losses of a reader with those of the whole model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def positions_of(tokens):
 
 
 @pytest.mark.parametrize("layer", [1, 2, 4])
-def test_hidden_states_are_the_layers_output_in_the_whole_model(reader, tokens, layer):
+def test_hidden_states_equal_the_layers_output_in_the_whole_model(reader, tokens, layer):
     seen = []
     handles = [
         block.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
@@ -50,7 +50,7 @@ def test_hidden_states_are_the_layers_output_in_the_whole_model(reader, tokens, 
     assert torch.equal(hidden, seen[layer - 1].detach())
 
 
-def test_token_losses_are_minus_the_log_of_the_models_probabilities(reader, tokens):
+def test_token_losses_are_negative_log_probabilities_of_the_model(reader, tokens):
     labels = tokens.roll(-1, dims=1)
     losses = reader.token_losses(tokens, labels)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The report of tools/doctor.py: active features, NVIDIA's Apex, and CUDA coverage."""
+"""Report of tools/doctor.py: active features, NVIDIA's Apex, and CUDA test coverage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.parametrize(
     ("modules", "state", "detail"),
     [
-        # The unrelated project is not imported: it could do anything.
+        # The unrelated project must not be imported, since its code could do anything.
         (dict.fromkeys(("", "amqp"), "raise SystemExit"), "wrong package", "pip uninstall apex"),
         (dict.fromkeys(("", "optimizers", "normalization"), ""), "unused", "no CUDA device"),
         ({"": "", "normalization": "", "optimizers": "import amp_C"}, "broken", "amp_C"),
@@ -82,7 +82,7 @@ def test_every_test_that_covers_a_cuda_feature_exists():
 
 
 def test_a_feature_is_tested_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
-    features = {  # GPU tests, tests on the pretended device
+    features = {  # tests on a GPU, tests on the pretended device
         "passed": (["a.py::test_a", "a.py::test_b[x]"], []),
         "failed": (["a.py::test_b"], ["b.py::test_c"]),
         "not run": (["a.py::test_b[x]", "a.py::test_c"], []),

@@ -1,4 +1,4 @@
-"""The CPU stand-in of torch.cuda. tests/unit/training trains with it."""
+"""CPU stand-in of torch.cuda; tests/unit/training trains with the stand-in."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _stand_in():
-    """Install the stand-in, unless another test of this process already has."""
+    """Install the stand-in, unless another test of this process has already installed it."""
     assert cpu.install_cpu_stand_in() is True
 
 
-def test_cuda_tensors_are_made_on_the_cpu(monkeypatch):
+def test_cuda_tensors_are_created_on_the_cpu(monkeypatch):
     installed = torch.zeros
     assert cpu.install_cpu_stand_in() is True
     assert torch.zeros is installed  # installed once
@@ -30,8 +30,8 @@ def test_cuda_tensors_are_made_on_the_cpu(monkeypatch):
     assert cpu.install_cpu_stand_in() is False
 
 
-def test_fp32_is_not_tf32_whatever_the_container_sets():
-    torch.set_float32_matmul_precision("high")  # the default in NVIDIA's containers
+def test_fp32_is_not_tf32_regardless_of_the_container():
+    torch.set_float32_matmul_precision("high")  # NVIDIA's containers set this by default
     assert layout._prepare_device() == CPU
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -60,8 +60,8 @@ def test_streams_of_megatrons_tracker_are_independent_of_the_default_stream(capl
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_functions_are_not_compiled():
-    """A compiled function would run its Python code only once."""
+def test_the_cpu_stand_in_disables_the_compiler():
+    """If the function were compiled, its Python code would run only once."""
     calls = []
 
     @torch.compile

@@ -1,4 +1,4 @@
-"""Layouts that cannot run, and the device of a rank."""
+"""Parallel layouts that cannot run, and the device of a rank."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_model_that_cannot_be_partitioned_is_rejected(size, options, seq_lengt
         check_model_layout(size, TrainingParallelOptions(**options), seq_length)
 
 
-def test_an_interleaved_step_needs_groups_of_micro_batches():
+def test_interleaving_needs_a_multiple_of_the_pipeline_size_of_micro_batches():
     options = TrainingParallelOptions(
         pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=3
     )
@@ -68,8 +68,8 @@ def test_an_interleaved_step_needs_groups_of_micro_batches():
     TrainingParallelOptions(pipeline_model_parallel_size=4).check_microbatches(6)
 
 
-def test_an_unusable_gpu_is_an_error_unless_it_is_hidden(tmp_path, monkeypatch):
-    """A GPU that a torch built for CUDA cannot use, for example because of an old driver."""
+def test_an_unusable_gpu_is_an_error_unless_cuda_visible_devices_hides_it(tmp_path, monkeypatch):
+    """A torch built for CUDA may be unable to use the GPU, for example because of an old driver."""
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(cpu, "_GPU_FILES", str(tmp_path / "nvidia[0-9]*"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -92,7 +92,9 @@ def test_an_unusable_gpu_is_an_error_unless_it_is_hidden(tmp_path, monkeypatch):
         (1, 3, True, None),
     ],
 )
-def test_a_rank_uses_the_device_of_its_local_rank(monkeypatch, count, local_rank, torchrun, index):
+def test_each_rank_uses_the_device_of_its_local_rank(
+    monkeypatch, count, local_rank, torchrun, index
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)

@@ -1,4 +1,5 @@
-"""If Triton cannot launch kernels, torch computes the same, and one warning names the fix."""
+"""If Triton cannot launch kernels, torch computes the same result, and one warning names the
+fix."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton can la
 
 
 class OnGPU(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU; a Triton launch fails there without a driver."""
+    """CPU tensor that claims to be on a GPU; without a driver, a Triton launch fails."""
 
     is_cuda = True
 
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch):
-    """Clear the cached result and warning."""
+    """Clear the cached result of the probe and its warning."""
     cached = triton_probe.triton_problem, triton_probe._works_or_warns
     for function in cached:
         function.cache_clear()
@@ -33,7 +34,7 @@ def _new_process(monkeypatch):
         function.cache_clear()
 
 
-def test_without_a_compiler_torch_computes_with_one_warning(tmp_path, monkeypatch):
+def test_without_a_compiler_torch_computes_and_one_warning_is_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     rows = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
