@@ -1,6 +1,6 @@
 """Layouts, options and result paths of the sections: ranks.py runs them, the tests check them.
 
-No torch here: the process that runs pytest reads the results with numpy only.
+This module does not import torch: the process that runs pytest reads the results with numpy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRAIN_ITERS, SAVE_INTERVAL = 12, 6
 MAX_RANKS = 4
 # Layouts and processors add the same float32 numbers in different orders. These tolerances are in
 # units of the last place: absolute for a loss, which is at most about that of a uniform guess, and
-# relative for a gradient's norm. An error changes some loss by more than SMALLEST_ERROR.
+# relative for a gradient's norm. A real error changes some loss by more than SMALLEST_ERROR.
 EPSILON = float(np.finfo(np.float32).eps)
 LOSS_ROUNDING, NORM_ROUNDING = 16 * EPSILON * math.log(VOCAB_SIZE), 128 * EPSILON
 SMALLEST_ERROR = 1e-3
@@ -48,10 +48,11 @@ class Case:
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     micro_batch_size: int = 2
-    """4 in layouts dominated by communication; a batch still has two micro-batches."""
+    """Samples per micro-batch; 4 in layouts dominated by communication, where a batch still has two
+    micro-batches."""
     bf16: bool = False
     permutation: Permutation = "megatron"
-    """With an order other than megatron's, the mixture weights change twice."""
+    """Sample order; with another one than Megatron's, the mixture weights change twice."""
     dry_first_step: DryFirstStep = "auto"
 
 
@@ -147,12 +148,12 @@ RESUMED: Again = {
     ),
 }
 
-# Validation, and a NaN gradient on one rank in two steps.
+# Runs with validation, and with a NaN gradient on one rank in two steps.
 BAD = {f"{name}-bad": RUNS[name] for name in ("one", "vpp2", "dp2")}
-"""Each is equal to the run without "-bad" up to its first bad step."""
+"""Each run equals the one without "-bad" up to its first bad step."""
 EVAL_INTERVAL = 4
 BAD_STEPS = (6, 7)
-"""A checkpoint is due at the first of them."""
+"""Steps with a NaN gradient; a checkpoint is due at the first of these steps."""
 
 
 def one_rank(name: str) -> str:
@@ -165,7 +166,7 @@ def one_rank(name: str) -> str:
     return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
 
-# Disturbed saves: the disk of one rank is full, or one rank is killed.
+# Disturbed saves: the disk of one rank is full.
 SAVING_INTERVAL = 3
 FULL_FROM, FULL_UNTIL = 6, 9
 """The disk is full from step FULL_FROM until before step FULL_UNTIL: one save fails."""
@@ -173,7 +174,7 @@ FULL_FROM, FULL_UNTIL = 6, 9
 
 @dataclasses.dataclass(frozen=True)
 class SavingCase:
-    """An undisturbed run, how it saves, and the rank whose disk is full."""
+    """A run with a full disk on one rank; ``origin`` is the same run without this fault."""
 
     origin: str
     async_save: bool
@@ -188,12 +189,12 @@ SAVING = {
 ONLINE = {
     "online-one": ONE,
     "online-sp2": SP2,
-    # One batch of windows per domain: rank 1 has none, and rank 0 must not wait for it.
+    # One batch of windows per domain: rank 1 has no batch, and rank 0 must not wait for rank 1.
     "online-dp2-overlapped": dataclasses.replace(RUNS["dp2-overlapped"], micro_batch_size=4),
 }
 ONLINE_AGAIN: Again = {"online-one-to-vpp2": ("online-one", VPP2)}
 ONLINE_LAYER = 3
-"""In the last pipeline stage; with interleaving, in the first rank's second chunk."""
+"""A layer of the last pipeline stage; with interleaving, of the first rank's second chunk."""
 ONLINE_INTERVAL = 4
 
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
@@ -202,7 +203,7 @@ DOREMI = {f"doremi-{name}": RUNS[name] for name in ("one", "vpp2", "dp2-overlapp
     "doremi-one-masked": dataclasses.replace(ONE, boundaries=MASKED),
     "doremi-dp2-masked": dataclasses.replace(DP2, boundaries=MASKED, micro_batch_size=1),
 }
-"""Layouts of the proxy runs."""
+"""Layouts of DoReMi's proxy runs."""
 DOREMI_AGAIN: Again = {"doremi-vpp2-to-sp2": ("doremi-vpp2", SP2)}
 
 DOGE = {f"doge-{name}": RUNS[name] for name in ("one", "pp2", "tp2-dp2-sharded")}
@@ -213,14 +214,14 @@ PEAKS = {f"peak-{name}": RUNS[name] for name in ("sp2", "pp2", "dp2-sharded")}
 """Layouts whose peak memory is measured on every rank."""
 
 NARROW = "tp2-narrow"
-"""TP2 with an embedding padded to an even number of rows; the others have 256."""
+"""TP2 with an embedding padded to an even number of rows; in other layouts it has 256 rows."""
 NARROW_MULTIPLE = 2
 REWRITTEN = {"vpp2": VPP2, NARROW: TP2}
 """Layouts that load the checkpoint converted from the Hugging Face folder, and save it again."""
 TUNED = {"tuned-vpp2": VPP2}
 """Runs that start from the Hugging Face folder, with rows added to its vocabulary."""
 TUNED_FROM_CHECKPOINT = "tuned-from-checkpoint"
-"""A run that starts from the checkpoint converted from that folder, without added rows."""
+"""A run from the checkpoint converted from the Hugging Face folder, without added rows."""
 ADDED_ROWS = 61
 
 
@@ -235,12 +236,12 @@ class Reading:
 READINGS = {
     "one": Reading(ONE, 32),
     "sp2": Reading(SP2, 32),
-    "dp2-idle-rank": Reading(DP2, 64),  # one batch per domain: the second rank gets none
+    "dp2-idle-rank": Reading(DP2, 64),  # one batch per domain: the second rank has no batch
     "tp2-pp2": Reading(TP2_PP2, 16),
 }
 NUM_WINDOWS = 48
 LAYERS = (1, 3)
-"""Layers that every reading embeds: one of the first and one of the last pipeline stage."""
+"""Layers that every reading embeds: one in the first and one in the last pipeline stage."""
 NORMED_LAYER = 1
 """The layer whose embeddings also pass the final norm, which is on the last pipeline stage."""
 OVERLAP = 11
@@ -259,7 +260,7 @@ MISTAKES = {
     "heads": ("--model-size", "1.2b", "--run-dir", "{root}/runs/mistake"),
     "unwritable": ("--model-size", "nano", "--run-dir", "{root}/corpus/corpus.json/run"),
 }
-"""All ranks detect the first, and only rank 0 the second."""
+"""User errors: all ranks detect the first, and only rank 0 detects the second."""
 MORE_BYTES = 256 << 20
 
 COMPILED = {
@@ -272,7 +273,7 @@ COMPILED = {
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Paths below one folder."""
+    """Paths of inputs and results, below one folder."""
 
     root: Path
 
@@ -282,7 +283,7 @@ class Places:
 
     @property
     def uneven_mixture(self) -> Path:
-        """A mixture of the corpus's domains."""
+        """A mixture with unequal weights of the corpus's domains."""
         return self.root / "uneven.json"
 
     def run(self, name: str) -> Path:
@@ -304,20 +305,20 @@ class Places:
 
     @property
     def reference(self) -> Path:
-        """Hidden states and losses of the plain model."""
+        """File with hidden states and losses of the plain model."""
         return self.root / "reference.npz"
 
     def peaks(self, section: str) -> Path:
-        """Peak memory in bytes by rank."""
+        """File with the peak memory of each rank in bytes."""
         return self.root / "peaks" / f"{section}.json"
 
     @property
     def downstream(self) -> Path:
-        """The checkpoint of a text model, the task data and the results."""
+        """Folder with the checkpoint of a text model, the task data and the results."""
         return self.root / "downstream"
 
     def done(self, section: str) -> Path:
-        """Exists once a section is done."""
+        """Marker file of a section that is done."""
         return self.root / "done" / section
 
     @property
@@ -326,7 +327,7 @@ class Places:
 
 
 def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
-    """Options of the run of every layout: clipped gradients, weight decay, warm-up and decay."""
+    """Options of a run in one layout, with clipped gradients, weight decay, warm-up and decay."""
     data = DataOptions()
     if case.permutation != "megatron":
         changes = (f"4={places.uneven_mixture}", f"{SAVE_INTERVAL + 3}=uniform")
@@ -350,8 +351,8 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
             min_lr=1e-3,
             lr_warmup_iters=2,
             weight_decay=0.1,
-            # Where the exact gradient is zero, as for the keys' biases, AdamW would divide rounding
-            # by rounding and take whole steps that differ between layouts.
+            # Where the exact gradient is zero, as for the keys' biases, AdamW would divide one
+            # rounding error by another, and take full steps that differ between layouts.
             adam_eps=1e-4,
         ),
         parallel=case.parallel,
@@ -388,7 +389,10 @@ def saving_options(places: Places, name: str, case: Case, *, async_save: bool) -
 
 
 def online_options(places: Places, name: str, case: Case) -> PretrainOptions:
-    """Windows that do not divide evenly among ranks or batches; new weights after steps 4 and 8."""
+    """Options of online Chameleon that change the mixture after steps 4 and 8.
+
+    The windows do not divide evenly among ranks or batches.
+    """
     return dataclasses.replace(
         training_options(places, name, case),
         data=DataOptions(permutation="epoch"),
@@ -402,6 +406,6 @@ def online_options(places: Places, name: str, case: Case) -> PretrainOptions:
 
 
 def reading_layout(case: Case) -> ParallelOptions:
-    """The subset of a layout's options that evaluation and embedding have."""
+    """The options of a layout that evaluation and embedding also have."""
     fields = dataclasses.fields(ParallelOptions)
     return ParallelOptions(**{field.name: getattr(case.parallel, field.name) for field in fields})

@@ -69,7 +69,7 @@ def compare(parallel: TrainingParallelOptions, backend: str) -> dict[str, Any]:
         plain = train(parallel, layout, None)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        # Like torch's function, the stand-in's returns a constant of the process.
+        # The stand-in's function returns a constant of the process, as torch's does.
         constant_fold_functions[torch.cuda.current_device] = None  # type: ignore[call-overload]
         graphs = CompileCounterWithBackend(backend)
         with torch.compiler.set_stance("default"):

@@ -20,7 +20,7 @@ from tests.distributed.cases import TRAIN_ITERS, Places
 from tests.distributed.launch import finish, start
 from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
-SECONDS = 1500.0  # for all launches on a loaded machine
+SECONDS = 1500.0  # limit for all launches on a loaded machine
 CLOCK_FIELDS = {
     *("seconds", "tokens_per_second", "tflops_per_second_per_device", "mfu"),
     *("memory_bytes", "phase_seconds"),
@@ -29,7 +29,7 @@ CLOCK_FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Results of the ranks. Reading those of an unfinished section fails the test with the log."""
+    """Results of the ranks; to read results of an unfinished section fails and shows the log."""
 
     places: Places
 

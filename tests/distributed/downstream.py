@@ -17,7 +17,7 @@ from tests.text_checkpoint import write_text_checkpoint
 
 
 def write_and_answer(places: Places) -> None:
-    """Write a checkpoint of a text model and data of tasks, and answer them on one rank."""
+    """Write a checkpoint of a text model and task data, and answer the tasks on one rank."""
     places.downstream.mkdir()
     write_text_checkpoint(places.downstream)
     write_task_data(places.downstream / "data", 4)
@@ -25,7 +25,7 @@ def write_and_answer(places: Places) -> None:
 
 
 def make_questions() -> list[Question]:
-    """Three choices after each context; contexts of many lengths, some with a common prefix."""
+    """Contexts of many lengths, some with a common prefix, and three choices after each."""
     rng = np.random.default_rng(0)
 
     def sample(length: int) -> np.ndarray:
@@ -39,7 +39,7 @@ def make_questions() -> list[Question]:
 
 
 def make_prompts() -> list[Prompt]:
-    """More prompts than data-parallel ranks, of several lengths."""
+    """Prompts of several lengths; there are more prompts than data-parallel ranks."""
     rng = np.random.default_rng(1)
     lengths = (1, 3, 40, 41, 200, 300)
     return [Prompt(rng.integers(0, 400, n).astype(np.int32), 4 + n % 3, ()) for n in lengths]

@@ -67,13 +67,13 @@ def run_tool(tool: str, arguments: Sequence[str]) -> None:
     runpy.run_path(str(REPOSITORY / "tools" / tool), run_name="__main__")
 
 
-# A rank is killed.
+# Runs in which a rank is killed.
 
 
 def kill_at(places: Places, moment: str) -> None:
     """Start or resume the run, and kill rank 1 with SIGKILL at ``moment``.
 
-    "in-save": it has written its files of the checkpoint of step 6, but not their hashes.
+    "in-save": rank 1 has written its files of the checkpoint of step 6, but not their hashes.
     "in-async-save": before step 10, while the checkpoint of step 9 is being written.
     """
     status = launch(places, f"killed-{moment}", partial(train_and_be_killed, places, moment))
@@ -122,7 +122,7 @@ def instead_of_hashing(step: int, act: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-# A run is stopped.
+# Runs that are stopped.
 
 
 def stopped_flags(places: Places) -> list[str]:
@@ -149,7 +149,7 @@ def stop_by(places: Places, reason: str) -> None:
     launcher = fork_ranks(NUM_RANKS, log, train)
     if not reason.startswith("--"):
         wait_for_step(log, before + 2, launcher.is_alive)
-        if reason == "SIGUSR1":  # to one rank
+        if reason == "SIGUSR1":  # sent to one rank only
             os.kill(int((pids / "1").read_text()), signal.SIGUSR1)
         else:
             os.kill(launcher.pid, signal.SIGTERM)
@@ -167,11 +167,11 @@ def stop_by(places: Places, reason: str) -> None:
     )
 
 
-# Ranks agree.
+# Agreement between ranks.
 
 
 def agree(places: Places) -> None:
-    """Rank 1 allocates more memory; both ranks record memory, signals and a damaged corpus."""
+    """Allocate more memory on rank 1; record memory, signals and corpus damage on both ranks."""
     root = places.root / "agreement"
     root.mkdir()
     corpus = write_small_corpus(root / "corpus")

@@ -1,4 +1,4 @@
-"""Launch ranks by torchrun or by fork, and kill those that remain."""
+"""Launch ranks by torchrun or by fork, and kill ranks that remain."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
 
 
 def wait_for_step(log: Path, step: int, is_alive: Callable[[], bool]) -> None:
-    """Wait until ``step`` is logged; fail if the process ends before."""
+    """Wait until ``step`` is logged; fail if the process ends earlier."""
     while not (log.exists() and re.search(rf"^step +{step}/", log.read_text(), re.MULTILINE)):
         assert is_alive(), log.read_text()
         time.sleep(0.005)
@@ -77,7 +77,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # all of them have ended
+        return  # all processes have ended
     process.wait()
 
 

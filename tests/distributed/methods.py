@@ -21,14 +21,14 @@ from tests.distributed.cases import Case, Places
 
 
 def proxy_options(places: Places, name: str, case: Case) -> ProxyOptions:
-    """Proxy options equal to those of the run of every layout."""
+    """Options of a proxy, with the values of ``cases.training_options``."""
     run = cases.training_options(places, name, case)
     fields = [field.name for field in dataclasses.fields(ProxyOptions)]
     return ProxyOptions(**{field: getattr(run, field) for field in fields})
 
 
 def doremi(places: Places, name: str, case: Case) -> None:
-    """DoReMi with the run 'one' as reference."""
+    """Run DoReMi with the run 'one' as reference."""
     options = DoremiOptions(
         corpus=places.corpus,
         output=places.run(name) / "mixture.json",
@@ -53,7 +53,7 @@ def doge(places: Places, name: str, case: Case) -> None:
 
 
 def discover(places: Places, name: str) -> None:
-    """Cluster two of the corpus's domains by the run 'one'."""
+    """Cluster two of the corpus's domains by embeddings of the run 'one'."""
     options = DiscoverOptions(
         corpus=places.corpus,
         checkpoint=places.run("one"),

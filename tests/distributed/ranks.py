@@ -56,7 +56,7 @@ class Section:
 
 
 def all_sections() -> Iterator[Section]:
-    """Yield all sections; each comes after those whose results it reads."""
+    """Yield all sections; each comes after the sections whose results it reads."""
     for name, case in cases.UNINTERRUPTED.items():
         yield Section(name, case.ranks, run(train, name, case))
     dry = dataclasses.replace(cases.DP2_SHARDED, dry_first_step="on")
@@ -102,8 +102,8 @@ def run(
 
     Args:
         work: called with the paths and ``arguments``.
-        arguments: after the paths.
-        cut: the run to resume from its middle; the first argument is the new run's name.
+        arguments: further arguments of ``work``, after the paths.
+        cut: name of a run to resume from its middle; ``arguments[0]`` is the name of the new run.
     """
 
     def bound(places: Places) -> None:
@@ -142,7 +142,7 @@ def train_bad(places: Places, name: str) -> None:
     def poison(model: Sequence[torch.nn.Module]) -> Any:
         if next(steps) not in cases.BAD_STEPS or not on_last_rank:
             return None
-        matrix = [p for p in model[-1].parameters() if p.dim() == 2][-1]  # sharded
+        matrix = [p for p in model[-1].parameters() if p.dim() == 2][-1]  # a sharded matrix
         return matrix.register_hook(lambda gradient: gradient * float("nan"))
 
     with around_steps(poison):
@@ -151,7 +151,7 @@ def train_bad(places: Places, name: str) -> None:
 
 @contextlib.contextmanager
 def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator[None]:
-    """Call ``before(model)`` before each training step of the block; remove the hook it returns."""
+    """Call ``before(model)`` before each step in the block; remove the hook it returns after it."""
     original = TrainedModel.step
 
     def step(model: TrainedModel, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
@@ -185,7 +185,7 @@ def train_saving(places: Places, name: str) -> None:
 
 
 def peak_setup(name: str) -> TrainingSetup:
-    """A model whose layers and logits take more memory than its parameters."""
+    """Setup of a model whose layers and logits take more memory than its parameters."""
     parallel = cases.PEAKS[name].parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     size = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=128, ffn_hidden_size=512)
@@ -219,7 +219,7 @@ def train_tuned(places: Places, name: str) -> None:
 
 
 def answer_downstream(places: Places, name: str | None = None) -> None:
-    from tests.distributed import downstream  # pyarrow starts a thread, so it is not forked
+    from tests.distributed import downstream  # import pyarrow after the fork: it starts a thread
 
     if name is None:
         downstream.write_and_answer(places)
@@ -232,7 +232,7 @@ def is_first_rank() -> bool:
 
 
 class Ranks:
-    """Connects the processes of this launch that take part in a section.
+    """Connect the processes of this launch that take part in a section.
 
     torchrun's store serves only one process group: a second group would find the addresses of the
     first. So each section gets its own store at a port that rank 0 chooses.
@@ -249,7 +249,7 @@ class Ranks:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
     def join(self, section: Section) -> bool:
-        """Set this process's environment for the section; False if it takes no part."""
+        """Set this process's environment for the section; return False if it takes no part."""
         if self.rank >= section.ranks:
             return False
         if self.rank == 0:
@@ -267,7 +267,7 @@ def free_port() -> int:
 
 def run_sections(places: Places) -> None:
     """Run this rank's part of all sections."""
-    open_output()  # as the tools do: a rank with a full disk cannot write its log either
+    open_output()  # tools do this, too: a rank with a full disk cannot write its log
     ranks = Ranks()
     for section in all_sections():
         if not ranks.join(section):

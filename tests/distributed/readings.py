@@ -45,7 +45,7 @@ def read(
         places: paths.
         name: the reading.
         output: name of the results; ``name`` if None.
-        checkpoint: that of the run 'one' if None.
+        checkpoint: checkpoint to read; that of the run 'one' if None.
     """
     output, checkpoint = output or name, checkpoint or places.run("one")
     for layer in cases.LAYERS:
@@ -117,8 +117,8 @@ def convert_rewritten(places: Places, name: str) -> None:
 def write_reference(places: Places) -> None:
     """Write embeddings and losses of the whole model on one rank, one window at a time.
 
-    Embeddings 'NAME/LAYER' [n, h], hidden states 'hidden/LAYER' [s, b, h], losses 'NAME', and sums
-    of losses and tokens of each document, 'NAME/documents' [2, d].
+    The file holds embeddings 'NAME/LAYER' [n, h], hidden states 'hidden/LAYER' [s, b, h], losses
+    'NAME', and sums of losses and tokens of each document, 'NAME/documents' [2, d].
     """
     corpus = Corpus.load(places.corpus)
     record = CheckpointRecord.load(find_checkpoint(places.run("one")))

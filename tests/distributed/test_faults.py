@@ -22,7 +22,7 @@ FRAME_OF_OURS = re.compile(r'File ".*/(megatron_chameleon|tools)/.*", line')
         ("in-async-save", [3, 6], 9),
     ],
 )
-def test_a_killed_rank_leaves_the_checkpoints_before(results, moment, saved, partial):
+def test_killed_rank_leaves_the_checkpoints_saved_before(results, moment, saved, partial):
     launch = results.fault(f"killed-{moment}")
     assert launch["status"] != 0
     assert launch["run_status"] in ("failed", "interrupted", "running"), launch["log"]
@@ -33,7 +33,7 @@ def test_a_killed_rank_leaves_the_checkpoints_before(results, moment, saved, par
     assert re.fullmatch(rf"\.step-{partial:08d}\.\w+\.tmp", name)
 
 
-def test_the_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, places):
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, places):
     last = results.fault(f"killed-{cases.KILLS[-1]}")
     assert last["status"] == 0, last["log"]
     assert (last["run_status"], last["step"]) == ("finished", cases.TRAIN_ITERS)
@@ -49,7 +49,7 @@ def test_the_resumed_run_is_bit_identical_to_an_uninterrupted_one(results, place
 
 
 @pytest.mark.parametrize("reason", cases.STOPS)
-def test_all_ranks_stop_at_one_step_and_save_it(results, reason):
+def test_all_ranks_stop_and_save_at_the_same_step(results, reason):
     launch = results.fault(f"stopped-{reason}")
     assert (launch["run_status"], launch["stopped_by"]) == ("interrupted", reason), launch["log"]
     assert launch["checkpoints"][-1] == f"step-{launch['step']:08d}"
@@ -58,7 +58,7 @@ def test_all_ranks_stop_at_one_step_and_save_it(results, reason):
     assert (launch["status"] == 0) == (reason in ("SIGUSR1", "--exit-duration-in-mins"))
 
 
-def test_each_launch_resumes_where_the_one_before_stopped(results):
+def test_each_launch_resumes_where_the_previous_one_stopped(results):
     launches = [results.fault(f"stopped-{reason}") for reason in cases.STOPS]
     steps = [launch["step"] for launch in launches]
     assert steps[0] < steps[1] == steps[2] - 1
@@ -66,10 +66,10 @@ def test_each_launch_resumes_where_the_one_before_stopped(results):
 
 
 @pytest.mark.parametrize("name", cases.MISTAKES)
-def test_a_users_mistake_is_one_line_without_a_traceback(places, results, name):
+def test_user_error_prints_one_line_without_a_traceback(places, results, name):
     launch = results.fault(f"mistake-{name}")
     log = launch["log"]
-    # The launcher's status is always 1; its summary shows that of the ranks.
+    # The launcher's status is always 1; its summary shows the status of each rank.
     assert launch["status"] != 0
     assert re.search(r"exitcode +: 2 ", log), log
     assert not FRAME_OF_OURS.search(log), log
@@ -81,7 +81,7 @@ def test_a_users_mistake_is_one_line_without_a_traceback(places, results, name):
     assert not places.run("mistake").exists()
 
 
-def test_ranks_agree(places, results):
+def test_ranks_agree_on_memory_signals_and_damaged_files(places, results):
     assert results.fault("agreement")["status"] == 0, results.fault("agreement")["log"]
     first, second = (
         json.loads((places.root / "agreement" / f"{rank}.json").read_text()) for rank in (0, 1)
@@ -89,6 +89,6 @@ def test_ranks_agree(places, results):
     assert "poems.bin" in first["damage"]
     for name in ("damage", "signals", "most memory"):
         assert first[name] == second[name]
-    assert first["signals"] == ["SIGUSR1"]  # only rank 1 had one
+    assert first["signals"] == ["SIGUSR1"]  # only rank 1 received a signal
     assert first["most memory"] == pytest.approx(second["memory"], rel=0.02)
     assert first["most memory"] > first["memory"] + cases.MORE_BYTES // 2

@@ -39,13 +39,13 @@ def assert_near(
 
 
 def phases_of(run: TrainingRun) -> tuple[list[int], np.ndarray]:
-    """First samples of the mixtures, and their weights."""
+    """First sample and weights of each mixture."""
     phases = run.mixture_phases
     return [p.first_sample for p in phases], np.array([list(p.weights.values()) for p in phases])
 
 
 @pytest.mark.parametrize("run", others(cases.ONLINE, cases.ONLINE_AGAIN))
-def test_online_weights_are_those_of_one_rank(results, run):
+def test_online_weights_equal_those_of_one_rank(results, run):
     found, expected = results.run(run), results.run("online-one")
     starts, weights = phases_of(found)
     expected_starts, expected_weights = phases_of(expected)
@@ -59,7 +59,7 @@ def test_online_weights_are_those_of_one_rank(results, run):
         assert found.cost.flops == expected.cost.flops
 
 
-def test_online_weights_move_at_every_interval(results):
+def test_online_weights_change_at_every_interval(results):
     starts, weights = phases_of(results.run("online-one"))
     assert starts == [step * 8 for step in range(0, cases.TRAIN_ITERS, cases.ONLINE_INTERVAL)]
     assert np.abs(np.diff(weights, axis=0)).max(axis=1).min() > 0.005

@@ -15,7 +15,7 @@ TOLERANCE = 1e-5
 DOWNSTREAM_TOLERANCE = 1e-4
 
 
-def test_hidden_states_are_those_of_a_hook_on_the_whole_model(results):
+def test_hidden_states_equal_those_of_the_whole_model(results):
     reference = results.reference()
     for layer in cases.LAYERS:
         hooked, read = reference[f"hidden/{layer}"], reference[f"reader/{layer}"]
@@ -27,12 +27,12 @@ def test_hidden_states_are_those_of_a_hook_on_the_whole_model(results):
 
 @pytest.mark.parametrize("layer", cases.LAYERS)
 @pytest.mark.parametrize("reading", cases.READINGS)
-def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, reading, layer):
+def test_embeddings_equal_plain_means_and_weights_equal_one_rank(results, reading, layer):
     reference = results.reference()
     for name, vectors in results.vectors(reading, layer).items():
         expected = reference[f"{name}/{layer}"]
         assert len(expected) == cases.NUM_WINDOWS
-        assert expected.std(axis=0).max() > 100 * TOLERANCE  # windows differ by far more
+        assert expected.std(axis=0).max() > 100 * TOLERANCE  # windows differ far more
         np.testing.assert_allclose(vectors, expected, rtol=0, atol=TOLERANCE)
     one, other = results.mixture("one", layer), results.mixture(reading, layer)
     assert max(one.weights.values()) - min(one.weights.values()) > 0.01
@@ -40,7 +40,7 @@ def test_embeddings_are_the_plain_means_and_weights_those_of_one_rank(results, r
 
 
 @pytest.mark.parametrize("reading", cases.READINGS)
-def test_perplexities_are_those_of_plain_windows(results, reading):
+def test_perplexities_equal_those_of_single_windows(results, reading):
     reference = results.reference()
     for name, domain in results.evaluation(reading).domains.items():
         assert domain.loss == pytest.approx(float(reference[name]), abs=TOLERANCE)
@@ -69,7 +69,7 @@ def tensors(results, name):
     return load_file(results.places.huggingface(name) / "model.safetensors")
 
 
-def test_the_folder_has_no_padding_and_trained_weights(results):
+def test_huggingface_folder_has_trained_weights_without_padding(results):
     found = tensors(results, "one")
     assert found["transformer.wte.weight"].shape == (VOCAB_SIZE, 64)
     for name, tensor in found.items():
@@ -77,7 +77,7 @@ def test_the_folder_has_no_padding_and_trained_weights(results):
 
 
 @pytest.mark.parametrize("name", cases.REWRITTEN)
-def test_every_layout_writes_the_same_folder_to_the_bit(results, name):
+def test_every_layout_writes_a_bit_identical_huggingface_folder(results, name):
     expected, found = tensors(results, "one"), tensors(results, name)
     layout = CheckpointRecord.load(results.places.from_huggingface(name)).layout
     parallel = cases.REWRITTEN[name].parallel
@@ -88,7 +88,7 @@ def test_every_layout_writes_the_same_folder_to_the_bit(results, name):
         np.testing.assert_array_equal(found[tensor], expected[tensor], err_msg=tensor)
 
 
-def test_the_converted_checkpoint_reads_like_the_run(results):
+def test_converted_checkpoint_has_the_results_of_the_original(results):
     assert results.evaluation("converted").domains == results.evaluation("one").domains
     for layer in cases.LAYERS:
         converted, original = results.mixture("converted", layer), results.mixture("one", layer)
@@ -96,7 +96,7 @@ def test_the_converted_checkpoint_reads_like_the_run(results):
 
 
 @pytest.mark.parametrize("name", cases.TUNED)
-def test_a_run_from_a_folder_is_that_from_its_checkpoint(results, name):
+def test_run_from_a_huggingface_folder_equals_one_from_its_checkpoint(results, name):
     expected, found = results.metrics(cases.TUNED_FROM_CHECKPOINT), results.metrics(name)
     trained, untrained = results.metrics("one")[-1]["loss"], results.metrics("one")[0]["loss"]
     assert expected[0]["loss"] < (trained + untrained) / 2
@@ -109,7 +109,7 @@ def test_a_run_from_a_folder_is_that_from_its_checkpoint(results, name):
 
 
 @pytest.mark.parametrize("name", cases.DOWNSTREAM)
-def test_downstream_answers_are_those_of_one_rank(results, name):
+def test_downstream_answers_equal_those_of_one_rank(results, name):
     results.require(f"downstream-{name}")
     folder = results.places.downstream
     with np.load(folder / f"{name}.npz") as found, np.load(folder / "one.npz") as expected:

@@ -26,7 +26,7 @@ SAME_LAYOUT = [
 ]
 
 
-def test_the_run_would_show_an_error(results):
+def test_losses_and_norms_are_large_enough_to_show_an_error(results):
     steps = results.metrics("one")
     losses = [step["loss"] for step in steps]
     moves = [abs(after - before) for before, after in itertools.pairwise(losses)]
@@ -36,7 +36,7 @@ def test_the_run_would_show_an_error(results):
     assert min(step["grad_norm"] for step in steps) > 1.0  # so every gradient is clipped
 
 
-def test_runs_that_separate_documents_differ(results):
+def test_separating_documents_changes_the_losses(results):
     plain, apart = results.metrics("one"), results.metrics("one-apart")
     tokens = [[sum(s["domain_tokens"].values()) for s in steps] for steps in (plain, apart)]
     assert all(fewer < total for total, fewer in zip(*tokens, strict=True))
@@ -47,7 +47,7 @@ def test_runs_that_separate_documents_differ(results):
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)
-def test_every_step_is_that_of_one_rank(results, name):
+def test_every_step_equals_that_of_one_rank(results, name):
     for one, other in zip(results.metrics(one_rank(name)), results.metrics(name), strict=True):
         for field in ("step", "tokens", "domain_tokens", "lr"):
             assert other[field] == one[field]
@@ -56,7 +56,7 @@ def test_every_step_is_that_of_one_rank(results, name):
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=NORM_ROUNDING)
 
 
-def test_bf16_losses_are_those_of_one_rank_in_bf16(results):
+def test_bf16_losses_equal_those_of_one_rank_in_bf16(results):
     """bfloat16 has 8 bits: sums in another order differ far more than in float32."""
     one, other = (results.metrics(name) for name in cases.RUNS_BF16)
     losses = [step["loss"] for step in one]
@@ -70,14 +70,14 @@ def assert_identical(results, name, origin, steps=(TRAIN_ITERS,)):
         assert results.checkpoint(name, step).hash == results.checkpoint(origin, step).hash
 
 
-def test_a_dry_step_changes_nothing(results):
+def test_dry_step_changes_nothing(results):
     assert_identical(results, cases.DRY_RUN, "dp2-sharded", (SAVE_INTERVAL, TRAIN_ITERS))
     steps = (SAVE_INTERVAL, TRAIN_ITERS)
     assert len({results.checkpoint("dp2-sharded", step).hash for step in steps}) == 2
 
 
 @pytest.mark.parametrize("name", SAME_LAYOUT)
-def test_the_same_layout_resumes_bit_identically(results, name):
+def test_same_layout_resumes_bit_identically(results, name):
     assert_identical(results, name, cases.RESUMED[name][0])
 
 
@@ -98,7 +98,7 @@ def test_any_layout_resumes_as_if_never_interrupted(results, name):
     assert layout["tensor_model_parallel_size"] == case.parallel.tensor_model_parallel_size
 
 
-def test_weights_that_change_resume_each_domains_stream(results):
+def test_resumed_run_continues_each_domain_after_mixture_changes(results):
     name = "one-changing-to-dp2"
     before, after = (results.checkpoint(run) for run in ("one-changing", name))
     assert before.domain_samples == after.domain_samples
@@ -109,7 +109,7 @@ def test_weights_that_change_resume_each_domains_stream(results):
 
 
 @pytest.mark.parametrize(("run", "case"), [("dp2-sharded", cases.DP2), ("dp2", cases.DP2_SHARDED)])
-def test_the_other_form_of_optimizer_state_is_rejected(results, run, case):
+def test_other_format_of_the_optimizer_state_is_rejected(results, run, case):
     from megatron_chameleon.parallel.layout import distributed
     from megatron_chameleon.parallel.options import ParallelOptions
     from megatron_chameleon.training.checkpointing import find_progress
@@ -143,7 +143,7 @@ def test_validation_changes_no_loss(results, name):
 
 
 @pytest.mark.parametrize("name", cases.BAD)
-def test_one_ranks_nan_gradient_skips_the_step_on_all(results, name):
+def test_nan_gradient_on_one_rank_skips_the_step_on_all_ranks(results, name):
     lines = results.metrics(name)
     skipped = [step for line in lines for step in line.get("skipped", [])]
     assert [step["step"] for step in skipped] == list(cases.BAD_STEPS)
@@ -151,10 +151,8 @@ def test_one_ranks_nan_gradient_skips_the_step_on_all(results, name):
     assert [line["skipped_steps"] for line in lines] == [0] * 5 + [1] + [2] * 6
     run = results.run(name)
     assert (run.status, run.skipped_steps) == ("finished", 2)
-    steps = (
-        cases.BAD_STEPS[-1] + 1,
-        TRAIN_ITERS,
-    )  # the checkpoint is saved after a good step
+    # The checkpoint of step 6 is saved after the next step that is not skipped.
+    steps = cases.BAD_STEPS[-1] + 1, TRAIN_ITERS
     assert checkpoint_folders(run.root) == [step_folder(run.root, step) for step in steps]
     for one, other in zip(results.metrics("one-bad"), lines, strict=True):
         assert (other["drawn"], other["lr"]) == (one["drawn"], one["lr"])
@@ -178,7 +176,7 @@ def test_data_parallel_ranks_share_the_writing(results):
 
 
 @pytest.mark.parametrize("name", cases.SAVING)
-def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(results, name):
+def test_full_disk_on_one_rank_loses_only_one_checkpoint(results, name):
     assert_identical(results, name, cases.SAVING[name].origin)
     record = results.checkpoint(name)
     record.verify()
@@ -196,7 +194,7 @@ def test_a_full_disk_on_one_rank_costs_only_that_checkpoint(results, name):
 
 
 @pytest.mark.parametrize("name", cases.PEAKS)
-def test_the_memory_estimate_is_near_the_peak_of_every_rank(results, name):
+def test_memory_estimate_is_near_the_peak_of_every_rank(results, name):
     from megatron_chameleon.model.memory import estimate_memory
     from tests.distributed.ranks import peak_setup
 

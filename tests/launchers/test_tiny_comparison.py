@@ -18,7 +18,7 @@ from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
 from tests.distributed.launch import REPOSITORY
 from tests.small_corpus import DOMAINS, write_small_corpus
 
-SECONDS = 900.0  # on a loaded machine
+SECONDS = 900.0  # limit on a loaded machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * SECONDS)]
 
 
@@ -54,7 +54,7 @@ def test_interrupted_comparison_resumes(environment):
                 break
         time.sleep(1.0)
         jobs = psutil.Process(first.pid).children()
-        first.send_signal(signal.SIGTERM)  # to the script alone, as a scheduler does
+        first.send_signal(signal.SIGTERM)  # sent to the script alone, as by a scheduler
         assert first.wait(timeout=SECONDS) == 130
         assert jobs
         assert not any(job.is_running() for job in jobs)
@@ -81,7 +81,7 @@ def test_interrupted_comparison_resumes(environment):
 
 
 def test_evaluation_of_other_weights_is_repeated(environment):
-    """After the test above, in the same folder."""
+    """This test runs after the one above, in the same folder."""
     path = Path(environment["RUN"]) / "6-evaluation/chameleon-seed2.json"
     ours = EvaluationResult.load(path)
     others = path.with_name("uniform-seed2.json")

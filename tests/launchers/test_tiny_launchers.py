@@ -22,7 +22,7 @@ from megatron_chameleon.report.run_folder import RunFolder
 from tests.distributed.launch import finish, start
 from tests.small_corpus import DOMAINS, write_small_corpus
 
-SECONDS = 900.0  # for one launcher on a loaded machine
+SECONDS = 900.0  # limit for one launcher on a loaded machine
 pytestmark = pytest.mark.timeout(3 * SECONDS)
 
 # Stand-ins for SLURM's programs; both nodes are this machine.

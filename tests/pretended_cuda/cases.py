@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 STEPS, LOG_INTERVAL, SAVE_INTERVAL = 6, 3, 3
 STEPS_WITHOUT_LOGGING = (2, 3, 5, 6)
-"""Synchronizations of logging and saving count in the next step; step 1 follows a dry step."""
+"""Steps that follow neither a logging, a saving nor a dry step, which count in the next step."""
 
 # The order of sums differs, which changes fp32 losses of about 5 by 1e-7 relatively. --adam-eps is
 # far above the rounding of gradients, so updates differ by as little. bf16 rounds each logit by up
@@ -31,11 +31,11 @@ class Case:
     """A pretraining run on the device.
 
     Attributes:
-        flags: in addition to PRETRAINING_FLAGS.
+        flags: flags in addition to PRETRAINING_FLAGS.
         ranks: number of ranks.
         reference: flags of the one-rank run on the CPU with the same losses.
         environment: additional environment variables.
-        is_core: part of ``make test``; the others are slow.
+        is_core: whether ``make test`` includes the run; others are slow.
     """
 
     flags: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ class Finished:
         return metrics_in(self.folder)
 
     def values(self, name: str) -> list[float]:
-        """A field of every line of metrics.jsonl that has it."""
+        """Values of a field, from the lines of metrics.jsonl that have it."""
         return [line[name] for line in self.metrics() if name in line]
 
     def synchronizations(self) -> list[Synchronizations]:
@@ -57,11 +57,11 @@ class Finished:
 
 
 class Tools:
-    """Runs the unmodified tools, each in its own processes."""
+    """Run the unmodified tools, each in its own processes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # Both import concurrently.
+        # Both processes start, and import torch at the same time.
         self._drivers: dict[Kind, Driver] = {kind: Driver(kind) for kind in ("cuda", "cpu")}
         self._pretrained: dict[tuple[Any, ...], Finished] = {}
 

@@ -51,7 +51,7 @@ def install() -> None:
     _move_parameters_as_new_ones()
     _recognize_saving()
     _patch_process_groups()
-    # torch.tensor(..., device="cuda") would copy below Python's dispatch otherwise.
+    # Otherwise torch.tensor(..., device="cuda") would copy without calling the dispatch mode.
     torch._C._set_only_lift_cpu_tensors(True)
     DispatchMode().__enter__()
     # megatron warns that the CPU's generator, which is used here, has advanced.
@@ -115,7 +115,7 @@ def _move_parameters_as_new_ones() -> None:
                 moved = function(old)
             if isinstance(moved, DeviceTensor):
                 new: Any = moved.detach().requires_grad_(old.requires_grad)
-                # Also megatron's attributes, such as how it is sharded.
+                # Megatron's attributes, such as how the parameter is sharded, are copied too.
                 vars(new).update(
                     {**vars(old), "device_index": moved.device_index, "_is_param": True}
                 )
@@ -152,7 +152,7 @@ def _patch_process_groups() -> None:
     ):
         options.pop("device_id", None)
         if backend in (None, "nccl"):
-            options.pop("pg_options", None)  # NCCL's own
+            options.pop("pg_options", None)  # options of NCCL
         group = new_group(ranks, timeout, _real(backend), *arguments, **options)
         _note(group, dist.get_backend() if backend is None else backend)
         return group
@@ -177,7 +177,7 @@ def _real(backend: str | None) -> str | None:
 
 
 def _note(group: Any, backend: str | None) -> None:
-    if isinstance(group, dist.ProcessGroup):  # other ranks are not members
+    if isinstance(group, dist.ProcessGroup):  # other ranks are not in the group
         names = DEVICE.host_groups
         (names.discard if backend == "nccl" else names.add)(group.group_name)
 
@@ -233,7 +233,7 @@ class Event:
         DEVICE.synchronizations.add("Event.synchronize")
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds, of events with ``enable_timing`` only."""
+        """Elapsed milliseconds between two events with ``enable_timing``."""
         if not (self._is_timed and end._is_timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         return 1000 * (end._recorded - self._recorded)

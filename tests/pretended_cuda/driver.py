@@ -30,7 +30,7 @@ class Request:
         command: the tool's path and its arguments.
         log: output file for stdout and stderr of all ranks.
         synchronizations: output file for host synchronizations on the device; see run_tool.py.
-        ranks: 1 runs without a launcher, more with torchrun's.
+        ranks: number of ranks; one rank runs without a launcher, several run under torchrun's.
         environment: additional environment variables.
     """
 

@@ -16,11 +16,11 @@ DEVICE_MODULES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
     for name in ("synchronizations", "tensors", "device")
 )
-# Marks: after each training step, and before each forward pass.
+# Names of marks, which are set after each training step and before each forward pass.
 TRAINING_STEP, FORWARD_PASS = "training step", "forward pass"
 REPOSITORY = str(Path(__file__).parents[2])
 Counts = collections.Counter[str]
-"""'kind at file:line function < file:line function' -> times."""
+"""'kind at file:line function < file:line function' -> number of synchronizations."""
 
 
 @dataclasses.dataclass
@@ -28,7 +28,7 @@ class Synchronizations:
     """Counts since the start, and between marks of each kind.
 
     Attributes:
-        total: since the start.
+        total: counts since the start.
         intervals: name of a mark -> counts between consecutive marks, in order.
     """
 
@@ -38,7 +38,7 @@ class Synchronizations:
     _paused: bool = False
 
     def add(self, kind: str) -> None:
-        """Count one at the calling source line."""
+        """Count a synchronization at the calling source line."""
         if not self._paused:
             self.total[f"{kind} at {calling_place()}"] += 1
 
@@ -62,12 +62,12 @@ class Synchronizations:
         return self.intervals[TRAINING_STEP][step - STEPS - 1]
 
     def save(self, path: Path) -> None:
-        """Write as JSON, for :meth:`load`."""
+        """Write the counts as JSON, for :meth:`load`."""
         path.write_text(json.dumps({"total": self.total, "intervals": self.intervals}, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> Synchronizations:
-        """Read what :meth:`save` wrote."""
+        """Read a file that :meth:`save` has written."""
         fields = json.loads(path.read_text())
         intervals = {
             name: [collections.Counter(counts) for counts in found]

@@ -47,11 +47,12 @@ class Device:
     """The device as this process sees it.
 
     Attributes:
-        count: devices that are visible.
-        current: the current one's index.
-        synchronizations: counted so far.
-        host_groups: names of the process groups that take tensors of the host.
-        is_saving: whether ``torch.save`` runs; its files are loaded with a ``map_location``.
+        count: number of visible devices.
+        current: index of the current device.
+        synchronizations: host synchronizations counted so far.
+        host_groups: names of the process groups that accept host tensors.
+        is_saving: whether ``torch.save`` is running, whose files are loaded with a
+            ``map_location``.
     """
 
     count: int = 1
@@ -78,8 +79,8 @@ DEVICE = Device()
 class DeviceTensor(torch.Tensor):
     """A tensor of ``cuda:index`` in the CPU's memory.
 
-    It keeps no reference to a CPU tensor, since ``tensor.data = other`` changes the C++ tensor
-    below it: :func:`on_host` makes one from the storage for every operation.
+    It keeps no reference to a CPU tensor, since ``tensor.data = other`` would change only the C++
+    tensor: :func:`on_host` makes a CPU tensor from the storage for every operation.
     """
 
     device_index: int
@@ -105,7 +106,7 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, cuda:{self.device_index})"
 
     def __reduce_ex__(self, protocol):
-        """A pickled CUDA tensor is unpickled on its own device, by any rank."""
+        """Pickle the index of the device, on which any rank unpickles the tensor, as in CUDA."""
         with torch._C._DisableTorchDispatch():
             host = on_host(self).clone()
         if DEVICE.is_saving:
@@ -131,8 +132,8 @@ class DeviceTensor(torch.Tensor):
 def _unpickle(host: torch.Tensor, index: int) -> DeviceTensor:
     if index != DEVICE.current:
         raise RuntimeError(
-            f"a tensor of cuda:{index} unpickled by the rank of cuda:{DEVICE.current}, which would "
-            "make a context on the other device"
+            f"the rank of cuda:{DEVICE.current} unpickles a tensor of cuda:{index}, which would "
+            "create a context on that device"
         )
     return DeviceTensor(host, index)
 
@@ -146,7 +147,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DispatchMode(TorchDispatchMode):
-    """Dispatches operations without a :class:`DeviceTensor` among their arguments, too."""
+    """Dispatch also the operations that have no :class:`DeviceTensor` among their arguments."""
 
     def __torch_dispatch__(self, function, _types, arguments=(), keywords=None):
         return dispatch(function, arguments, keywords or {})
@@ -156,7 +157,7 @@ def dispatch(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any
     """Compute ``function`` on the CPU by CUDA's rules.
 
     Raises:
-        RuntimeError: where CUDA would, as for tensors of two devices.
+        RuntimeError: if CUDA would raise an error, such as for tensors of two devices.
     """
     if function is torch.ops.prim.device.default:
         return torch.device("cuda", arguments[0].device_index)
@@ -188,9 +189,9 @@ def _compute(
     index: int,
     target: torch.device | None,
 ) -> Any:
-    """Call ``function`` with CPU tensors on the arguments' memory; results go back to the device.
+    """Call ``function`` with CPU tensors on the arguments' memory; wrap the results.
 
-    Returned arguments, as of operations in place, remain the same objects.
+    Arguments that an operation in place returns remain the same objects.
     """
     wrappers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -210,7 +211,7 @@ def _compute(
             return wrappers[id(value)][0]
         if not to_host:
             return DeviceTensor(value, index)
-        # torch copies to pinned memory where it does not wait.
+        # torch copies to pinned memory if it does not wait for the copy.
         return DEVICE.set_pinned(value) if keywords.get("non_blocking") else value
 
     options = {k: v for k, v in keywords.items() if k != "pin_memory"}
@@ -246,7 +247,7 @@ def _device_index(
     if index >= DEVICE.count:
         raise RuntimeError(f"CUDA error: invalid device ordinal {index}")
     if index != DEVICE.current:
-        raise RuntimeError(f"{function} on cuda:{index}, where this rank has cuda:{DEVICE.current}")
+        raise RuntimeError(f"{function} on cuda:{index}, not on this rank's cuda:{DEVICE.current}")
     return index
 
 

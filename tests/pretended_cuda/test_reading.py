@@ -54,7 +54,7 @@ def assert_only_domains_are_waited_for(done: Finished) -> None:
         pytest.param(1, INTERPRETED, marks=pytest.mark.slow),
     ],
 )
-def test_embeddings_are_those_of_the_cpu(tools: Tools, ranks, environment) -> None:
+def test_embeddings_equal_those_of_the_cpu(tools: Tools, ranks, environment) -> None:
     checkpoint = ("--checkpoint", tools.reference().folder)
     name = f"embeddings-{ranks}-{len(environment)}"
     options = {"ranks": ranks, "environment": environment}
@@ -75,7 +75,7 @@ def test_embeddings_are_those_of_the_cpu(tools: Tools, ranks, environment) -> No
     ("packing", "ranks"),
     [("packed", 1), pytest.param("documents", 2, marks=pytest.mark.slow)],
 )
-def test_perplexities_are_those_of_the_cpu(tools: Tools, ranks: int, packing: str) -> None:
+def test_perplexities_equal_those_of_the_cpu(tools: Tools, ranks: int, packing: str) -> None:
     flags = () if packing == "packed" else ("--packing", packing, "--overlap", "11")
     checkpoint = ("--checkpoint", tools.reference().folder)
     command = (*PERPLEXITY, *checkpoint, *flags)

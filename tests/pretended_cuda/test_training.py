@@ -56,11 +56,11 @@ def test_losses_are_those_of_the_cpu(tools: Tools, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", params(*TRAINING))
-def test_the_host_waits_once_a_step(tools: Tools, name: str) -> None:
+def test_host_waits_once_per_step(tools: Tools, name: str) -> None:
     done, is_async = on_device(tools, name), "--async-save" in TRAINING[name].flags
     for step in STEPS_WITHOUT_LOGGING:
         if is_async and step > SAVE_INTERVAL:
-            break  # every step exchanges whether the save has ended
+            break  # ranks exchange at every step whether the save has ended
         for rank, waits in enumerate(done.synchronizations()):
             found = waits.of_step(step)
             assert sum(found.values()) == 1, (rank, step, dict(found))
@@ -68,14 +68,14 @@ def test_the_host_waits_once_a_step(tools: Tools, name: str) -> None:
 
 @pytest.mark.parametrize("name", params("overlapped-async", "data-parallel"))
 def test_ranks_save_the_same_common_state(tools: Tools, name: str) -> None:
-    """Device tensors must not be pickled in it: other ranks would load them on rank 0's device."""
+    """The state has no device tensors, which other ranks would load on rank 0's device."""
     found = on_device(tools, name)
     assert "common state" not in found.log
     for waits in found.synchronizations():
         assert not [place for place in waits.total if "pickled device tensor" in place]
 
 
-def test_the_device_has_cudas_rules(tools: Tools) -> None:
+def test_device_follows_the_rules_of_cuda(tools: Tools) -> None:
     found = tools.run("cuda", "rules", ["tests/pretended_cuda/device_rules.py"])
     assert found.status == 0, found.log
 

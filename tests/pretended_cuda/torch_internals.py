@@ -1,9 +1,10 @@
 """The CUDA interfaces that torch's C++ requires, in a CPU build of torch.
 
 Autograd needs a device guard and an available accelerator to run backward passes of CUDA tensors,
-and pinning needs an allocator; a CPU build of torch has neither. Both are objects with virtual
-functions: their tables are replaced here by copies in which a few slots point to Python. The slots
-are those of torch 2.13, so nothing is touched where :func:`unsupported_reason` gives a reason.
+and pinning needs an allocator; a CPU build of torch has neither. Both are C++ objects with virtual
+functions: this module replaces their tables by copies in which a few slots point to Python. The
+slots are those of torch 2.13, so nothing is replaced if :func:`unsupported_reason` returns a
+reason.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ EXCHANGE_DEVICE, GET_DEVICE = 3, 4
 IS_BUILT, IS_AVAILABLE, HAS_PRIMARY_CONTEXT, INIT = 2, 3, 4, 5
 PINNED_MEMORY_ALLOCATOR, HAS_CUDA = 12, 16
 GUARD_SLOTS, HOOKS_SLOTS = 38, 78
-RTTI_SLOTS = 2  # in front of the first function, where the object's pointer does not point
+RTTI_SLOTS = 2  # a table begins with these; objects point behind them
 
 _referenced_by_cpp: list[Any] = []
 
@@ -57,7 +58,8 @@ def register_cuda(current_device: Callable[[], int]) -> None:
 def _register_guard(c10: ctypes.CDLL, current_device: Callable[[], int]) -> None:
     registry = (ctypes.c_void_p * 22).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     assert registry[CUDA_DEVICE_TYPE] is None
-    # torch replaces a guard that counts no devices by its own no-op guard; there has to be one.
+    # Register a guard that counts no devices. torch replaces it by its own no-op guard, some of
+    # whose slots are then replaced.
     table = (ctypes.c_void_p * 64)(*[_function(lambda *_: 0)] * 64)
     guard = (ctypes.c_void_p * 1)(ctypes.addressof(table))
     _referenced_by_cpp.extend([table, guard])
