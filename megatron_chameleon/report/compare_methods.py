@@ -63,7 +63,7 @@ class ComparedMixture:
 
     Attributes:
         paid: cost to obtain the mixture, including its inputs.
-        same_as: label of an earlier mixture with the same weights, whose models are used here too.
+        same_as: label of another mixture with the same weights, whose models are used here too.
     """
 
     name: str
@@ -429,6 +429,17 @@ def notes(compared: MethodComparison) -> list[str]:
             f"of the paired difference, Student's t over {len(seeds)} seeds, not corrected for the "
             "number of pairs)."
         )
+    averages = dict(zip(compared.mixtures, compared.averages, strict=True))
+    ranked = sorted(
+        (each for each in mixtures if each.same_as is None),
+        key=lambda each: found[each.name]["average_perplexity"],
+    )
+    # One outlier makes the ratio of all mixtures large.
+    for better, worse in itertools.pairwise(ranked):
+        mean, _, half_width = paired_difference(averages[worse.name], averages[better.name])
+        is_listed = (baseline.same_as or baseline.label) in (better.label, worse.label)
+        if mean <= half_width and not is_listed:
+            sentences.append(f"No significant difference between {better.label} and {worse.label}.")
     sentences.append(
         "A mixture's cost includes its proxies, swarm, held-out passes, embeddings and final fit. "
         "FLOPs are counted from the models' shapes; device-seconds exclude start-up."

@@ -31,6 +31,7 @@ from tests.unit.report.samples import (
     NAMES,
     PROVENANCE,
     edit,
+    edit_evaluation,
     evaluation,
     rows_of,
     write_checkpoint,
@@ -200,6 +201,17 @@ def test_incomplete_cost_is_unknown_and_has_no_ratio(root):
     assert rows["FLOPs to obtain the mixture"][2:] == ["1.20e+12", "unknown"]
     assert rows["FLOPs / Chameleon's"] == ["0.00x", "0.00x", "1.00x", "-"]
     assert "The cost of DoReMi is unknown: no cost is recorded for lost." in table.notes
+
+
+def test_mixtures_of_adjacent_rank_within_noise_are_named(root):
+    for seed, average in zip(SEEDS, (91.0, 94.0, 87.0), strict=True):
+        losses = [math.log(average * share) for share in SHARES]
+        edit_evaluation(root, f"uniform-seed{seed}", domains=evaluation(NAMES, losses).domains)
+    compared = load_comparison(RunFolder.load(root), options_for(root, baseline="doremi"))
+    assert compared.spread["are_distinguishable"]
+    table = comparison_table(compared)
+    assert "No significant difference between Chameleon and Uniform." in table.notes
+    assert not any("No significant difference between" in n for n in table_of(root).notes)
 
 
 @pytest.mark.parametrize(
