@@ -208,6 +208,7 @@ def test_mixtures_of_adjacent_rank_within_noise_are_named(root):
         losses = [math.log(average * share) for share in SHARES]
         edit_evaluation(root, f"uniform-seed{seed}", domains=evaluation(NAMES, losses).domains)
     compared = load_comparison(RunFolder.load(root), options_for(root, baseline="doremi"))
+    assert compared.spread is not None
     assert compared.spread["are_distinguishable"]
     table = comparison_table(compared)
     assert "No significant difference between Chameleon and Uniform." in table.notes
