@@ -89,7 +89,9 @@ STEPS = (
 def main() -> int:
     """Run the unfinished steps and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, help="start no step that could end later")
+    parser.add_argument(
+        "--seconds", type=float, help="time limit; no step starts that could exceed it"
+    )
     parser.add_argument("--retry", action="store_true", help="run failed steps again")
     arguments = parser.parse_args()
     longest = max(step.seconds for step in STEPS)

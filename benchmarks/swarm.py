@@ -50,8 +50,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="1m", help="model size of a member")
     parser.add_argument("--members", type=int, nargs="+", help="members trained concurrently")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each member")
-    parser.add_argument("--seconds", type=float, default=540, help="start no row that ends later")
-    parser.add_argument("--resume", type=Path, help="file of rows to skip; adds those measured")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit of all rows")
+    parser.add_argument("--resume", type=Path, help="file of rows to skip; measured rows are added")
     return parser.parse_args()
 
 

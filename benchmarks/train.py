@@ -174,8 +174,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", nargs="+", choices=GPU_SIZES, help="model sizes to measure")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak of an unknown device")
-    parser.add_argument("--seconds", type=float, default=540, help="start no row that ends later")
-    parser.add_argument("--resume", type=Path, help="file of rows to skip; adds those measured")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit of all rows")
+    parser.add_argument("--resume", type=Path, help="file of rows to skip; measured rows are added")
     parser.add_argument(
         "--compiled", action="store_true", help="on a CPU, time the plain model compiled too"
     )

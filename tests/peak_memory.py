@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_chameleon.parallel.layout import Layout
 
 ALLOCATION = _EventType.Allocation
-STEPS = 2  # the first one creates the optimizer's moments
+STEPS = 2  # the first step creates the optimizer's moments
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

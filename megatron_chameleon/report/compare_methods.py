@@ -140,12 +140,12 @@ class MethodComparison:
 
     @property
     def baseline(self) -> ComparedMixture:
-        """The mixture with whose perplexities all others are compared."""
+        """The baseline: the other mixtures' perplexities are compared with this mixture's."""
         return self.mixtures[self.options.baseline]
 
     @property
     def reference(self) -> ComparedMixture | None:
-        """The mixture by whose cost all costs are divided; None if it is not compared."""
+        """The reference: all costs are divided by this mixture's; None if it is not compared."""
         return self.mixtures.get(self.options.reference or REFERENCE)
 
     @property

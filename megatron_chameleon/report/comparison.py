@@ -170,7 +170,7 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
     require_same_evaluation(results)
     chosen = baseline or first_uniform(folder, results)
     labels = run_labels(folder.base_runs, results)
-    names = sorted(results, key=lambda name: name != chosen)  # stable: the others stay sorted
+    names = sorted(results, key=lambda name: name != chosen)  # the sort is stable
     runs = tuple(Evaluated(n, labels[n], results[n], folder.base_runs.get(n)) for n in names)
     return Comparison(runs, runs[0] if chosen is not None else None)
 
@@ -192,7 +192,7 @@ def require_same_evaluation(results: Mapping[str, EvaluationResult]) -> None:
 
 
 def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
-    """Sentences on differences that limit the comparability of the runs."""
+    """Describe each difference that limits the comparability of the runs in a sentence."""
     found = []
     known = [(run, run.run) for run in comparison.runs if run.run is not None]
     aspects = {
@@ -273,7 +273,7 @@ def _over_seeds(
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """A sentence per method: its average perplexity, compared with the baseline's if there is one.
+    """Compare each method's average perplexity with the baseline's, if there is one, in a sentence.
 
     Methods with several seeds are compared by their mean over seeds.
     """

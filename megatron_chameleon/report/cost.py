@@ -53,7 +53,7 @@ class MixtureCost:
         return getattr(self.cost, unit) if self.is_known else None
 
     def ratio(self, other: MixtureCost, unit: str) -> float | None:
-        """``amount`` divided by that of ``other``; None where one is unknown, or the divisor 0."""
+        """Ratio of ``amount`` to that of ``other``; None if one is unknown or the divisor is 0."""
         ours, theirs = self.amount(unit), other.amount(unit)
         return None if ours is None or not theirs else ours / theirs
 

@@ -91,7 +91,7 @@ def compare_downstream(
     run_label, count = run_labels(folder.base_runs, runs.values()), Counter(runs.values())
     labels = unique_labels({n: run_label[r] if count[r] == 1 else n for n, r in runs.items()})
     chosen = baseline or first_uniform(folder, runs.values())
-    names = sorted(results, key=lambda name: runs[name] != chosen)  # stable: others stay sorted
+    names = sorted(results, key=lambda name: runs[name] != chosen)  # the sort is stable
     found = {labels[name]: results[name] for name in names}
     planned = [t for r in found.values() for t in (*r.tasks, *(gap.task for gap in r.gaps))]
     first = labels[names[0]] if runs[names[0]] == chosen else None

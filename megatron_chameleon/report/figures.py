@@ -64,7 +64,7 @@ MOST_PANELS, MOST_BARS = 24, 60
 SMOOTH_POINTS = 25
 # Maximum number of domains of a sweep, or of a map of windows, with a distinct colour and marker.
 MOST_NAMED = 3 * len(COLORS)
-# Windows on a map. UMAP takes about 7 s for this many, plus 15 s to import and compile.
+# Maximum number of windows on a map. For these, UMAP takes 7 s, plus 15 s to import and compile.
 MOST_WINDOWS = 2000
 # A map needs at least this many windows.
 FEWEST_WINDOWS = 3
@@ -522,7 +522,7 @@ def window_map(folder: RunFolder) -> WindowMap | None:
 def pca_points(vectors: Array) -> tuple[Array, tuple[float, float]]:
     """Project ``vectors`` [n, h] on the two directions of largest variance, [n, 2].
 
-    Signs are such that the largest entry of each direction is positive.
+    The sign of each direction is chosen so that its entry of largest magnitude is positive.
 
     Returns:
         The points, and the share of the variance along each direction.

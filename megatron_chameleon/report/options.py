@@ -30,9 +30,9 @@ class CompareMethodsOptions(CheckedOptions):
     run_suffix: str = ""
     """Text between the mixture's name and -seedN in the names of base runs."""
     baseline: str = "uniform"
-    """The mixture with whose perplexities all others are compared."""
+    """The baseline: the other mixtures' perplexities are compared with this mixture's."""
     reference: str | None = None
-    """The mixture by whose cost all costs are divided; default: chameleon, if it is compared."""
+    """All costs are divided by this mixture's cost; default: chameleon, if it is compared."""
     name: str = "compare_methods"
     """Name of the files in 7-report, before .txt, .md, .csv, .json and .png."""
     record: Path | None = None

@@ -44,8 +44,8 @@ from tests.mutations.mutate import mutate
 
 ROOT = Path(__file__).resolve().parents[2]
 DOMAINS = ("news", "code", "poems")
-SECONDS_PER_CASE = 240.0  # on a busy machine; a good case takes seconds
-MEMORY_BYTES = 12 << 30  # of data
+SECONDS_PER_CASE = 240.0  # a case takes seconds, but longer on a busy machine
+MEMORY_BYTES = 12 << 30  # limit on data (RLIMIT_DATA) of each tool
 HANG = 1000  # exit status of a tool that does not end
 OUTCOMES = ("rejected", "unchanged", "edited", "fallback")
 
@@ -261,7 +261,7 @@ def _become_tool(command: Sequence[str], folder: Path, out: Path, err: Path) -> 
 def judge(
     done: CompletedProcess[str], result: Callable[[], Any], expected: Any, *, editable: bool
 ) -> tuple[str, str]:
-    """The outcome of a case and, if it is a failure, why."""
+    """Classify the outcome of a case; for a failure, also return the reason."""
     if done.returncode == HANG:
         return "hang", "did not end in time"
     output, errors = done.stdout + done.stderr, done.stderr[-1500:]

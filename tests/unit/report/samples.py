@@ -132,7 +132,7 @@ def evaluation(names: list[str], losses: list[float], **changes: Any) -> Evaluat
 
 
 def write_run_folder(root: Path, names: list[str] = NAMES, seed: int = 0) -> Path:
-    """Write each stage: a proxy, two mixtures, and a uniform and a Chameleon run, evaluated."""
+    """Write all stages: a proxy, two mixtures, and an evaluated base run of each mixture."""
     rng = np.random.default_rng(seed)
     corpus = write_corpus(root / "1-corpus", names)
     uniform = Mixture.uniform(names).weights

@@ -79,7 +79,7 @@ def test_an_identical_run_with_two_evaluations_is_counted_once(roots):
     assert all(run.run is not None for run in compare(both).runs)
     assert distinct_runs(both, both.base_runs) == [names[0], CHAMELEON]
     once = seconds(RunFolder.load(roots[0]))
-    assert seconds(both) == pytest.approx(once + 7.0)  # the evaluation of run-b
+    assert seconds(both) == pytest.approx(once + 7.0)  # run-b adds an evaluation
 
 
 def test_a_linked_proxy_counts_once_for_references_from_any_folder(roots):
@@ -98,7 +98,7 @@ def test_a_linked_proxy_counts_once_for_references_from_any_folder(roots):
     for name in ("one", "two"):
         assert list(ledger.mixtures[name].parts) == [f"4-mixture/{name}", "2-proxy/tiny-seed1"]
     once = seconds(RunFolder.load(roots[0]))
-    assert seconds(both) == pytest.approx(once + 7.0)  # the mixture of run-b
+    assert seconds(both) == pytest.approx(once + 7.0)  # run-b adds a mixture
 
 
 def test_mixtures_of_the_same_name_are_read_from_their_folders(roots):
