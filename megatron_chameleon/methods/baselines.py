@@ -1,9 +1,10 @@
 """Training-free baselines: uniform, natural proportions, and UniMax.
 
-UniMax (Chung et al., ICLR 2023) divides the budget evenly, and redistributes evenly what a domain
-cannot take within its epochs. That is the mixture min(cap, s/k) nearest to uniform, which
-:class:`~megatron_chameleon.methods.output.EpochLimit` computes. A budget beyond the epochs of all
-domains is an error; the paper takes fewer tokens instead.
+UniMax (Chung et al., ICLR 2023) divides the token budget evenly over the domains. Tokens beyond a
+domain's epoch limit are redistributed evenly over the other domains. The result is the mixture
+min(cap, s/k) nearest to uniform; :class:`~megatron_chameleon.methods.output.EpochLimit` computes
+it. A budget that exceeds the limits of all domains is an error; the paper uses fewer tokens
+instead.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class NaturalOptions(ChosenDomainsOptions):
 class UnimaxOptions(ChosenDomainsOptions):
     """Divide the tokens evenly, within a limit on the epochs of each domain."""
 
-    token_budget: LargeCount = dataclasses.field()  # without the inherited default
-    """Token budget of the target run, from which each domain's epochs are counted."""
+    token_budget: LargeCount = dataclasses.field()  # required, unlike the inherited field
+    """Token budget of the target run; the epochs of each domain are computed from it."""
     max_epochs: Positive = 4.0
     """Maximum epochs of each domain's training tokens. Up to 4, repetition costs little
     (Muennighoff et al. 2023)."""

@@ -19,7 +19,7 @@ class MethodOptions(CheckedOptions):
     output: Path
     """The mixture.json to write."""
     token_budget: LargeCount | None = None
-    """Token budget of the target run, from which each domain's epochs are counted, printed and
+    """Token budget of the target run. The epochs of each domain are computed from it, printed and
     stored."""
     max_epochs: Positive | None = None
     """Maximum epochs of each domain's training tokens within --token-budget. The mixture is the
@@ -42,7 +42,7 @@ class ChosenDomainsOptions(MethodOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProxyOptions(TrainingOptions):
-    """Training of a proxy, as by tools/pretrain_gpt.py: random initial weights, uniform mixture."""
+    """Training of a proxy as in tools/pretrain_gpt.py, from random weights on a uniform mixture."""
 
     model_size: str = "82m"
     """Model size of the proxy; an unknown name lists them all."""

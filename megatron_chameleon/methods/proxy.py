@@ -252,7 +252,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         for folder in reversed(checkpoint_folders(self.run.run_dir)):
             try:
                 record = CheckpointRecord.load(folder)
-            except UserError:  # damaged: training reports it and resumes from the one before
+            except UserError:  # training reports damage and resumes from an older one
                 continue
             try:
                 self.load_hook(record)
@@ -367,7 +367,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             mixture,
             options,
             heading,
-            f"total variation: last weights {last_from_mean:.3f} from their mean, {per_step:.3f} "
-            "per step",
+            f"total-variation distance: {last_from_mean:.3f} between the last weights and their "
+            f"mean, {per_step:.3f} per step",
             *(f"cost of {run.root}: {run.cost.flops:.2e} FLOPs" for run in runs),
         )

@@ -40,7 +40,7 @@ class EmbeddingOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ExtractionOptions(EmbeddingOptions):
-    """Sampling and embedding of text windows; an embedding store holds one set of these options."""
+    """Sampling and embedding of text windows; these options are equal for a whole store."""
 
     final_norm: bool = False
     """Apply the proxy's final layer norm to the hidden states before averaging them; the authors'
@@ -58,7 +58,7 @@ class ExtractionOptions(EmbeddingOptions):
 
 @dataclasses.dataclass(frozen=True)
 class RecipeOptions(CheckedOptions):
-    """From domain embeddings to weights."""
+    """Computation of weights from domain embeddings."""
 
     recipe: Literal["reference", "paper", "scaled"] = "reference"
     """'reference': as in the authors' code; 'paper': as in the paper's equations; 'scaled': for
@@ -72,17 +72,17 @@ class RecipeOptions(CheckedOptions):
     normalize: bool | None = None
     """Divide the scores by their sum; default: the recipe's choice."""
     bootstrap_resamples: SeveralRepetitions = 1000
-    """Bootstrap resamples of the windows for the confidence intervals."""
+    """Number of bootstrap resamples of the windows, for the confidence intervals."""
     confidence: InsideUnit = 0.95
     """Confidence level of the intervals."""
     precision: Positive = 0.01
-    """Desired half width of the intervals, for the printed estimate of the windows needed."""
+    """Desired half width of the intervals; the number of windows that it needs is printed."""
 
     def resolve(self) -> Recipe:
         """The named recipe with user-supplied hyperparameters.
 
         Raises:
-            UserError: for a combination that no recipe can have.
+            UserError: for hyperparameters that exclude each other.
         """
         from megatron_chameleon.mixture.chameleon import resolve_recipe
 
@@ -113,8 +113,8 @@ class ChameleonOptions(ChosenDomainsOptions):
     store: Path | None = None
     """Embedding store to reuse and extend; default: the folder 'embeddings' next to the output."""
     keep: Path | None = None
-    """A mixture whose domains keep their relative weights. A new domain gets the weight that it has
-    among all domains."""
+    """A mixture.json whose domains keep the ratios of their weights. Each new domain gets the
+    weight that it would have in a mixture of all domains."""
     target: str | None = None
     """Target of the mixture: domains (a,b; with shares: a=2,b=1) or a text file (.txt, or .jsonl
     with documents in the field "text"). A text is embedded like the domains, and those nearest to

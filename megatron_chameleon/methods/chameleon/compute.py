@@ -89,7 +89,7 @@ if TYPE_CHECKING:
 TEXT_SUFFIXES = (".txt", ".jsonl")
 # Seeds the window sampling of a target text, which has no domain name.
 TARGET_KEY = "--target"
-# Warn if the target's domains gain less, relative to the average weight.
+# Warn if the domains nearest to the target gain less than this share of the average weight.
 MIN_TARGET_GAIN = 0.05
 PROGRESS_DELAY_SECONDS = 2.0
 
@@ -345,7 +345,7 @@ def read_text(path: Path, corpus: Corpus) -> TokenFile:
 def weigh_means(
     means: Array, mode: Mode, recipe: Recipe, prior: Callable[[Array], Array] | None = None
 ) -> WeightResult:
-    """Chameleon's weights of domain embeddings, without a warning of clipped scores.
+    """Compute Chameleon's weights of domain embeddings, without a warning about clipped scores.
 
     Args:
         means: [k, h] float64, the domain embeddings.
@@ -460,7 +460,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
             f"least certain order: {heavier} outweighs {lighter} in {share:.0%} of resamples"
         )
     half_width = float((bootstrap.high - bootstrap.low).max()) / 2
-    # The standard error of a mean over n windows goes with n^-1/2.
+    # The standard error of a mean over n windows is proportional to n^-1/2.
     needed = math.ceil(fewest * (half_width / weighting.precision) ** 2)
     grouped = f" (bootstrap over means of {group})" if group > 1 else ""
     lines.append(
@@ -513,9 +513,9 @@ def _warn_uninformative(
         return
     above = np.zeros(1) if result.prior is None else np.maximum(result.prior - 1.0, 0.0)
     gain = len(above) * float((above * (result.weights - untargeted.weights)).sum())
-    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # also for equal priors: 0 <= 0
+    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # 0 <= 0 for equal priors
         ridge = "smaller" if plan.options.mode == "pretrain" else "larger"
         warn(
-            "--target has almost no effect, or the opposite one, with ridge "
-            f"{result.effective_ridge:.3g}: try a {ridge} --ridge, fewer domains, or another text"
+            f"with ridge {result.effective_ridge:.3g}, --target has almost no effect or the "
+            f"opposite effect: try a {ridge} --ridge, fewer domains, or another text"
         )

@@ -57,7 +57,7 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
         "temp*2": {"temperature_pretrain": pretrain * 2, "temperature_finetune": finetune * 2},
         "uncenter" if recipe.center else "center": {"center": not recipe.center},
     }
-    if not recipe.temperature_relative:  # which requires normalized scores
+    if not recipe.temperature_relative:  # a relative temperature requires normalized scores
         flipped = "raw score" if recipe.normalize else "normalize"
         changes[flipped] = {"normalize": not recipe.normalize}
     weights = {"now": result.weights}

@@ -27,7 +27,7 @@ from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 
-# Weights are rounded: the rounding errors of parallel layouts must not change the samples.
+# Decimals of a weight: rounding errors, which differ between layouts, must not change samples.
 DECIMALS = 6
 
 
@@ -86,7 +86,7 @@ class OnlineChameleon(TrainingHook):
             warn(f"mixture unchanged at step {step}: {str(error).partition(';')[0]}")
             return None
         before = self._rounded()
-        # On rank 0 only: last digits may differ between processors, but all ranks need the same.
+        # On rank 0 only: last digits may differ between processors, but ranks need equal weights.
         self._weights = from_main(lambda: self._smoothed(means))
         self._recomputed += 1
         after = self._rounded()
@@ -124,13 +124,14 @@ class OnlineChameleon(TrainingHook):
         """
         for chunk in model:
             if self._layout.overlap_param_gather:
-                # Otherwise layers gather parameters in forward, but ranks run different batches.
+                # Gather all parameters now: ranks run different batches, so that collectives in
+                # the layers' forward passes would not match.
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
             chunk.eval()
         first, *later = map(unwrap, model)
         reader, means = Reader(first, self._shape, self._layout, later), []
         try:
-            # Compiled layers would be recompiled for every other shape.
+            # Compiled layers would be compiled again for each new shape.
             with torch.compiler.set_stance("force_eager"):
                 for name, (tokens, windows) in self._windows.items():
                     self.flops += windows_flops(self._shape, self._layer, windows)
@@ -148,7 +149,7 @@ class OnlineChameleon(TrainingHook):
         return {name: round(weight, DECIMALS) for name, weight in self._weights.items()}
 
     def _smoothed(self, means: Array) -> dict[str, float]:
-        """Smoothed weights of all domains, from the embeddings ``means`` of those with a weight."""
+        """Smoothed weights of all domains, from the ``means`` of the domains with a weight."""
         result = weigh_means(means, "pretrain", RECIPES[self._online.online_recipe])
         hint = "try --online-recipe scaled, or a longer --online-interval"
         warn_degenerate(self._names, result, hint)

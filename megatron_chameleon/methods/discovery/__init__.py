@@ -13,7 +13,7 @@ from megatron_chameleon.ranges import CheckedOptions, Count, Repetitions, Seed, 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentEmbeddingOptions(EmbeddingOptions):
-    """Windows of the documents that are embedded."""
+    """Sampling and embedding of the documents' windows."""
 
     windows_per_document: Count = 4
     """Maximum windows per document, evenly spaced; their mean decides the document's cluster."""
@@ -36,7 +36,8 @@ class DiscoverOptions(CheckedOptions):
     checkpoint: Path
     """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
     discover: str
-    """Number of clusters, 2 or more; of several, as in 4,8,16, the one with the best silhouette."""
+    """Number of clusters, 2 or more. From a list such as 4,8,16, the number with the best
+    silhouette is chosen."""
     output: Path
     """The corpus folder to write. Documents stay in their split."""
     domains: str | None = None
@@ -44,8 +45,8 @@ class DiscoverOptions(CheckedOptions):
     cluster_name: str = "cluster"
     """Prefix of the new domains' names: NAME-00 has the most tokens."""
     store: Path | None = None
-    """Folder of embeddings to reuse and extend; default: OUTPUT.embeddings. It is kept: other
-    numbers of clusters need no new embeddings."""
+    """Folder of embeddings to reuse and extend; default: OUTPUT.embeddings. The folder is
+    kept, since another number of clusters needs no new embeddings."""
     seed: Seed = 0
     """Random seed of the sampled windows and of k-means."""
     restarts: Repetitions = 10

@@ -54,8 +54,8 @@ from megatron_chameleon.methods.output import align_columns
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
-# Documents embedded at a time, and lost when a run is killed: 256 MiB at 4 windows per document and
-# a hidden size of 2048.
+# Documents per block of embeddings; a killed run loses at most one block. A block takes 256 MiB at
+# 4 windows per document and a hidden size of 2048.
 BLOCK_DOCUMENTS = 8192
 # Windows per mini-batch of k-means.
 BATCH_ROWS = 1024
@@ -111,7 +111,7 @@ def discover_domains(options: DiscoverOptions) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DiscoverPlan(EmbeddingPlan):
-    """Checked options with their artifacts; ``embedding.num_windows`` is that of a document.
+    """Checked options with their artifacts; ``embedding.num_windows`` counts per document.
 
     Attributes:
         options: options of the tool.
@@ -191,13 +191,13 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
                 f"--min-tokens-per-split {least}: the text to cluster has {tokens} {split} tokens, "
                 "too few for two clusters; lower it, or add text"
             )
-    corpus_tokenizer(corpus)  # a missing file is an error before embedding
+    corpus_tokenizer(corpus)  # so that a missing file is found before embedding
     made = provenance(options, {"corpus": corpus.hash, "checkpoint": plan.checkpoint.hash})
     return DiscoverPlan(**vars(plan), options=options, provenance=made)
 
 
 def cluster_names(name: str, count: int, most: int) -> list[str]:
-    """``name-00``, ``name-01``, ...: padded for ``most`` names, to at least two digits.
+    """``name-00``, ``name-01``, ..., with enough digits for ``most`` names, at least two.
 
     Names do not depend on the number of clusters that is chosen after embedding.
     """
@@ -207,7 +207,7 @@ def cluster_names(name: str, count: int, most: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KMeansFit:
-    """Centroids of windows, and how vectors are scaled before they are compared.
+    """Centroids of windows, and the scaling of vectors before comparison.
 
     Hidden states share a large mean, and a few of their features vary far more than the others;
     both would hide the differences between texts. So vectors are centred, each feature is divided
@@ -276,7 +276,8 @@ def fit_clusters(
             centroids = chosen.cluster_centers_
             fitted[number] = KMeans(number, init=centroids, n_init=1).fit(scaled)
             size, labels = min(SILHOUETTE_ROWS, len(scaled)), fitted[number].labels_
-            silhouettes[number] = 0.0  # if undefined: a sample of one cluster, or one per window
+            # Undefined if the sampled windows are all in one cluster, or each in its own.
+            silhouettes[number] = 0.0
             with contextlib.suppress(ValueError):
                 silhouettes[number] = float(
                     silhouette_score(scaled, labels, sample_size=size, random_state=seed)

@@ -116,7 +116,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         tokens = totals[1]
         if np.isfinite(totals).all():
             self.state = self.state.after(totals[0], tokens, recipe)
-        else:  # for the proxy, the guard skips the step
+        else:  # if the loss is the proxy's, the guard skips the step
             finite = np.isfinite(batch.domain_sums(reference).cpu().numpy())
             if not finite.all():
                 raise UserError(

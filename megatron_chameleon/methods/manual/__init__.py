@@ -22,8 +22,8 @@ class ManualOptions(ChosenDomainsOptions):
     published: str | None = None
     """A column of Chameleon's tables, such as slimpajama/doremi; an unknown name lists them all."""
     rename: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-    """OLD=NEW: the weight of OLD is that of NEW in the corpus; several OLD of one NEW add up, and
-    OLD= drops it. Can be repeated, or take several values."""
+    """OLD=NEW gives the weight of OLD to domain NEW of the corpus; the weights of several OLD with
+    the same NEW are added. OLD= drops OLD. Can be repeated, or take several values."""
 
     @property
     def renames(self) -> list[str]:

@@ -75,7 +75,7 @@ def read_weights(
         output: the mixture to write.
 
     Returns:
-        The source for messages; its weights, with any sum; parameters of the new mixture; further
+        The source for messages; its weights, of any sum; parameters of the new mixture; further
         fields of :class:`AssignedWeights`.
 
     Raises:
@@ -150,7 +150,7 @@ def match_domains(
     renames: Sequence[str],
     corpus_names: Sequence[str],
 ) -> dict[str, float]:
-    """Known weights by the domains of a corpus; weights of names that map to one domain add up.
+    """Assign known weights to the domains of a corpus; names with the same domain add up.
 
     Args:
         source: source of the weights, for messages.

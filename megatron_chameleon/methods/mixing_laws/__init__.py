@@ -32,7 +32,7 @@ class LawOptions(CheckedOptions):
     huber_delta: Positive = 0.05
     """Residuals above this, in nats, count linearly (paper: 0.05)."""
     law_ridge: NonNegative = 1e-3
-    """Ridge penalty on the exponents, relative to the mean Huber loss in units of delta^2."""
+    """Ridge penalty on the exponents, added to the mean Huber loss divided by delta^2."""
     num_starts: Repetitions = 16
     """Starting points of the optimizer per law."""
     fit_seed: Seed = 0
@@ -61,9 +61,11 @@ class LawOptions(CheckedOptions):
             raise UserError("--model-sizes and --target-size need each other; pass both or neither")
         if self.target_size is None:
             return
-        if len(set(self.model_sizes)) < MIN_POINTS:
+        names = set(self.model_sizes)
+        if len(set(map(layer_parameters, names))) < max(MIN_POINTS, len(names)):
             raise UserError(
-                f"--model-sizes {' '.join(self.model_sizes)}: a power law needs {MIN_POINTS} sizes"
+                f"--model-sizes {' '.join(self.model_sizes)}: a power law needs {MIN_POINTS} or more "
+                "sizes, each with another number of parameters; choose others"
             )
         largest = max(self.model_sizes, key=layer_parameters)
         if layer_parameters(self.target_size) <= layer_parameters(largest):

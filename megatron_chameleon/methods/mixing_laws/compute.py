@@ -45,7 +45,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
     name, swarm_folder = "mixing-laws", "swarm-{}"
 
     def check_number_of_runs(self, count: int) -> None:
-        """Raise UserError for too few runs to fit a law with one held out."""
+        """Raise UserError unless a law can be fitted with one run held out."""
         if count < MIN_RUNS:
             raise UserError(f"{count} runs are too few for a law; use {MIN_RUNS} or more")
 
@@ -145,9 +145,12 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
 
 
 def _power_law(x: Array, curves: Array, target: float) -> tuple[Array, float]:
-    """Losses [n, k] of ``curves`` [n, k, points] over ``x`` at ``target``, and the exponent.
+    """Extrapolate ``curves`` [n, k, points] over ``x`` to ``target`` by a power law.
 
     Curves with a NaN, of members that diverged, are NaN at the target and not fitted.
+
+    Returns:
+        Losses [n, k] at the target, and the exponent.
     """
     finite = np.isfinite(curves).all(axis=2)
     law = fit_power_laws(x, curves[finite])

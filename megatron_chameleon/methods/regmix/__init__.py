@@ -29,7 +29,7 @@ class TreeOptions(CheckedOptions):
     tree_learning_rate: PositiveShare = 0.01
     """Learning rate of the trees (RegMix: 0.01)."""
     min_runs_in_leaf: Count | None = None
-    """Minimum runs per leaf; default: LightGBM's 20, and an eighth of fewer than 160 runs."""
+    """Minimum runs per leaf; default: an eighth of the runs, at most LightGBM's 20."""
     fit_seed: Seed = 42
     """Seed of the trees, the folds and the mixtures of the search (RegMix: 42)."""
     folds: SeveralRepetitions = 5

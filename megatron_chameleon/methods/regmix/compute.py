@@ -51,15 +51,15 @@ class Regmix(FitMethod[RegmixOptions]):
         )
 
     def check_number_of_runs(self, count: int) -> None:
-        """Raise UserError if there are too few runs outside of a fold for a tree to split."""
+        """Raise UserError if a tree cannot split the runs that are left when a fold is held out."""
         folds = self.options.trees.folds
         left = count - -(-count // folds)
         needed = 2 * runs_in_leaf(self.settings, left)
         if count < folds or left < needed:
             raise UserError(
-                f"{count} runs are too few for trees: outside of one of --folds {folds} there "
-                f"are {max(left, 0)}, and leaves of {needed // 2} need {needed}; add runs, or "
-                "lower --min-runs-in-leaf"
+                f"{count} runs are too few for trees: with --folds {folds}, trees are fitted to "
+                f"{max(left, 0)} of them, but two leaves of {needed // 2} runs need {needed}; add "
+                "runs, or lower --min-runs-in-leaf"
             )
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:

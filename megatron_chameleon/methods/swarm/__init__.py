@@ -44,10 +44,10 @@ class SwarmOptions(CheckedOptions):
     """Sequences per forward pass; the default follows from --seq-length and the device's memory.
     Must divide --global-batch-size."""
     members_at_once: Count | None = None
-    """Members trained concurrently on each device, each in its own process; the default is as many
-    as memory and CPU cores allow."""
+    """Members trained concurrently on each device, each in its own process; default: as many as
+    memory and CPU cores allow."""
     seed: Seed = 1234
-    """Seed from which each member's initial weights and sample order are derived."""
+    """Seed of all members; each derives its initial weights and sample order from it."""
     permutation: Permutation = "feistel"
     """Sample order within a domain, as in tools/pretrain_gpt.py; feistel takes no memory."""
     bf16: bool = False

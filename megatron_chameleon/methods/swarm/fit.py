@@ -48,7 +48,7 @@ from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
-# Warn of a domain that fewer runs sample: its effect on the losses is hardly known.
+# Warn of a domain that is sampled in fewer runs: its effect on the losses is hardly known.
 MIN_RUNS_PER_DOMAIN = 5
 # Warn of a target whose metrics differ in magnitude by more than this factor. The losses of one
 # model on several domains differ by less.
@@ -105,7 +105,7 @@ class Fitted:
 
 
 class FitMethod(abc.ABC, Generic[Options]):
-    """A method that fits the losses of runs; :meth:`compute` is its ``--method``."""
+    """Base class of methods that fit the losses of runs; ``--method`` calls :meth:`compute`."""
 
     name: ClassVar[str]
     # Folder of a swarm in --work-dir; {} stands for its model size.
@@ -500,7 +500,7 @@ def cross_validation(
 
 
 def fit_problems(quality: pd.DataFrame) -> list[str]:
-    """A warning if the fit's error on the target is not the smallest; empty otherwise."""
+    """A warning if a constant or a linear fit predicts the target better; empty otherwise."""
     target = quality.iloc[-1]
     if target.mae >= target.mae_of_a_constant:
         return ["the fit predicts the target no better than a constant: the mixture is arbitrary"]

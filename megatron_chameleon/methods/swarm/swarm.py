@@ -20,12 +20,14 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +66,7 @@ from megatron_chameleon.training.options import (
     ValidationOptions,
 )
 from megatron_chameleon.training.run_folder import locked_run_folder, on_main
-from megatron_chameleon.training.stopping import StopRequests
+from megatron_chameleon.training.stopping import SIGNALS, StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
 RATIOS_NAME, METRICS_NAME, LOG_NAME = "ratios.csv", "metrics.csv", "log.txt"
@@ -86,9 +88,9 @@ MAX_LOSS_FACTOR = 1.5
 USED_SHARE = 0.8
 # Memory of a process in addition to its tensors: libraries, and the CUDA context on a GPU.
 PROCESS_BYTES = 1 << 30
-# Tokens of a forward pass of one member; concurrent members fill the device.
+# Maximum tokens in a forward pass of one member; concurrent members fill the device.
 TOKENS_ON_CPU, TOKENS_ON_GPU = 1 << 10, 1 << 14
-# More concurrent processes on a GPU do not increase the throughput.
+# Maximum concurrent members on a GPU: more processes do not increase the throughput.
 MEMBERS_ON_GPU = 8
 POLL_SECONDS = 0.2
 # Environment variables that would make a worker a rank, or make it log to Weights & Biases.
@@ -334,8 +336,8 @@ def _train_members(
     """Train ``members`` on this rank until all are finished, or any rank stops or fails.
 
     Raises:
-        UserError: on every rank, if a member failed on any rank. Running members save a checkpoint
-            before.
+        UserError: on every rank, if a member failed on any rank; after the running members have
+            saved checkpoints.
     """
     pending, running = collections.deque(members), dict[Future[bool], int]()
     error: UserError | None = None
@@ -368,7 +370,7 @@ def _train_members(
                         )
                 except UserError as failure:
                     error = error or UserError(f"member {member}: {failure}")
-                except Exception as failure:  # the other members save, and every rank raises it
+                except Exception as failure:  # every rank raises it, once all members have saved
                     what = f"{type(failure).__name__}: {first_line(failure)}"
                     error = error or UserError(f"member {member}: {what}")
             busy = len(pending) + len(running)
@@ -402,7 +404,8 @@ def _worker_pool(size: int, layout: Layout) -> Iterator[ProcessPoolExecutor]:
     """
     device = layout.device.type
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-    context.set_forkserver_preload([__name__])
+    if device == "cpu":
+        _start_fork_server()
     pool = ProcessPoolExecutor(size, context, _start_worker, (device,))
     try:
         yield pool
@@ -414,8 +417,24 @@ def _worker_pool(size: int, layout: Layout) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown()
 
 
+def _start_fork_server() -> None:
+    """Start the process that forks workers, if it is not running, with stop signals blocked.
+
+    A scheduler sends its signal to all processes of a job. Without this process, the pool would
+    count its workers as dead, and not wait until they have saved their checkpoints.
+    """
+    multiprocessing.set_forkserver_preload([__name__])
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+
+
 def _start_worker(device: str) -> None:
     """Prepare a worker process, which ends when its parent does, even by SIGKILL."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks them
     for name in NOT_FOR_WORKERS:
         os.environ.pop(name, None)
     if device == "cpu":
@@ -465,7 +484,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
             f"{type(error).__name__}: {first_line(error)}; see {folder / LOG_NAME}"
         ) from error
     run = TrainingRun.load(folder) if TrainingRun.exists(folder) else None
-    if run is None or run.status in ("interrupted", "running"):  # "running": of a killed process
+    if run is None or run.status in ("interrupted", "running"):  # "running" if it was killed
         return False
     skipped = skipped_step()
     held_out = {line["step"]: line.get("validation_loss") for line in read_metrics(metrics)}

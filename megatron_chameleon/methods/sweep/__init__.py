@@ -40,9 +40,9 @@ class AxisOptions(CheckedOptions):
 class SweepOptions(CheckedOptions):
     """Compute the same mixture several times, with one hyperparameter changed at a time.
 
-    Weights that do not move do not depend on it. The other options define the centre of the sweep.
-    The same command resumes an interrupted sweep, and extends one by more values: existing
-    artifacts are reused.
+    If a weight stays the same, it does not depend on that hyperparameter. The other options define
+    the centre of the sweep. The same command resumes an interrupted sweep; with more values it
+    extends a finished one. Existing artifacts are reused.
     """
 
     corpus: Path

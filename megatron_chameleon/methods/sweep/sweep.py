@@ -158,11 +158,11 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
             raise UserError(f"--sweep-{flag}: needs at least one value; or leave it out")
         if name not in centre:
             raise UserError(
-                f"--sweep-{flag}: --method {method} has no --{flag}, or no absolute value for it "
-                f"with these options; leave it out, or set --{flag} for the centre"
+                f"--sweep-{flag}: --method {method} has no --{flag}, or these options determine no "
+                f"absolute value of it; leave --sweep-{flag} out, or set --{flag} for the centre"
             )
         distinct = dict.fromkeys([centre[name], *values])
-        if name == "model_size":  # by parameters without the embedding
+        if name == "model_size":  # sorted by parameters without the embedding
             axes[name] = sorted(
                 distinct, key=lambda size: ModelShape(model_size(str(size)), 0, 0).num_parameters
             )

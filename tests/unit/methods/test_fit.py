@@ -28,6 +28,7 @@ from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.fit_quality import fit_linear, folds_of, held_out_predictions
 from megatron_chameleon.mixture.mixing_laws import MixingLaws, simplex_grid
 from megatron_chameleon.mixture.regmix import TreeSettings, fit_trees, sample_mixtures
+from megatron_chameleon.model.sizes import SIZES
 from tests.small_corpus import DOMAINS
 
 SWARM = SwarmOptions(
@@ -112,6 +113,13 @@ def test_mistakes_are_reported_before_training(
     with pytest.raises(UserError, match=identifier):
         compute(options_type, **changes)
     assert not list(tmp_path.glob("**/swarm.json"))
+
+
+@pytest.mark.parametrize("sizes", [("nano", "tiny", "nano"), ("nano", "tiny", "1m", "twin")])
+def test_a_power_law_over_sizes_needs_three_all_different(monkeypatch, sizes):
+    monkeypatch.setitem(SIZES, "twin", SIZES["nano"])
+    with pytest.raises(UserError, match="--model-sizes"):
+        LawOptions(model_sizes=sizes, target_size="mini")
 
 
 def test_columns_are_matched_to_domains_and_reported(compute, tmp_path):

@@ -164,7 +164,10 @@ if __name__ == "__main__":
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, number):
-    """Also on two ranks, after an error on one of them."""
+    """Also on two ranks, after an error on one of them.
+
+    SIGTERM goes to every process, as from a scheduler, and members save a checkpoint.
+    """
     result, _ = whole
     folder, script = without(whole, tmp_path / "killed", 2, 3), tmp_path / "swarm.py"
     script.write_text(COMMAND)
@@ -174,9 +177,13 @@ def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, 
     while not running.exists() or running.read_bytes().count(b"\n") < 3:
         assert process.poll() is None, log.read_text()
         time.sleep(0.005)
-    process.send_signal(number)
+    if number == signal.SIGTERM:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     assert process.wait(240) == (75 if number == signal.SIGTERM else -signal.SIGKILL)
     if number == signal.SIGTERM:
+        assert TrainingRun.load(running.parent).status in ("interrupted", "finished")
         shutil.rmtree(folder / "members" / "00003", ignore_errors=True)
         member_path(folder, 3).unlink(missing_ok=True)  # it may have finished before the signal
         broken = folder / "members" / "00003" / "run.json"
