@@ -141,7 +141,7 @@ def test_bug_keeps_its_traceback_and_status_1():
 def test_warnings_are_one_line_each_once_on_rank_0(capsys, monkeypatch):
     def tool(_options):
         for text in ("the weights\nsum to 2", "the weights\nsum to 2", "no valid split"):
-            with warnings.catch_warnings():  # as libraries do, which resets Python's registry
+            with warnings.catch_warnings():  # libraries do so; it resets Python's registry
                 warnings.simplefilter("default")
             warnings.warn(text, UserWarning, stacklevel=2)
         for category in (FutureWarning, DeprecationWarning):
@@ -202,7 +202,7 @@ def test_every_tool_has_help_and_rejects_unknown_flags(capsys, monkeypatch, tool
     out, err = printed(0, "--help")
     assert tool.name in out
     assert err == ""
-    # The one tool with a positional argument reports it first if it is missing.
+    # make_report has a positional argument, and would first report that it is missing.
     argument = ["a-folder"] if tool.stem == "make_report" else []
     (line,) = printed(2, *argument, "--no-such-flag", "3").err.splitlines()
     assert line.startswith("error: ")

@@ -42,7 +42,7 @@ run_tool(work, DoctorOptions, [], prints_log=%r)
     ],
 )
 def test_lost_output_does_not_stop_the_tool(tmp_path, is_full, prints_log, status, message):
-    """The output is a full disk, or a pipe without a reader."""
+    """Standard output is a full disk, or a pipe without a reader."""
     reader, descriptor = os.pipe()
     os.close(reader)
     if is_full:

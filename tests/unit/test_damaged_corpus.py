@@ -54,7 +54,8 @@ def run(whole, proxy, tmp_path, monkeypatch, capsys):
     """``run(tool)``: exit status and stderr of a tool on a copy of the corpus."""
     shutil.copytree(whole.root, tmp_path / "corpus")
     places = {"CORPUS": tmp_path / "corpus", "PROXY": proxy, "OUTPUT": tmp_path / "output.json"}
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # the tool replaces it
+    # Restores it after the test, since the tool replaces it.
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def start(tool):
@@ -102,7 +103,7 @@ DAMAGE = {
     "other tokenizer": (change_tokenizer, r"tokenizer\.json"),
 }
 CASES = [(tool, damage) for tool in TOOLS for damage in DAMAGE]
-# Data made elsewhere has neither checksums nor the hash of its tokenizer.
+# A data path from another program has neither checksums nor the hash of its tokenizer.
 CASES = [case for case in CASES if "path" not in case[0] or case[1] == "unknown token"]
 
 

@@ -162,7 +162,7 @@ def test_baseline_computes_a_mixture_by_its_method(launch, name):
     assert options.output.parent == Path("runs/slimpajama/4-mixture")
     if name in MODEL_FREE:
         assert {call.program for call in launched.calls} == {"python"}
-        assert options.token_budget == 10_000 * 128 * 1024  # of the 684m base model
+        assert options.token_budget == 10_000 * 128 * 1024  # tokens of the 684m base model
     choices = {"RUN": "my run", "CORPUS": "runs/stack/1-corpus", "NPROC": "3"}
     for call in method_calls(launch(name, "--", "--token-budget", "77", **choices)):
         assert call.options.corpus == Path("runs/stack/1-corpus")
@@ -206,7 +206,7 @@ def test_downstream_tasks_are_the_papers(launch, tmp_path):
 PROGRAMS = {
     "srun": 'echo "$LASTS" > "$OUT/later"\nexit "$STATUS"',
     "squeue": 'date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S',
-    # After srun, the clock of the script is LASTS seconds ahead.
+    # After srun, the clock that the script reads is LASTS seconds ahead.
     "date": """
 [ "$*" = +%s ] || exec /bin/date "$@"
 echo $(($(/bin/date +%s) + $(cat "$OUT/later" 2> /dev/null || echo 0)))

@@ -44,7 +44,7 @@ class Case:
 
 
 def cross_entropy_case(kernel: JITFunction, dtype: str) -> Case:
-    """Rows are padded to a multiple of 128 columns; the vocabulary, 50,257, is odd."""
+    """A launch with rows padded to a multiple of 128 columns, and an odd vocabulary of 50,257."""
     types = {"result": "*fp32", "labels": "*i64", "denominators": "*fp32", "scales": "*fp32"}
     types |= dict.fromkeys(("stride", "width", "columns"), "i32") | {"rows": dtype, "out": dtype}
     return Case(
@@ -66,7 +66,7 @@ POOLING_TYPES = (
 
 
 def pooling_case(kernel: JITFunction, registers: int, *, norm: bool, **more: Any) -> Case:
-    """``more``: width and dtype of the hidden states, for the summing kernel only."""
+    """A launch; ``more``: width and dtype of the hidden states, for the summing kernel only."""
     constants = {"NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
     is_sum = kernel is pooling_kernels.chunk_sums_kernel
     if is_sum:

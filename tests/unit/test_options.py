@@ -81,7 +81,7 @@ def test_number_is_rejected_or_representable(options_type):
     ):
         for name, put in numeric_fields(options, kind):
             for number in extremes:
-                if abs(number) <= most:  # the range of the field may be smaller
+                if abs(number) <= most:  # the field may reject it, or take it
                     with contextlib.suppress(UserError):
                         put(number)
                     continue

@@ -40,11 +40,11 @@ def test_requirements_are_ranges_and_constraints_pin_them(setup_arguments):
     for extra, lines in {"": setup_arguments["install_requires"], **extras}.items():
         for name, requirement in read_requirements(lines).items():
             assert {part.operator for part in requirement.specifier} <= {">=", "<", "!="}
-            if extra in ("", "dev", "data", "docs", "eval", "hf"):  # make installs these
+            if extra in ("", "dev", "data", "docs", "eval", "hf"):  # make installs these extras
                 (pinned,) = pins[name].specifier
                 assert requirement.specifier.contains(pinned.version), f"{requirement} excludes it"
     torch = read_requirements(setup_arguments["install_requires"])["torch"].specifier
-    # pip must keep the container's pre-release.
+    # pip must keep the pre-release of NVIDIA's container.
     assert torch.contains("2.9.0a0+145a3a7bda.nv25.10", prereleases=True)
 
 
@@ -53,7 +53,7 @@ def test_every_file_is_installed(setup_arguments):
     folders = {path.parent for path in package.rglob("*.py")}
     expected = {re.sub("/", ".", folder.relative_to(ROOT).as_posix()) for folder in folders}
     assert set(setup_arguments["packages"]) == expected
-    kinds = {".py", ".pyc", ".nbi", ".nbc"}  # sources and caches
+    kinds = {".py", ".pyc", ".nbi", ".nbc"}  # source files and caches
     files = {p for p in package.rglob("*") if p.is_file() and p.suffix not in kinds}
     patterns = setup_arguments["package_data"]["megatron_chameleon"]
     assert files == {path for pattern in patterns for path in package.glob(pattern)}

@@ -64,8 +64,8 @@ class LawOptions(CheckedOptions):
         names = set(self.model_sizes)
         if len(set(map(layer_parameters, names))) < max(MIN_POINTS, len(names)):
             raise UserError(
-                f"--model-sizes {' '.join(self.model_sizes)}: a power law needs {MIN_POINTS} or more "
-                "sizes, each with another number of parameters; choose others"
+                f"--model-sizes {' '.join(self.model_sizes)}: a power law needs {MIN_POINTS} or "
+                "more sizes, each with another number of parameters; choose others"
             )
         largest = max(self.model_sizes, key=layer_parameters)
         if layer_parameters(self.target_size) <= layer_parameters(largest):

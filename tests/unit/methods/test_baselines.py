@@ -33,13 +33,13 @@ def options(corpus, tmp_path):
 
 @pytest.fixture
 def compute(options):
-    """``compute(name, **changes)``: the mixture on disk."""
+    """``compute(name, **changes)``: run a method and load the mixture that it wrote."""
 
     def run(name, **changes):
         run_options = options(name, **changes)
         METHODS[name].compute(run_options)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a sum other than 1 would warn
+            warnings.simplefilter("error")  # Mixture warns of weights that do not sum to 1
             return Mixture.load(run_options.output)
 
     return run
@@ -50,7 +50,7 @@ def tokens_of(corpus: Corpus) -> np.ndarray:
 
 
 def unimax_of_the_paper(tokens: np.ndarray, budget: float, max_epochs: float) -> np.ndarray:
-    """Algorithm 1: from the smallest domain on, an equal share of the rest of the budget."""
+    """Algorithm 1: each domain, smallest first, takes at most an equal share of the rest."""
     left, shares = budget, np.zeros(len(tokens))
     for done, domain in enumerate(np.argsort(tokens)):
         part = left / (len(tokens) - done)
@@ -99,7 +99,7 @@ def test_domains_output_and_record(options, compute, corpus, monkeypatch, name):
     st.floats(0.01, 10.0),
     st.floats(0.001, 1.0),
 )
-@example([1] * 6, 1.0, 1.0)  # six sixths sum to less than 1 in floating point
+@example([1] * 6, 1.0, 1.0)  # six times 1/6 is less than 1 in floating point
 def test_the_epoch_limit_of_uniform_weights_is_unimax(sizes, max_epochs, share):
     tokens = {str(position): size for position, size in enumerate(sizes)}
     budget = max(1, int(share * max_epochs * sum(sizes)))

@@ -65,7 +65,7 @@ TARGETED = RecipeOptions("reference", ridge=0.01, bootstrap_resamples=RESAMPLES)
 
 @pytest.fixture(scope="module")
 def inputs(finished_run, tmp_path_factory):
-    """A corpus whose text is its token ids, separated by spaces; a proxy; an embedding store."""
+    """Paths of a corpus, whose text is its token ids, of a proxy, and of an embedding store."""
     root = tmp_path_factory.mktemp("inputs")
     corpus = write_small_corpus(root / "corpus")
     file = word_tokenizer(root / "corpus" / corpus.tokenizer.file)
@@ -229,8 +229,8 @@ def test_hyperparameters_replace_those_of_the_recipe(compute, inputs):
 
 
 def test_store_is_reused_and_extended(compute, tmp_path, capsys):
-    """Only new domains are embedded; selections and numbers of domains share a store."""
-    folder = tmp_path / "out" / "embeddings"  # the default
+    """Only new domains are embedded; runs with other selections of domains share the store."""
+    folder = tmp_path / "out" / "embeddings"  # the default store
     compute(store=None, domains="news,code")
     assert ", 0 domains reused from " in capsys.readouterr().out
     first = compute(store=None)
@@ -253,7 +253,7 @@ def test_store_is_reused_and_extended(compute, tmp_path, capsys):
 
 
 def test_extraction_options(compute, inputs, tmp_path):
-    """Each option except the batch size changes the embeddings; bfloat16 rounds them."""
+    """Each option except the batch size changes the embeddings; bfloat16 only rounds them."""
     compute()
     exact = means_of(inputs["store"])
     for option, value, low, high in (
@@ -271,7 +271,7 @@ def test_extraction_options(compute, inputs, tmp_path):
 
 
 def test_many_domains(compute, monkeypatch):
-    """No affinity matrix is stored, and windows are grouped for the bootstrap."""
+    """With many domains, no affinity matrix is stored, and the bootstrap groups windows."""
     whole = compute()
     monkeypatch.setattr(compute_module, "MAX_AFFINITY_DOMAINS", 2)
     monkeypatch.setattr(bootstrap, "MAX_VALUES", len(DOMAINS) * WINDOWS // 2 * 64)
@@ -352,7 +352,7 @@ def test_a_target_text_is_embedded_like_a_domain(compute, text_corpus, tmp_path)
     assert list(target["prior"].values()) == pytest.approx(expected, rel=1e-4)
     assert max(target["prior"], key=target["prior"].get) == "poems"
     assert mixture.weights["poems"] > target["weights_without"]["poems"]
-    assert mixture.cost.flops > 0  # the text is embedded on each run
+    assert mixture.cost.flops > 0  # each run embeds the text
 
 
 def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):

@@ -46,7 +46,7 @@ ONLINE = OnlineOptions(
 
 @pytest.fixture
 def options(pretrain_options, tmp_path):
-    """``options(**changes)``: six steps; a checkpoint and new weights after three."""
+    """``options(**changes)``: a run of six steps; a checkpoint and new weights after three."""
 
     def make(name="run", **changes):
         settings = {"seed": SEED, "data": EPOCH, "online": ONLINE, "log_interval": 1, **changes}
@@ -91,7 +91,7 @@ def figures_of(run_dir):
 
 
 def test_weights_and_cost_are_those_of_the_checkpoint_of_that_step(options, weigh, tmp_path):
-    """Weights are averaged with the current ones; each recomputation is counted and timed."""
+    """New weights are averaged with the current ones; each recomputation is counted and timed."""
     Mixture(dict(zip(DOMAINS, [0.5, 0.3, 0.2], strict=True))).save(tmp_path / "start.json")
     settings = {"mixture": str(tmp_path / "start.json"), "save_interval": 2}
     every_two = online(online_interval=2, online_layer=1, online_smoothing=0.75)
@@ -115,7 +115,7 @@ def test_weights_and_cost_are_those_of_the_checkpoint_of_that_step(options, weig
 
 
 class ReadOnly(OnlineChameleon):
-    """Compute weights without using them."""
+    """A hook that computes new weights without using them."""
 
     def new_mixture(self, step, model):
         before = random_states()
@@ -136,7 +136,7 @@ def test_embedding_has_no_side_effect_on_training(options):
 
 @pytest.mark.parametrize(("step", "killed"), [(5, True), (4, False)])
 def test_a_resumed_run_equals_an_uninterrupted_one(options, monkeypatch, step, killed):
-    """Killed between new weights and a checkpoint, or stopped at a step with both."""
+    """The run is killed between new weights and a checkpoint, or stopped at a step with both."""
 
     def interrupt(_model):
         if killed:

@@ -42,9 +42,9 @@ from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
-    """Three kinds of text, each a domain, with a tokenizer.
+    """A corpus of three domains, which walk around rings of tokens in steps of 1, 5 and 7.
 
-    Their steps have no common divisor with the ring's length, so that each kind is one cluster.
+    No step shares a divisor with a ring's length, so that each domain is one cluster.
     """
     root = tmp_path_factory.mktemp("labelled")
     tokenizer = word_tokenizer(root / "tokenizer.json")
@@ -57,7 +57,7 @@ def labelled(tmp_path_factory):
 
 
 def written(corpus, root, kinds):
-    """The same documents as one domain 'web', ordered by their hashes.
+    """Write the documents of ``corpus`` as one domain 'web', ordered by their hashes.
 
     ``kinds(name, split)`` selects the kinds in each split.
     """
@@ -185,7 +185,7 @@ def test_several_numbers_the_best_silhouette_wins(discover, found, tmp_path):
     record = DiscoveredDomains.load(best.root)
     assert list(record.silhouettes) == [2, 3, 5]
     assert max(record.silhouettes, key=lambda k: record.silhouettes[k]) == 3
-    assert best.hash == found.hash  # embedded again: the seed determines the result
+    assert best.hash == found.hash  # embedded again, with the same result
 
 
 def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, 
 
 
 def test_a_killed_run_resumes(discover, options, found, monkeypatch):
-    """Killed while embedding, and while writing the corpus: finished blocks are kept."""
+    """Finished blocks are kept if a run is killed while embedding, or while writing the corpus."""
     monkeypatch.setattr(discover_module, "BLOCK_DOCUMENTS", 50)
     write = EmbeddingStore.with_domain
     written_blocks: list[Path] = []

@@ -54,12 +54,12 @@ TRUE = MixingLaws(
 
 
 def bowls(mixtures):
-    """Losses [n, 3], all smallest at BEST."""
+    """Losses [n, 3] of ``mixtures``, each smallest at the mixture BEST."""
     return 2 + ((mixtures - BEST) ** 2).sum(axis=1, keepdims=True) * [1.0, 0.8, 1.2]
 
 
 def runs_of(losses_of, count=80, domains=DOMAINS) -> MixtureRuns:
-    """``count`` runs on mixtures [n, 3] with losses [n, 3] ``losses_of(mixtures)``."""
+    """``count`` runs on random mixtures [n, 3], with the losses [n, 3] ``losses_of(mixtures)``."""
     mixtures = np.random.default_rng(0).dirichlet(np.ones(3), count)
     keys = [str(number) for number in range(count)]
     return MixtureRuns(keys, list(domains), mixtures, list(domains), losses_of(mixtures))
@@ -166,8 +166,8 @@ def test_diverged_members_are_left_out_of_the_fit(tmp_path):
         swarm_runs([none], losses[:, -1])
 
 
-def test_the_verdict_is_on_the_target_not_on_its_losses():
-    """Five domains, each better the more of it there is, so that their mean is noise."""
+def test_fit_problems_concern_the_target_not_single_losses():
+    """The loss of each of five domains falls with its weight, so the mean loss is only noise."""
     mixtures = sample_mixtures(np.full(5, 0.2), 64, 0)
     losses = 3 - 0.5 * mixtures + np.random.default_rng(0).normal(0, 0.03, (64, 5))
     trees, linear = (
@@ -260,19 +260,19 @@ def test_swarms_of_every_size_are_trained_fitted_and_costed(compute, tmp_path):
     assert mixture.parameters["made_from"] == [f"mixture/swarm-{size}" for size in sizes]
     costs = [SwarmRecord.load(folder).cost.flops for folder in folders]
     assert mixture.parameters["total_cost"]["flops"] == pytest.approx(sum(costs))
-    # The paper's rule: 6 N D, N being 12 L h^2 but for the 1M proxy, whose N it states.
+    # The paper counts 6 N D with N = 12 L h^2, except for the 1M proxy, whose N it states.
     tokens = SWARM.train_iters * SWARM.global_batch_size * SWARM.seq_length
     counted = [12 * 4 * 64**2, 1_000_000, 12 * 4 * 128**2]
     assert mixture.parameters["paper_flops"] == pytest.approx(6 * sum(counted) * tokens * 4)
 
 
 def known_losses(mixtures, steps, name):
-    """Losses [n, steps, k] of a known law over steps, mixtures and sizes."""
+    """Losses [n, steps, k] by a known law over steps, mixtures and model sizes."""
     over_steps = (300 / np.array(steps, float)[:, None]) ** 0.6
     return TRUE.predict(mixtures)[:, None] + (2e5 / layer_parameters(name)) ** 0.3 + over_steps
 
 
-def test_losses_are_extrapolated_to_the_target_s_steps_and_size(corpus, tmp_path):
+def test_losses_are_extrapolated_to_the_target_steps_and_size(corpus, tmp_path):
     mixtures = np.random.default_rng(0).dirichlet(np.ones(3), 8)
     steps, swarms = [2000, 4000, 6000, 8000, 10000], {}
     for name in ("nano", "tiny", "mini"):

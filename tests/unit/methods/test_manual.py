@@ -21,13 +21,13 @@ SLIMPAJAMA = ("arxiv", "book", "cc", "c4", "github", "stackexchange", "wikipedia
 
 @pytest.fixture
 def manual(corpus, tmp_path):
-    """``manual(**changes)``: the mixture on disk."""
+    """``manual(**changes)``: run --method manual and load the mixture that it wrote."""
 
     def run(**changes):
         options = ManualOptions(**{"corpus": corpus.root, "output": tmp_path / "o.json", **changes})
         compute_manual(options)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a sum other than 1 would warn
+            warnings.simplefilter("error")  # Mixture warns of weights that do not sum to 1
             return Mixture.load(options.output)
 
     return run
@@ -68,8 +68,8 @@ def test_weights_of_a_csv_table(manual, corpus, tmp_path):
     [
         b"name,share\nnews,1\n",
         b"domain,weight\nn\xff,1\n",
-        b"domain,weight\nnews,0.5\ncode\n",  # short
-        b"domain,weight\nnews,0,5\ncode,0,5\n",  # long: decimal commas
+        b"domain,weight\nnews,0.5\ncode\n",  # a row with too few fields
+        b"domain,weight\nnews,0,5\ncode,0,5\n",  # too many fields: decimal commas
     ],
 )
 def test_a_damaged_csv_table_is_an_error(manual, tmp_path, content):
@@ -84,7 +84,7 @@ def test_the_total_cost_of_a_mixture_is_inherited_if_known(manual, tmp_path):
         "total_cost": {"flops": 9e12, "device_seconds": 70.0},
         "paper_flops": 1.34e18,
     }
-    # Chameleon's proxy and embeddings record their own cost.
+    # A Chameleon mixture does not include the cost of its proxy and embeddings.
     by_proxy = dataclasses.replace(manual(weights="news=1").provenance, inputs={"checkpoint": "0"})
     for name, fields, flops in (
         ("doremi", {"parameters": recorded}, 9e12),

@@ -140,7 +140,7 @@ def test_a_stopped_method_exits_with_its_status(
 
 
 def test_discovery_imports_no_torch():
-    """So that --help and --list-methods stay fast."""
+    """An import of torch would slow --help and --list-methods down."""
     command = "import sys; from megatron_chameleon.methods.method import discover_methods as d"
     command += "; assert not d().unusable and 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

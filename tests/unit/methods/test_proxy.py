@@ -42,10 +42,11 @@ from tests.unit.training.test_hook import (
     run,
 )
 
-__all__ = ["micro_batches"]  # a fixture
+__all__ = ["micro_batches"]  # an imported fixture counts as used
 
 STEPS = 6
-# Options, rule and proxy of each method. The reference of DoReMi is the fixture ``finished_run``.
+# Per method: class of its options, rule, and changes of the proxy. DoReMi's reference is the
+# fixture ``finished_run``.
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "doremi": (
         DoremiOptions,
@@ -106,7 +107,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def options_in(name, corpus, finished_run):
-    """``options_in(folder, **changes)``; the changes are of the method or of its proxy."""
+    """``options_in(folder, **changes)``: ``changes`` to the options of the method or its proxy."""
     options_type, rule, proxy = METHODS[name]
     own = {field.name for field in dataclasses.fields(options_type)}
 
@@ -159,7 +160,7 @@ def test_the_mixture_is_the_mean_of_the_logged_weights(name, found, corpus):
     mixture, hooks, run = Mixture.load(found), hooks_of(found), proxy_run(found)
     parameters, uniform = mixture.parameters, dict.fromkeys(DOMAINS, 1 / 3)
     path = [hook["weights"] for hook in hooks]
-    averaged = [uniform, *path] if name == "doremi" else path  # the original DoReMi counts both
+    averaged = [uniform, *path] if name == "doremi" else path  # DoReMi counts both
     for domain in DOMAINS:
         own = [weights[domain] for weights in path]
         assert mixture.weights[domain] == pytest.approx(np.mean([w[domain] for w in averaged]))
@@ -188,7 +189,7 @@ def test_the_mixture_is_the_mean_of_the_logged_weights(name, found, corpus):
 def test_an_interrupted_run_resumes_with_the_same_result(
     name, found, options, monkeypatch, is_stopped
 ):
-    """Stopped by a signal, or killed between two checkpoints."""
+    """The run is stopped by a signal, or killed between two checkpoints."""
 
     def interrupt(_model):
         if not is_stopped:
@@ -212,7 +213,7 @@ def test_an_interrupted_run_resumes_with_the_same_result(
 
 @for_method(("name", "factor"), [("doremi", math.nan), ("doge", math.nan), ("doge", 1e4)])
 def test_a_skipped_step_moves_no_weight(name, options, monkeypatch, factor):
-    """Both a gradient that is not finite, and a spike with finite products."""
+    """The step has a gradient that is not finite, or a spike of the norm with finite products."""
     rule = {} if name == "doremi" else {"rule": DogeRule(0.2, doge_max_norm=0.0)}  # no clipping
     made = options(guards=GuardOptions(spike_factor=50, spike_window=4), **rule)
     before_steps(monkeypatch, {4: poison(factor)})
@@ -278,7 +279,7 @@ def test_a_damaged_state_is_an_error(copied, options, damage):
     ],
 )
 def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes, problem):
-    if not isinstance(changes, dict):  # a hook state for the checkpoint
+    if not isinstance(changes, dict):  # it is a hook state, written to the checkpoint
         dataclasses.replace(record_of(copied), hook=changes).save()
         changes = {}
     with pytest.raises(UserError, match=problem) as error:
@@ -311,7 +312,7 @@ def test_mistakes_are_errors_before_training(options, tmp_path, changes, problem
 
 
 def known_document(number: int, rng: np.random.Generator):
-    """Three domains: a walk around 20 tokens, noise, and the walk again."""
+    """A document of domain ``number``: 0 and 2 are walks around 20 tokens, 1 is noise."""
     if number == 1:
         return rng.integers(0, EOD, 400)
     return (rng.integers(20) + np.arange(400)) % 20
@@ -338,7 +339,7 @@ def test_learnable_domains_gain_over_noise_and_copies_stay_equal(name, options, 
 
 
 class Checked(ExcessLossReweighting):
-    """Compares each step with a loop over tokens, and the reference with an evaluated model."""
+    """Check each step against a loop over tokens, and the reference against an evaluated model."""
 
     steps, apart, highest = 0, 0.0, 0.0
 
@@ -376,7 +377,7 @@ class Checked(ExcessLossReweighting):
         np.testing.assert_allclose(self.state.excess[present], expected, rtol=1e-4, atol=1e-6)
         Checked.apart = max(Checked.apart, float(np.abs(np.subtract(expected, other)).max()))
         Checked.highest = max(Checked.highest, max(max(part, default=0.0) for part in tokens))
-        # The loss of the step: the sum of weight times loss over the number of tokens.
+        # The loss of the step is the sum of weight times loss, divided by the number of tokens.
         total = sum(
             float((weights[part["domain"]][:, None] * losses * part["loss_mask"]).sum())
             for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True)
@@ -386,7 +387,7 @@ class Checked(ExcessLossReweighting):
         return weights
 
 
-Checked.__name__ = ExcessLossReweighting.__name__  # recorded in checkpoints
+Checked.__name__ = ExcessLossReweighting.__name__  # checkpoints record the name
 
 
 @of_doremi
@@ -405,8 +406,8 @@ def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatc
     made = options(rule=rule, train_iters=3, boundaries=boundaries)
     assert compute(made)
     assert Checked.steps == 3
-    assert Checked.apart > 1e-3  # the variants differ,
-    assert Checked.highest > 0.3  # and the ceiling has an effect
+    assert Checked.apart > 1e-3  # otherwise the variants would not differ
+    assert Checked.highest > 0.3  # otherwise the ceiling would have no effect
     if rule.doremi_variant == "fork":
         mixture = Mixture.load(made.output)
         assert (mixture.parameters["eta"], mixture.parameters["eps"]) == (0.1, 0.0)
@@ -450,7 +451,7 @@ def scale_losses(monkeypatch, factor, *, of_reference):
 
 @of_doremi
 def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch):
-    """Even if clipping would hide them."""
+    """The weights are unchanged even if clipping would hide the infinite losses."""
     scale_losses(monkeypatch, math.inf, of_reference=False)
     made = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=0.3))
     compute(made)
@@ -462,7 +463,7 @@ def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch):
 @of_doremi
 @pytest.mark.parametrize(("factor", "variant"), [(math.nan, "original"), (math.inf, "fork")])
 def test_non_finite_losses_of_the_reference_are_errors(options, monkeypatch, factor, variant):
-    """Also infinite ones, which clipping would turn into an excess loss of 0."""
+    """Infinite losses count too, although clipping would make their excess loss 0."""
     scale_losses(monkeypatch, factor, of_reference=True)
     with pytest.raises(UserError, match="'news'"):
         compute(options(rule=DoremiRule(variant, 0.1)))
@@ -500,18 +501,19 @@ def test_a_target_is_trained_on_only_if_requested(options, train_on_target):
     assert mixture.parameters["rule"]["mu"] == mu
     assert mixture.parameters["target_domains"] == ["poems"]
     assert mixture.parameters["trained_on"] == trained
-    assert 0 < mixture.parameters["paper_flops"] < run.cost.flops  # without attention and head
-    assert run.domain_tokens["poems"].actual == STEPS * 2 * 32  # sampled for its gradients
+    assert 0 < mixture.parameters["paper_flops"] < run.cost.flops  # only layers count
+    # The target is sampled, since its gradients are needed.
+    assert run.domain_tokens["poems"].actual == STEPS * 2 * 32
     first = hooks_of(made.output)[0]
     limited = np.clip([first["alignment"][name] for name in trained], 0, 5)
-    expected = np.exp(0.5e-2 * limited / mu)  # half of the peak learning rate: warm-up
+    expected = np.exp(0.5e-2 * limited / mu)  # the first step of warm-up has half of the peak rate
     assert [first["weights"][name] for name in trained] == pytest.approx(
         expected / expected.sum(), rel=1e-6
     )
 
 
 NAMES = ["a", "b", "c", "d"]
-PRESENT = (0, 1, 3)  # domains of the batch
+PRESENT = (0, 1, 3)  # the domains in the batch
 ALL = Roles((0, 1, 2, 3), (0, 1, 2, 3))
 TOWARDS_B = Roles((0, 2, 3), (1,))
 
@@ -522,7 +524,7 @@ def passes(one_rank):
 
 
 def clipped_gradients(passes, batches, max_norm):
-    """[k, n] float64 by autograd; zero for the absent domain."""
+    """Clipped gradients [k, n] float64 of the domains, by autograd; zero for the absent one."""
     found = {}
     for domain in PRESENT:
         masks = [domain_mask(batch, domain) for batch in batches]
@@ -543,7 +545,7 @@ def test_a_step_equals_the_algorithm_on_whole_gradients(
     _, found = run(hook, passes, micro_batches, one_rank)
     gradients = clipped_gradients(passes, micro_batches, max_norm)
     norms = [float(gradients[i].norm()) for i in roles.train if i in PRESENT]
-    assert min(norms) < 5.0  # 0.4 clips all, 5 none
+    assert min(norms) < 5.0  # max_norm 0.4 clips all gradients, 5 none
     towards = gradients[list(roles.target)].sum(0)
     mean_norm = sum(norms) / len(norms) + 1e-6
     scores = torch.stack([gradients[i] @ towards / mean_norm for i in roles.train]).clamp(-5, 5)

@@ -1,4 +1,4 @@
-"""A swarm's members are runs of pretrain, trained concurrently; a swarm resumes bit-identically."""
+"""Swarm members are pretraining runs, trained concurrently; swarms resume bit-identically."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def rows_of(path):
 
 
 def without(whole, folder, *members):
-    """A copy of the swarm in which these members have not been trained."""
+    """Copy the swarm to ``folder``, without the results and runs of these members."""
     shutil.copytree(whole[1], folder)
     (folder / "metrics.csv").unlink()
     for member in members:
@@ -91,14 +91,15 @@ def test_a_member_is_an_ordinary_run_with_its_own_seed(whole, corpus, tmp_path):
     pretrain(run)
     lines = {line["step"]: line for line in read_metrics(tmp_path / "run" / METRICS_NAME)}
     alone = [[lines[step]["validation_loss"][name] for name in DOMAINS] for step in result.steps]
-    np.testing.assert_allclose(result.losses[1], alone, rtol=0, atol=1e-5)  # other thread counts
+    # Rounding differs with the number of threads.
+    np.testing.assert_allclose(result.losses[1], alone, rtol=0, atol=1e-5)
 
 
 def test_results_tables_and_cost(whole, corpus):
     result, folder = whole
     assert (result.steps, result.diverged) == ([4, STEPS], [])
     last = result.losses[:, -1]
-    assert last[1].argmin() == 0  # a member knows what it is trained on
+    assert last[1].argmin() == 0  # a member is best at the domain it is trained on
     assert last[3].argmin() == 2
     ratios, metrics = rows_of(folder / "ratios.csv"), rows_of(folder / "metrics.csv")
     np.testing.assert_array_equal(np.array(ratios[1:], float)[:, 1:], MIXTURES)
@@ -107,7 +108,8 @@ def test_results_tables_and_cost(whole, corpus):
     held_out = sum(min(18 * 32, domain.valid.tokens - 1) for domain in corpus.domains.values())
     measured = len(MIXTURES) * len(result.steps) * held_out
     expected = training_flops(SHAPE, seen, 32) + forward_flops(SHAPE, measured, 32)
-    assert result.cost.flops == pytest.approx(expected, rel=1e-3)  # short windows
+    # The last window of a split may be shorter.
+    assert result.cost.flops == pytest.approx(expected, rel=1e-3)
     assert SwarmRecord.load(folder).cost == result.cost
     run = TrainingRun.load(folder / "members" / "00002")
     assert (run.status, run.checkpoints) == ("finished", [])
@@ -164,9 +166,9 @@ if __name__ == "__main__":
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, number):
-    """Also on two ranks, after an error on one of them.
+    """SIGTERM goes to every process, as from a scheduler, and members save a checkpoint.
 
-    SIGTERM goes to every process, as from a scheduler, and members save a checkpoint.
+    After it, the swarm is resumed on two ranks, one of which fails at first.
     """
     result, _ = whole
     folder, script = without(whole, tmp_path / "killed", 2, 3), tmp_path / "swarm.py"

@@ -56,7 +56,7 @@ def proxy_options(**changes) -> ProxyOptions:
 
 
 def sweep_options(corpus, output, axes=SMALL, **changes) -> SweepOptions:
-    """A Chameleon sweep; ``changes`` are of the proxy."""
+    """Options of a Chameleon sweep; ``changes`` to those of the proxy."""
     return SweepOptions(
         corpus=corpus.root,
         output=output,
@@ -69,7 +69,7 @@ def sweep_options(corpus, output, axes=SMALL, **changes) -> SweepOptions:
 
 @pytest.fixture
 def options(corpus, tmp_path):
-    """``options(axes, **changes)``: of a sweep in ``tmp_path / "run"``."""
+    """``options(axes, **changes)``: options of a sweep in ``tmp_path / "run"``."""
     return partial(sweep_options, corpus, tmp_path / "run")
 
 
@@ -97,7 +97,7 @@ def run_sweep(options) -> Sweep:
 
 @pytest.fixture(scope="module")
 def finished_sweep(corpus, tmp_path_factory):
-    """The read-only folder of a finished sweep, and what was printed."""
+    """The read-only folder of a finished sweep, and the text that it printed."""
     root, printed = tmp_path_factory.mktemp("sweep") / "run", io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert run_sweep(sweep_options(corpus, root)) == Sweep.load(root)
@@ -131,7 +131,7 @@ def test_axes_are_sorted_and_points_distinct(options):
     assert points[0] == centre
     assert len(points) == 1 + 2 + 2 + 1
     assert all(sum(p[name] != centre[name] for name in centre) == 1 for p in points[1:])
-    scaled = RecipeOptions(recipe="scaled")  # with no absolute ridge
+    scaled = RecipeOptions(recipe="scaled")  # its ridge is relative
     with pytest.raises(UserError, match="--sweep-ridge"):
         plan_sweep(dataclasses.replace(options(), weighting=scaled))
 
@@ -228,7 +228,7 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
     ],
 )
 def test_each_rule_has_its_own_proxies(hooked, method, rules):
-    """The first two are the default rule, whose files have no digest."""
+    """The names for the default rule, listed twice, have no digest."""
     values: dict[str, Any] = {"model_size": "nano", "train_iters": 4}
     points = [point_of(hooked(method, **{method: rule}), values) for rule in rules]
     names = [point.made_from[-1].parent.name for point in points]
