@@ -96,7 +96,7 @@ def measure_index() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         permutations: tuple[Permutation, ...] = ("epoch", "feistel")
         small = sparse_domains(Path(folder), 3, 15 * 10**9, 1000)
-        for permutation in permutations:  # load the kernels
+        for permutation in permutations:  # compiles the kernels
             time_first_and_last(small, permutation)
         large = sparse_domains(Path(folder), 1000, 15 * 10**12, 1_000_000)
         for permutation in permutations:

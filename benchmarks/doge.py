@@ -37,7 +37,7 @@ from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.hook import HookRunner
 from tests.random_training import OPTIMIZER, RandomTraining, random_batches
 
-VOCAB_SIZE = 50_257  # of GPT-2's tokenizer
+VOCAB_SIZE = 50_257  # as GPT-2's tokenizer
 SAMPLES = 128
 PAPERS_RATIO = {7: 1.7, 17: 2.5}
 

@@ -54,7 +54,7 @@ def run_within(
         return None
     finally:
         _stop_marked(mark)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the process is stuck in a driver
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process can be stuck in a driver
             process.wait(1)
 
 

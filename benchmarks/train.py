@@ -57,7 +57,7 @@ from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from tests.random_training import RandomTraining, random_batches
 
-VOCAB_SIZE = 50_257  # of GPT-2's tokenizer
+VOCAB_SIZE = 50_257  # as GPT-2's tokenizer
 GPU_SIZES = ("684m", "1.2b", "124m", "82m")
 CPU_SIZES = ("82m",)
 LEAST_REPEATS = 5

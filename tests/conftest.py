@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Set before torch and numpy are imported. Workers and ranks share a few cores, and the tests of
-# bit-identity need one thread per process for a fixed order of additions.
+# These variables are set before torch and numpy are imported. Workers and ranks share a few cores,
+# and the tests of bit-identity need one thread per process for a fixed order of additions.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # With more threads, spinning on shared cores would take minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -18,8 +18,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 
-# Processes that a shell starts in the background ignore SIGINT. The commands that tests interrupt
-# would inherit that.
+# Processes that a shell starts in the background ignore SIGINT, and so would the commands that
+# they start; tests interrupt such commands.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent

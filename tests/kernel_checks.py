@@ -92,7 +92,7 @@ def compile_kernel(
         ptx=ptx,
         registers=usage["REG"],
         stack_bytes=usage["STACK"] + usage["LOCAL"],
-        shared_bytes=max(usage["SHARED"], compiled.metadata.shared),  # static, dynamic
+        shared_bytes=max(usage["SHARED"], compiled.metadata.shared),  # static or dynamic memory
     )
 
 

@@ -54,7 +54,7 @@ DARK_TEXT, LIGHT_TEXT = "#111111", "#FDFDFD"
 DPI = 130
 # Maximum characters of a name on an axis, in a legend, and in a narrow panel.
 NAME_LIMIT, LABEL_LIMIT, NARROW_LIMIT = 26, 40, 19
-# A legend with more rows makes the figure taller, by this many inches each.
+# Each row of a legend beyond this number makes the figure taller, by this height in inches.
 LEGEND_ROWS, LEGEND_ROW_HEIGHT = 3, 0.21
 # With more domains than these, numbers in cells and names on axes would overlap.
 CELLS_WITH_NUMBERS, NAMES_ON_AN_AXIS = 12, 60
@@ -79,7 +79,7 @@ Array = NDArray[np.float32]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Picture:
-    """A figure and its texts.
+    """A figure with its file name, title and caption.
 
     Attributes:
         name: file name without suffix.
@@ -582,7 +582,7 @@ def window_map_figure(found: WindowMap) -> Figure:
     grey: dict[str, Any] = {"color": PROXY_COLOR, "marker": "o"}
     if others.any():
         axes.plot(*found.points[others].T, markersize=0.8 * size, alpha=0.25, **grey, **style)
-        size = 6.0  # named domains stand out
+        size = 6.0  # makes named domains stand out
     for number, domain in enumerate(named):
         marker = "o^s"[number // len(COLORS)]
         look: dict[str, Any] = {"color": color_of(number), "marker": marker}
@@ -618,7 +618,7 @@ def named_domains(found: WindowMap) -> list[int]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty white figure of this size in inches."""
+    """Create an empty white figure; ``width`` and ``height`` are in inches."""
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 

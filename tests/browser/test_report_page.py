@@ -64,7 +64,7 @@ def test_the_page_loads_nothing_else_and_logs_nothing(open_page, report):
     assert log.problems == []
     assert page.locator("section").count() == 13
     assert page.locator("h1").inner_text() == "run"
-    # No domain name became an element.
+    # No domain name was interpreted as HTML.
     assert page.locator("img, main script, [onmouseover], [onerror], [onload]").count() == 0
 
 

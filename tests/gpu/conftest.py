@@ -23,7 +23,7 @@ from tests.small_corpus import word_tokenizer, write_small_corpus
 ROOT = Path(__file__).resolve().parents[2]
 IS_PRETENDED = os.environ.get("PRETENDED_CUDA") == "1"
 STEPS = 12
-# The epsilon is far above the rounding of gradients, so updates differ by as little as gradients.
+# Adam's epsilon is far above the gradients' rounding, so updates differ as little as gradients.
 TRAINING_FLAGS = (
     *("--model-size", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
     *("--global-batch-size", "8", "--micro-batch-size", "4"),

@@ -78,7 +78,7 @@ def test_downstream_accuracies_are_those_of_the_cpu(tools: Tools, tmp_path: Path
     assert found.tasks == expected.tasks
 
 
-@pytest.mark.skipif(IS_PRETENDED, reason="the doctor looks at the real device")
+@pytest.mark.skipif(IS_PRETENDED, reason="tools/doctor.py describes the real device")
 def test_the_doctor_names_the_device() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "doctor.py"), "--json"],

@@ -25,7 +25,7 @@ def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
     start = rng.randrange(max(len(data), 1))
     if damage == "flip_bit" and data:
         changed[start] ^= 1 << rng.randrange(8)
-    elif damage == "zero_range":  # like a block that was never written
+    elif damage == "zero_range":  # like a disk block that was never written
         end = min(start + rng.randint(1, 4096), len(data))
         changed[start:end] = bytes(end - start)
     elif damage == "scramble_range":
@@ -35,7 +35,7 @@ def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
         del changed[start:]
     elif damage == "append":
         changed += rng.randbytes(rng.randint(1, 4096))
-    elif damage == "swap_blocks":  # sums over all bytes do not change
+    elif damage == "swap_blocks":  # keeps the sum of all bytes
         size = max(min(512, len(data) // 4), 1)
         one, other = (rng.randrange(max(len(data) - size, 1)) for _ in range(2))
         if abs(one - other) >= size:

@@ -238,7 +238,7 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
         result = EvaluationResult.load(root / f"6-evaluation/{name}.json")
         domains = {}
         for domain, loss in result.domains.items():
-            losses = loss.loss + difficulty[domain]  # of twelve documents of 50 tokens
+            losses = loss.loss + difficulty[domain]  # twelve documents of 50 tokens
             clusters = Clusters((50 * losses).tolist(), [50] * 12, [200] * 12)
             domains[domain] = DomainLoss(losses.mean(), 600, loss.unigram_loss, 2400, clusters)
         edit_evaluation(root, name, domains=domains)

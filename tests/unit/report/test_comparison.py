@@ -48,7 +48,7 @@ def test_averages_and_counts_are_over_domains(root):
     unigram = (math.exp(6.0) + math.exp(6.1) + math.exp(6.2)) / 3
     assert average[-3:] == [f"{unigram:.2f}", f"{uniform:.2f}", f"{chameleon:.2f}"]
     assert better[0] == "domains better than Uniform"
-    assert better[-2:] == ["-", "1 of 3"]  # equal is not better
+    assert better[-2:] == ["-", "1 of 3"]  # an equal figure is not better
     marks = [[is_best(cell) for cell in row[-2:]] for row in table.rows]
     assert marks == [[False, True], [True, False], [True, True]]
     assert [is_best(cell) for cell in table.summary[0][-2:]] == [True, False]
@@ -106,7 +106,7 @@ def test_losses_and_paired_differences_have_standard_errors(root):
             )
             for name, each in losses.items()
         }
-        if run == CHAMELEON:  # domains may be in another order
+        if run == CHAMELEON:  # the order of domains does not matter
             domains = dict(reversed(domains.items()))
         edit_evaluation(root, run, domains=domains)
     table = loss_table(compare(RunFolder.load(root)))
@@ -134,7 +134,7 @@ def test_seeds_are_reported_by_mean_and_deviation_and_paired(tmp_path):
             result = evaluation(NAMES, [math.log(average + shift) for shift in shifts])
             runs.append(Evaluated(run.root.name, run.root.name, result, run))
     seeded = Comparison(tuple(runs), runs[0])
-    # Averages: Uniform 20, 22, 24; Chameleon 19, 20, 21; of seeds 2 and 3 -3 and -4.
+    # Uniform averages 20, 22, 24, and Chameleon 19, 20, 21; seeds 2 and 3 differ by -3 and -4.
     (sentence,) = findings(seeded)
     assert sentence == (
         "Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, Uniform of "
