@@ -20,7 +20,7 @@ from megatron_chameleon.training.optimizer import is_counted
 # are added in float64. Larger chunks are less exact and not faster.
 CHUNK = 1 << 10
 
-# Chunks per matrix multiplication.
+# Number of chunks that one matrix multiplication sums.
 CHUNKS_AT_ONCE = 512
 
 Span = tuple[int, int]
@@ -177,8 +177,8 @@ def _buckets(model: Sequence[DistributedDataParallel], count: int) -> Iterator[G
             ]
             for bucket in buffer.buckets:
                 numel = bucket.grad_data.numel()
-                # The range of this rank's shard. Without the distributed optimizer, every
-                # data-parallel rank holds all gradients, but counts only this range in dot
+                # ``first`` to ``last`` is this rank's shard. Without the distributed optimizer,
+                # every data-parallel rank holds all gradients, but counts only this range in dot
                 # products.
                 first, last = (numel * r // group.size() for r in (group.rank(), group.rank() + 1))
                 gradient = bucket.grad_data[first:last] if sharded else bucket.grad_data

@@ -312,7 +312,8 @@ class HookRunner:
         self, batch: GlobalBatch, loss_weights: torch.Tensor | None, gradients: DomainGradients
     ) -> torch.Tensor:
         """Compute the gradient of each domain, then their sum with the hook's weights."""
-        rows: list[list[int]] = [[] for _ in range(batch.num_domains)]  # samples of each domain
+        # Indices of each domain's samples in the concatenated micro-batches.
+        rows: list[list[int]] = [[] for _ in range(batch.num_domains)]
         domains = torch.cat([part["domain"] for part in batch.micro_batches])
         for row, domain in enumerate(domains.tolist()):  # synchronizes with the device once
             rows[domain].append(row)

@@ -229,7 +229,7 @@ def build_profiler(
         return ProfilerAction.RECORD if step < end - 1 else ProfilerAction.RECORD_AND_SAVE
 
     def write(trace: torch.profiler.profile) -> None:
-        if trace.step_num <= start:  # stopped before the first traced step
+        if trace.step_num <= start:  # the run stopped before the first traced step
             return
         name = f"steps-{first_step + start + 1}-to-{first_step + trace.step_num}.json"
         try:

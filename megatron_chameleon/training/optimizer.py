@@ -276,7 +276,7 @@ def build_trained_model(
         layout,
         options.seed,
         bf16=options.bf16,
-        # Means per rank would be wrong: ranks have different numbers of samples of a domain.
+        # Losses are summed, not averaged: ranks have different numbers of samples of a domain.
         per_token_loss=options.boundaries.eod_mask_loss or combines_gradients,
         recompute=options.parallel.recompute,
         # The CPU is always deterministic; there the option should not change any bit.

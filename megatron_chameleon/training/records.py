@@ -53,7 +53,7 @@ class Progress:
 
     @property
     def guard(self) -> dict[str, Any]:
-        """State of the step guard."""
+        """State of the step guard in the checkpoint; empty without one."""
         return self.checkpoint.guard if self.checkpoint else {}
 
 

@@ -64,7 +64,7 @@ def locked_run_folder(folder: Path) -> Iterator[None]:
                 f"{folder} is in use by another job ({holder}): wait for it, end it, or choose "
                 f"another folder; if there is no such job, delete {path}"
             ) from error
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
         if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
             raise UserError(f"{folder} was in use by another job, which has just ended; try again")

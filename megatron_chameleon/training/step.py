@@ -112,8 +112,8 @@ class Passes:
                 be built with ``per_token_loss``.
             num_microbatches: number of micro-batches; by default as many as in a step.
             loss_weights: [k] weight of a token's loss by its domain; by default 1.
-            micro_batch_size: samples per micro-batch; by default as in a step. Without pipeline
-                parallelism, micro-batches may also be smaller.
+            micro_batch_size: samples per micro-batch; by default as many as in a step. Without
+                pipeline parallelism, micro-batches may also be smaller.
 
         Returns:
             [k, 3] float64 over this rank's micro-batches: per domain, summed loss, number of tokens
@@ -248,7 +248,7 @@ def finalize_gradients(
     pipeline = pg_collection.pp
     dist.broadcast(num_tokens, src=get_pp_last_rank(pipeline), group=pipeline)
     dist.all_reduce(num_tokens, group=pg_collection.dp_cp)
-    scale = 1.0 / num_tokens.clamp(min=1)  # without tokens, the gradient is already zero
+    scale = 1.0 / num_tokens.clamp(min=1)  # without tokens, gradients are already zero
     for chunk in model:
         chunk.scale_gradients(scale)
 

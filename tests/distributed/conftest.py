@@ -76,7 +76,7 @@ class Results:
         return EvaluationResult.load(self.places.evaluation(reading, packing))
 
     def reference(self) -> dict[str, NDArray[np.floating]]:
-        """The arrays of readings.write_reference by name."""
+        """Name -> array that readings.write_reference has written."""
         self.require("reference")
         with np.load(self.places.reference) as arrays:
             return dict(arrays)

@@ -149,7 +149,7 @@ def stop_by(places: Places, reason: str) -> None:
     launcher = fork_ranks(NUM_RANKS, log, train)
     if not reason.startswith("--"):
         wait_for_step(log, before + 2, launcher.is_alive)
-        if reason == "SIGUSR1":  # sent to one rank only
+        if reason == "SIGUSR1":  # signal one rank only
             os.kill(int((pids / "1").read_text()), signal.SIGUSR1)
         else:
             os.kill(launcher.pid, signal.SIGTERM)

@@ -103,8 +103,8 @@ def environment() -> Mapping[str, str]:
 def fork_ranks(num_ranks: int, log: Path, function: Callable[[], Any]) -> Any:
     """Fork torchrun's launcher, which forks the ranks; return its process.
 
-    This process has imported everything, so a launch takes one second instead of ten. It must not
-    have started a thread. The launcher leads a process group; output goes to ``log``.
+    This process has imported everything, so a launch takes one second instead of ten. This process
+    must not have started a thread. The launcher leads a process group; output goes to ``log``.
     """
     launcher = multiprocessing.get_context("fork").Process(
         target=_launch, args=(num_ranks, log, function)

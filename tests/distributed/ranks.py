@@ -142,7 +142,7 @@ def train_bad(places: Places, name: str) -> None:
     def poison(model: Sequence[torch.nn.Module]) -> Any:
         if next(steps) not in cases.BAD_STEPS or not on_last_rank:
             return None
-        matrix = [p for p in model[-1].parameters() if p.dim() == 2][-1]  # a sharded matrix
+        matrix = [p for p in model[-1].parameters() if p.dim() == 2][-1]  # a sharded weight
         return matrix.register_hook(lambda gradient: gradient * float("nan"))
 
     with around_steps(poison):

@@ -43,9 +43,9 @@ def read(
 
     Args:
         places: paths.
-        name: the reading.
-        output: name of the results; ``name`` if None.
-        checkpoint: checkpoint to read; that of the run 'one' if None.
+        name: name of the reading.
+        output: name of the results; by default ``name``.
+        checkpoint: checkpoint to read; by default that of the run 'one'.
     """
     output, checkpoint = output or name, checkpoint or places.run("one")
     for layer in cases.LAYERS:

@@ -104,7 +104,7 @@ def test_doge_finds_the_weights_of_one_rank(results, name):
         flops, plain = (proxy.cost.flops for proxy in proxies)
         if cases.DOGE[name].parallel.pipeline_model_parallel_size == 1:
             assert flops == plain
-        else:  # micro-batches are padded
+        else:  # FLOPs include padding samples
             assert plain <= flops < 1.4 * plain
         if name == "doge-pp2":  # three samples in two micro-batches
             assert flops > plain

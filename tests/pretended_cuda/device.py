@@ -29,7 +29,7 @@ from tests.pretended_cuda.torch_internals import register_cuda
 NAME = "NVIDIA H100 80GB HBM3"
 CAPABILITY = (9, 0)
 MEMORY_BYTES, ALLOCATED_BYTES = 80 * 2**30, 2**30
-GENERATOR_STATE_BYTES = 16  # seed and offset
+GENERATOR_STATE_BYTES = 16  # bytes of the seed and of the offset
 PROPERTIES = types.SimpleNamespace(
     name=NAME,
     major=CAPABILITY[0],

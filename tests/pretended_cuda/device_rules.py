@@ -58,7 +58,7 @@ def check_what_is_waited_for() -> None:
         lambda: on_device.nonzero(),
         lambda: on_device[on_device > 0],
         lambda: torch.ones(2).to(CUDA),
-        lambda: torch.ones(2).to(CUDA, non_blocking=True),  # not pinned
+        lambda: torch.ones(2).to(CUDA, non_blocking=True),  # the source is not pinned
         lambda: torch.tensor([1, 2], device=CUDA),
         lambda: on_device.copy_(pinned),
         lambda: pickle.dumps(on_device),

@@ -24,7 +24,7 @@ EXCHANGE_DEVICE, GET_DEVICE = 3, 4
 IS_BUILT, IS_AVAILABLE, HAS_PRIMARY_CONTEXT, INIT = 2, 3, 4, 5
 PINNED_MEMORY_ALLOCATOR, HAS_CUDA = 12, 16
 GUARD_SLOTS, HOOKS_SLOTS = 38, 78
-RTTI_SLOTS = 2  # a table begins with these; objects point behind them
+RTTI_SLOTS = 2  # slots before the one that objects point to
 
 _referenced_by_cpp: list[Any] = []
 

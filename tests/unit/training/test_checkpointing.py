@@ -85,7 +85,7 @@ def fill_disk(monkeypatch, capsys):  # capsys: the limit must not apply to captu
 @pytest.mark.parametrize("async_save", [False, True])
 def test_full_disk_loses_only_one_checkpoint(options_for, finished_run, fill_disk, async_save):
     run_dir = run_to_step_2(options_for)
-    fill_disk(SMALLER_THAN_ANY_FILE, first=2, until=4)  # steps 4 and 5 of the run
+    fill_disk(SMALLER_THAN_ANY_FILE, first=2, until=4)  # these are steps 4 and 5 of the run
     checkpointing = CheckpointingOptions(async_save=async_save)
     with pytest.warns(CheckpointWarning) as warned:
         pretrain(options_for(save_interval=2, checkpointing=checkpointing))

@@ -108,7 +108,7 @@ def test_hook_reads_token_losses_and_weights_them(passes, micro_batches, one_ran
     for chunk in passes.model:
         chunk.zero_grad_buffer()
     plain_sums = passes.forward_backward(iter(micro_batches))
-    assert torch.equal(found, gradient(passes))  # no weights: the standard gradient
+    assert torch.equal(found, gradient(passes))  # the standard gradient
     assert torch.equal(sums, plain_sums)
     assert hook.step == 5
     for batch, losses in zip(micro_batches, hook.losses, strict=True):
@@ -152,7 +152,7 @@ def test_domain_gradients_equal_autograd_and_combine_by_weight(
     torch.testing.assert_close(found, combined, atol=1e-6, rtol=1e-4)
     # The host waits for the samples' domains, their token counts and the padding.
     assert device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch) == 3
-    assert hook.flops == 0  # no padding samples with one stage
+    assert hook.flops == 0  # one stage needs no padding samples
 
     def on_two_stages(*arguments, **options):
         return micro_batches_by_domain(*arguments, **{**options, "pipeline": 2})

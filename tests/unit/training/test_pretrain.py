@@ -49,7 +49,7 @@ def test_finished_run_records_tokens_losses_and_checkpoints(finished_run, corpus
     assert run.checkpoints == ["checkpoints/step-00000003", "checkpoints/step-00000006"]
     for name, tokens in run.domain_tokens.items():
         assert tokens.target == pytest.approx(run.tokens / 3)
-        assert abs(tokens.actual - tokens.target) <= 32  # at most one sample
+        assert abs(tokens.actual - tokens.target) <= 32  # they differ by at most one sample
         assert tokens.epochs == tokens.actual / corpus.domains[name].train.tokens
     assert sum(tokens.actual for tokens in run.domain_tokens.values()) == run.tokens
     records = metrics(finished_run)
@@ -80,10 +80,11 @@ def test_killed_run_resumes_exactly(pretrain_options, tmp_path, parallel, bf16):
     pretrain(options)
     whole, resumed = tmp_path / "whole", options.run_dir
     shutil.copytree(resumed, whole)
-    shutil.rmtree(step_folder(resumed, 6))  # killed after step 3
+    shutil.rmtree(step_folder(resumed, 6))  # as if killed after step 3
     pretrain(dataclasses.replace(options, dry_first_step="on"))
     assert losses(resumed) == losses(whole)
-    assert record_at(resumed, 6).hash == record_at(whole, 6).hash  # weights, moments, schedule
+    # The hash covers weights, moments and schedule.
+    assert record_at(resumed, 6).hash == record_at(whole, 6).hash
     assert TrainingRun.load(resumed).domain_tokens == TrainingRun.load(whole).domain_tokens
     assert TrainingRun.load(resumed).status == "finished"
 
@@ -231,7 +232,7 @@ def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, mo
     pretrain(plain, MixtureChanger)
     chunks = []
 
-    def read_ahead(batches, device, counts):  # as on a GPU
+    def read_ahead(batches, device, counts):  # prefetch as on a GPU
         chunks.append(counts)
         return contextlib.closing(prefetch(batches, device, counts))
 
@@ -240,7 +241,7 @@ def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, mo
         before_steps(patched, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
         pretrain(ahead, MixtureChanger)
     pretrain(ahead, MixtureChanger)
-    assert chunks == [[8, 4], [4]]  # two micro-batches per step
+    assert chunks == [[8, 4], [4]]  # a step has two micro-batches
     assert losses(plain.run_dir) == losses(ahead.run_dir)
     sampled, again = (
         [line["domain_tokens_drawn"] for line in metrics(options.run_dir).values()]

@@ -102,7 +102,8 @@ def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
     assert max(expected) > OPTIONS.clip_grad
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(step.weights[name], weight, atol=2e-4, rtol=0, msg=name)
-        assert (weight - start[name]).abs().max() > 2e-3, name  # far more than the tolerance
+        # Weights move far more than the tolerance.
+        assert (weight - start[name]).abs().max() > 2e-3, name
     for number in range(count + 1, STEPS + 1):
         step()
         assert step.optimizer.param_groups[0]["lr"] == pytest.approx(expected_rate(number))
@@ -193,7 +194,7 @@ MASKED_LOSS = DocumentBoundaryOptions(eod_mask_loss=True)
 ENDS: list[list[Sequence[int]]] = [
     [(3, 9), ()],
     [(1, 2, 3, 4, 5, 12), range(10)],
-    [range(17), range(17)],  # no token has a loss
+    [range(17), range(17)],  # no token of this micro-batch has a loss
 ]
 """Positions of the end-of-document tokens in each sample of each micro-batch."""
 
