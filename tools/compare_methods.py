@@ -8,7 +8,7 @@ from megatron_chameleon.report.options import CompareMethodsOptions
 
 
 def main(options: CompareMethodsOptions) -> None:
-    """Write the comparison, or only check that it is possible."""
+    """Write the comparison of methods, or only check that it is possible."""
     from megatron_chameleon.methods.method import find_methods
     from megatron_chameleon.report.compare_methods import (
         compare_methods,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print which accelerating libraries are active here, and what was tested on a CUDA device."""
+"""Print which accelerating libraries are active, and what was tested on a CUDA device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_chameleon.cli import run_tool
 
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
-    """Report which accelerating libraries are active here, and what missing ones cost."""
+    """Report which accelerating libraries are active, and the cost of missing libraries."""
 
     json: bool = False
     """Print one JSON object instead of text."""

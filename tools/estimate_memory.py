@@ -8,7 +8,7 @@ from megatron_chameleon.training.options import EstimateMemoryOptions
 
 
 def main(options: EstimateMemoryOptions) -> int:
-    """Print the table; status 1 if the run does not fit in ``--device-memory-gb``."""
+    """Print the estimate; exit with 1 if the run does not fit in ``--device-memory-gb``."""
     from megatron_chameleon.training.memory import print_estimate
 
     return print_estimate(options)

@@ -8,7 +8,7 @@ from megatron_chameleon.evaluation.options import DownstreamOptions, PerplexityT
 
 
 def perplexity(options: PerplexityToolOptions) -> None:
-    """Write per-domain held-out perplexity."""
+    """Evaluate held-out perplexity per domain and write the results."""
     evaluations = options.one_by_one()
     from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
 
@@ -16,7 +16,7 @@ def perplexity(options: PerplexityToolOptions) -> None:
 
 
 def downstream(options: DownstreamOptions) -> None:
-    """Write accuracy on downstream tasks."""
+    """Evaluate accuracy on downstream tasks and write the results."""
     from megatron_chameleon.evaluation.downstream import evaluate_downstream
 
     evaluate_downstream(options)

@@ -8,7 +8,7 @@ from megatron_chameleon.report.options import ReportOptions
 
 
 def main(options: ReportOptions) -> None:
-    """Write and print the report."""
+    """Write and print the report of a run folder."""
     from megatron_chameleon.report.page import make_report
 
     make_report(*options.runs, baseline=options.baseline, output=options.output)

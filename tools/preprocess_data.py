@@ -10,10 +10,10 @@ from megatron_chameleon.corpus.options import PreprocessOptions
 
 
 def main(options: PreprocessOptions) -> None:
-    """Read, split, tokenize and write."""
+    """Read, split and tokenize text, and write the corpus."""
     from megatron_chameleon.corpus.preprocess import preprocess_data
 
-    # The objects of imported modules are never garbage: scanning them for cycles repeatedly, and
+    # The objects of imported modules never become garbage. Scanning them for cycles repeatedly, and
     # twice at exit, takes a tenth of a second.
     gc.freeze()
     preprocess_data(options)

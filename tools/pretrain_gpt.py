@@ -10,10 +10,11 @@ from megatron_chameleon.training.stopping import StopRequests
 
 def main(options: PretrainOptions) -> None:
     """Train, or resume training."""
-    # Before torch is imported, and never restored: a signal may arrive at any time.
+    # Handle signals before torch is imported, and never restore the default: a signal may arrive at
+    # any time.
     stops = StopRequests(options.stopping)
     stops.install_handlers()
-    # Not at the top: --help should not import torch.
+    # Imported here, because --help should not import torch.
     from megatron_chameleon.training.trainer import pretrain
 
     if options.online.online_interval is None:

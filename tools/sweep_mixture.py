@@ -11,7 +11,7 @@ from megatron_chameleon.methods.sweep import SweepOptions
 
 
 def main(options: SweepOptions) -> int | None:
-    """Compute the mixtures and report their distances; returns the exit status."""
+    """Compute the mixtures and report their distances; return the exit status."""
     from megatron_chameleon.methods.sweep.sweep import sweep_mixture
     from megatron_chameleon.report.page import report_stability
 

@@ -8,7 +8,7 @@ from megatron_chameleon.corpus.options import TrainTokenizerOptions
 
 
 def main(options: TrainTokenizerOptions) -> None:
-    """Train and write the tokenizer."""
+    """Train a tokenizer and write its file."""
     from megatron_chameleon.corpus.train_tokenizer import train_tokenizer
 
     train_tokenizer(options)

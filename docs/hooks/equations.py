@@ -1,4 +1,4 @@
-"""Convert LaTeX in pages to MathML at build time, so that no script renders it in the browser."""
+"""Convert the LaTeX of pages to MathML at build time, so that browsers need no script."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 
 from latex2mathml.converter import convert
 
-# The output of pymdownx.arithmatex for $...$ and $$...$$.
+# Output of pymdownx.arithmatex for $...$ and $$...$$.
 _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def with_mathml(page: str) -> str:
-    """The HTML of a page with its equations as MathML.
+    """Return the HTML of a page with its equations converted to MathML.
 
     Raises:
-        Exception: of latex2mathml, for LaTeX that it cannot parse.
+        Exception: from latex2mathml, for LaTeX that it cannot parse.
     """
     return _EQUATION.sub(_mathml, page)
 

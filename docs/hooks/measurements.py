@@ -1,4 +1,4 @@
-"""The page of measurements, generated from benchmarks/results."""
+"""Generate the page of measurements from benchmarks/results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ INTRODUCTION = """\
 
 Results of the scripts in `benchmarks/`, generated from `benchmarks/results` when the site is built.
 A ratio above 1 means that "ours" is faster. Ratios are of medians: the contestants run in turn on
-one machine, so other load affects all of them. Files whose names end in `-cpu` are of machines
-without a GPU; benchmarks without a file have not been run.
+one machine, so other load affects all of them. Files whose names end in `-cpu` were measured on
+machines without a GPU. A benchmark without a file has not been run.
 
     python benchmarks/NAME.py     # one benchmark, on the available device
     make measure-gpu              # the GPU tests, then all benchmarks of a CUDA device
 """
-# Fields of a row that are not listed among its figures.
+# Fields of a row that are not listed as figures.
 _LISTED_ELSEWHERE = frozenset(
     ("what", "date", "machine", "packages", "repeats", "seconds", "times_faster")
 )
@@ -36,7 +36,7 @@ def measurements_page(root: Path) -> str:
 
 
 def _section(path: Path, body: Mapping[str, Any], root: Path) -> list[str]:
-    """The section of one results file."""
+    """Return the section for one file of results."""
     rows = [row for row in body.get("rows", []) if isinstance(row, dict)] or [dict(body)]
     places = [_format_place(row, body) for row in rows]
     known = list(dict.fromkeys(places))
@@ -59,7 +59,7 @@ def _section(path: Path, body: Mapping[str, Any], root: Path) -> list[str]:
 
 
 def _format_place(row: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Date and machine of a row; those of its file if the row has none."""
+    """Return the date and machine of a row, or those of its file if the row has none."""
     date = row.get("date") or body.get("date")
     machine = _format_machine(row.get("machine") or body.get("machine") or {})
     return f"{date}: {machine}" if date else machine
@@ -74,7 +74,7 @@ def _is_compared(row: Mapping[str, Any]) -> bool:
 
 
 def _comparison(rows: Sequence[tuple[Mapping[str, Any], int]]) -> list[str]:
-    """Table of the rows that compare implementations; numbers refer to the list of machines."""
+    """Return the table of rows that compare implementations, with the numbers of machines."""
     lines = ["| What | Seconds | Times faster | Repeats | Measured |", "|---|---|---|---|---|"]
     for row, number in rows:
         seconds = "<br>".join(f"{name}: {figure(v)}" for name, v in row["seconds"].items())
@@ -85,7 +85,7 @@ def _comparison(rows: Sequence[tuple[Mapping[str, Any], int]]) -> list[str]:
 
 
 def _figures(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Name and value of each scalar in a row; lists of repeats are skipped."""
+    """Yield the name and value of each scalar in a row; lists of repeats are skipped."""
     if isinstance(value, dict):
         for key, item in value.items():
             plain = str(key).replace("_", " ")
@@ -112,7 +112,7 @@ def figure(value: bool | int | float | str) -> str:
 
 
 def _format_machine(machine: Mapping[str, Any]) -> str:
-    """The machine and its software versions, on one line."""
+    """Describe the machine and its software versions on one line."""
     device = machine.get("device")
     hardware = [
         *([str(device)] if device not in (None, "cpu") else []),
@@ -127,14 +127,14 @@ def _format_machine(machine: Mapping[str, Any]) -> str:
 
 
 def script_of(results: Path, root: Path) -> Path | None:
-    """The benchmark that writes a results file: NAME.py writes NAME.json or NAME-DEVICE.json."""
+    """Return the benchmark of a results file: NAME.py writes NAME.json or NAME-DEVICE.json."""
     stem = results.stem.replace("-", "_")
     scripts = [p for p in (root / "benchmarks").glob("*.py") if f"{stem}_".startswith(f"{p.stem}_")]
     return max(scripts, key=lambda script: len(script.stem), default=None)
 
 
 def _docstring_of(script: Path) -> tuple[str, str]:
-    """The first line of a benchmark's docstring, and the command in it."""
+    """Return the first line of a benchmark's docstring, and the command in the docstring."""
     text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
     command = re.search(rf"python benchmarks/{script.stem}\.py.*", text)
     return text.partition("\n")[0], command[0] if command else f"python benchmarks/{script.name}"

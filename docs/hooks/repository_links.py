@@ -1,4 +1,4 @@
-"""Links from the documentation into the repository, rewritten for the site.
+"""Rewrite links from the documentation into the repository for the site.
 
 On a code host a link leads to the file. The site has a page for each linked file, so that it works
 offline.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = "docs"
-# Files outside of docs/ that are pages of the site.
+# Files outside docs/ that are pages of the site.
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -36,23 +36,23 @@ _FENCED = re.compile(r"^(```+|~~~+).*?^\1", re.MULTILINE | re.DOTALL)
 
 
 def markdown_sources(root: Path) -> list[str]:
-    """Paths of the documentation's Markdown files, relative to ``root``."""
+    """Return the paths of the documentation's Markdown files, relative to ``root``."""
     pages = (path.relative_to(root).as_posix() for path in (root / DOCS).rglob("*.md"))
     return [*PAGES, *sorted(pages)]
 
 
 def links(markdown: str) -> Iterator[re.Match[str]]:
-    """The relative links of a text, without those in fenced code."""
+    """Return the relative links of a text, except those in fenced code."""
     return _LINK.finditer(_FENCED.sub(lambda fenced: " " * len(fenced[0]), markdown))
 
 
 def target_of(link: re.Match[str], source: str) -> str:
-    """The target, relative to the root, of a link in the file ``source``; it may not exist."""
+    """Return the target, relative to the root, of a link in ``source``; it need not exist."""
     return os.path.normpath(os.path.join(os.path.dirname(source), link[1]))
 
 
 def linked_files(root: Path) -> set[str]:
-    """Every file outside of docs/ that a page links to and that is not in ``PAGES``."""
+    """Return every file outside docs/ that a page links to and that is not in ``PAGES``."""
     found = set()
     for source in markdown_sources(root):
         for link in links((root / source).read_text(encoding="utf-8")):
@@ -61,10 +61,10 @@ def linked_files(root: Path) -> set[str]:
 
 
 def page_of(name: str) -> str:
-    """The page of the site for a file of the repository, or for one of ``FOLDERS``."""
+    """Return the site's page for a file of the repository, or for one of ``FOLDERS``."""
     if name in PAGES or name in FOLDERS:
         return {**PAGES, **FOLDERS}[name]
-    if os.path.dirname(name) == "tools":  # a tool's page has more than its file
+    if os.path.dirname(name) == "tools":  # a tool's page has more content than its file
         return f"{name.removesuffix('.py')}.md"
     if name.startswith(f"{DOCS}/"):
         return name.removeprefix(f"{DOCS}/")
@@ -72,7 +72,7 @@ def page_of(name: str) -> str:
 
 
 def with_site_links(markdown: str, source: str, page: str) -> str:
-    """``markdown`` of the file ``source`` with links from ``page`` to pages of the site."""
+    """Return ``markdown`` of the file ``source`` with links from ``page`` to pages of the site."""
     parts, end = [], 0
     for link in links(markdown):
         target = os.path.relpath(page_of(target_of(link, source)), os.path.dirname(page) or ".")
@@ -82,7 +82,7 @@ def with_site_links(markdown: str, source: str, page: str) -> str:
 
 
 def file_page(root: Path, name: str) -> str:
-    """A page that shows the file ``name``; excluded from the search index."""
+    """Return a page that shows the file ``name`` and is excluded from the search index."""
     text = (root / name).read_text(encoding="utf-8").rstrip("\n")
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     language = LANGUAGES.get(Path(name).suffix, "text")

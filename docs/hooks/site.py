@@ -31,7 +31,7 @@ from docs.hooks.tool_pages import tool_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "Tools"
-# Code that is a single flag: browsers would break the line after its dashes.
+# Code that is a single flag; browsers would break the line after the flag's dashes.
 FLAG = re.compile(r"<code>(?=--[a-z0-9-]+</code>)")
 # With --strict, a warning of this logger fails the build.
 LOG = logging.getLogger("mkdocs.hooks.site")

@@ -1,4 +1,4 @@
-"""The command line of each tool, read from its options dataclasses."""
+"""Read the command line of each tool from its options dataclasses."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ PLAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A file of tools/.
+    """A tool, that is, a file of tools/.
 
     Attributes:
-        name: name of the file, without its suffix.
-        summary: docstring of the file.
-        commands: command ('perplexity', '--method doge'; '' if there is only one) -> its options.
+        name: name of the file without its suffix.
+        summary: docstring of the file, for the tool's page.
+        commands: maps each command ('perplexity', '--method doge'; '' if there is only one) to its
+            options.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag: '--lr', 'NUMBER', its default as text (None if it is required), and its help."""
+    """Flag of a tool: '--lr', 'NUMBER', its default as text (None if required), and its help."""
 
     name: str
     values: str
@@ -57,7 +58,7 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class FlagGroup:
-    """The options of one dataclass: the name of the group, the docstring, and the flags."""
+    """Options of one dataclass: the name of the group, the docstring, and the flags."""
 
     name: str
     text: str
@@ -65,12 +66,12 @@ class FlagGroup:
 
 
 def find_tools(root: Path) -> dict[str, Tool]:
-    """Name -> tool, for every file of ``root``/tools."""
+    """Return every tool in ``root``/tools by name."""
     return {path.stem: _tool_at(path) for path in sorted((root / "tools").glob("*.py"))}
 
 
 def _tool_at(path: Path) -> Tool:
-    """Run the file with a stub of :mod:`cli` that records its commands and calls none of them."""
+    """Run a tool's file with a stub of :mod:`cli` that records commands without calling them."""
     commands: dict[str, type[Any]] = {}
 
     def run_tool(_function: object, options_type: type[Any], **_kwargs: object) -> None:
@@ -92,12 +93,12 @@ def _tool_at(path: Path) -> Tool:
 
 
 def flag_groups(options_type: type[Any], options: Any = None, name: str = "") -> list[FlagGroup]:
-    """The flags of an options dataclass, then those of each nested dataclass with flags.
+    """Return the flags of an options dataclass, and those of each nested dataclass with flags.
 
     Args:
         options_type: the dataclass.
         options: an instance with the default values; None for the dataclass's own defaults.
-        name: of the first group; nested groups are named by their fields.
+        name: name of the first group; nested groups are named by their fields.
     """
     helps, hints = cli.field_helps(options_type), get_type_hints(options_type, include_extras=True)
     own, nested = [], []
@@ -126,7 +127,7 @@ def _flag(name: str, hint: Any, default: Any, text: str) -> Flag:
 
 
 def _without_markers(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type without its ``Annotated`` markers, and the markers."""
+    """Return a type without its ``Annotated`` markers, and the markers."""
     if get_origin(hint) is Annotated:
         inner, *markers = get_args(hint)
         return inner, tuple(markers)
@@ -134,13 +135,13 @@ def _without_markers(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _values_of(hint: Any) -> str:
-    """The metavar of the type: INT, one|of|these, TEXT ..."""
+    """Return the metavar of a type: INT, one|of|these, TEXT ..."""
     hint, _ = _without_markers(hint)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "|".join(str(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        known = bool in arguments  # then None is a value, too
+        known = bool in arguments  # in this case None is also a value
         return "|".join(_values_of(each) for each in arguments if known or each is not type(None))
     if origin in (tuple, list):
         values = _values_of(arguments[0])
@@ -149,7 +150,7 @@ def _values_of(hint: Any) -> str:
 
 
 def _format_default(default: Any) -> str | None:
-    """A default as on the command line; '' for None or (), None for a required option."""
+    """Format a default as on the command line; '' for None or (), None for a required option."""
     if default is MISSING_NONPROP:
         return None
     if default is None or default == ():

@@ -1,4 +1,4 @@
-"""A page for each tool: its options, examples and exit statuses."""
+"""Generate a page for each tool: its options, examples and exit statuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATUSES = {
     str(INTERRUPTED_STATUS): "interrupted by Ctrl-C or SIGTERM",
     "1": "a bug, with its traceback; under torchrun, any rank that failed",
 }
-# Flags, files, and pages of the documentation.
+# Pattern of flags, files, and pages of the documentation.
 _NAMED = re.compile(
     r"(?<![\w`-])--[a-z0-9][a-z0-9-]*[a-z0-9]|(?<![\w/`])(?:tools|examples|docs)/[\w./]+\w"
 )
@@ -30,7 +30,7 @@ _NAMED = re.compile(
 
 @functools.cache
 def tool_pages(root: Path) -> dict[str, str]:
-    """Page -> its Markdown: tools/NAME.md for every tool, and tools/index.md, which lists them."""
+    """Return the Markdown of each page: tools/NAME.md for every tool, and tools/index.md."""
     tools = find_tools(root)
     notes = examples_of_tools()
     pages = {f"tools/{name}.md": _page(tool, notes.get(name, {})) for name, tool in tools.items()}
@@ -38,7 +38,7 @@ def tool_pages(root: Path) -> dict[str, str]:
 
 
 def examples_of_tools() -> dict[str, Any]:
-    """Tool -> its examples, related pages and own statuses, from tool_examples.toml."""
+    """Read each tool's examples, related pages and own statuses from tool_examples.toml."""
     return tomllib.loads(EXAMPLES.read_text(encoding="utf-8"))
 
 
@@ -51,9 +51,9 @@ def _index(tools: dict[str, Tool]) -> str:
         [
             "# Tools",
             "",
-            "Each stage is a command. These pages are generated from its options when the site",
-            "is built, as is `--help`. The last occurrence of a repeated flag wins. `python`",
-            "starts one rank, `torchrun --nproc-per-node N` several.",
+            "Each stage is a command. Its page, like `--help`, is generated from its options when",
+            "the site is built. If a flag is repeated, the last value is used. `python` starts",
+            "one rank, `torchrun --nproc-per-node N` starts several.",
             "",
             "| Tool | |",
             "|---|---|",
@@ -89,14 +89,14 @@ def _page(tool: Tool, notes: dict[str, Any]) -> str:
 
 
 def _summary(tool: Tool) -> tuple[str, str]:
-    """The tool's summary, and the command in the same line of its docstring, if any."""
+    """Return the tool's summary, and the command in the same line of its docstring, if any."""
     first = tool.summary.partition("\n")[0]
     shown = re.fullmatch(r"(.*?): ((?:torchrun|python) .*?)\.?", first.replace(" ...", " …"))
     return (f"{shown[1]}.", shown[2].replace(" …", " ...")) if shown else (first, "")
 
 
 def _options(options_type: type[Any], where: str) -> list[str]:
-    """The flags of one command: its own first, then those of each group."""
+    """Format the flags of one command: its own flags first, then those of each group."""
     own, *groups = flag_groups(options_type)
     parts = [*_paragraphs(own.text), *_definitions(own, where)]
     for group in groups:
@@ -106,7 +106,7 @@ def _options(options_type: type[Any], where: str) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """A docstring as lines of Markdown: one per paragraph, each followed by an empty line."""
+    """Convert a docstring to Markdown: a line per paragraph, each followed by an empty line."""
     flowing = (" ".join(each.split()) for each in text.split("\n\n"))
     return [line for each in flowing for line in (_escaped(each), "")]
 
@@ -116,7 +116,7 @@ def _definitions(group: FlagGroup, where: str) -> list[str]:
 
 
 def _definition(flag: Flag, where: str) -> list[str]:
-    """A term and its definition, with an anchor made of the command and the flag."""
+    """Format a term and its definition, with an anchor made from the command and the flag."""
     anchor = re.sub(r"[^a-z0-9]+", "-", f"{where} {flag.name.split(',')[0]}".lower()).strip("-")
     written = f"{flag.name} {flag.values}".strip()
     default = "required" if flag.default is None else flag.default and f"default `{flag.default}`"
@@ -142,7 +142,7 @@ def _number(row: tuple[str, str]) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Plain text as Markdown: escaped, with flags and files as code and pages as links."""
+    """Convert plain text to Markdown: escaped, with flags and files as code, and pages as links."""
     parts, end = [], 0
     for found in _NAMED.finditer(text):
         page = found[0].removeprefix("docs/")
