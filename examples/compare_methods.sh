@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Compare all methods on one corpus: compute each mixture, train the same base model with it and
-# several seeds, and print one table of weights, average held-out perplexity with its standard
-# deviation across seeds, and the cost of each mixture.
+# Compare all methods on one corpus: compute each mixture, train the same base model with each
+# mixture and several seeds, and print one table of weights, average held-out perplexity with its
+# standard deviation across seeds, and the cost of each mixture.
 #
 #   bash examples/compare_methods.sh                          # on 2 CPU cores, in under an hour
 #   SIZE=paper bash examples/compare_methods.sh               # the paper's setting, on every GPU
-#   SIZE=paper VARIANT=2k bash examples/compare_methods.sh    # its proxies of 2,000 steps
-#   SIZE=paper BASE=1.2b bash examples/compare_methods.sh     # its larger base model
+#   SIZE=paper VARIANT=2k bash examples/compare_methods.sh    # the paper's proxies of 2,000 steps
+#   SIZE=paper BASE=1.2b bash examples/compare_methods.sh     # the paper's larger base model
 #   SIZE=tiny bash examples/compare_methods.sh                # smoke test, in minutes
 #   METHODS="uniform chameleon doremi" SEEDS="1 2 3 4 5" bash examples/compare_methods.sh
 #
@@ -14,8 +14,8 @@
 # the models of all mixtures start from the same weights and sample with the same seed. Mixtures are
 # computed once, with PROXY_SEED. A mixture equal to uniform shares its models.
 #
-#   SIZE         mini: real text of the installed packages, nano models; paper: SlimPajama; tiny
-#                (mini)
+#   SIZE         mini: real text of the installed packages, nano models; paper: SlimPajama; tiny:
+#                a smoke test (mini)
 #   VARIANT      2k: DoReMi and DoGE with proxies of 2,000 steps, next to uniform and Chameleon
 #   BASE         model size of the base models (mini: nano; paper: 684m)
 #   METHODS      columns of the table, named as by tools/compute_mixture.py --list-methods;
@@ -27,7 +27,8 @@
 #   RUN          folder of the experiment (mini: runs/compare-mini; paper: runs/slimpajama)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus; mini creates it)
 #   JOBS_AT_ONCE concurrent processes of one rank each; 1 gives a job all ranks (mini: 2)
-#   RECORD       a .json for the table with date, machine, versions and command; also written as Markdown
+#   RECORD       a .json file for the table with date, machine, versions and command; a Markdown
+#                file is written next to it
 #   BASE_STEPS, PROXY_STEPS, LONG_PROXY_STEPS, MEMBER_STEPS   steps for SIZE=mini and tiny
 set -euo pipefail
 SIZE=${SIZE:-mini}
@@ -50,7 +51,7 @@ case $VARIANT in
   *) refuse "VARIANT=$VARIANT: must be 2k or unset" ;;
 esac
 
-# Reject invalid choices at the start, not when the table is made after the training.
+# Reject invalid settings at the start, not after the training, when the table is made.
 check_choice() {
   local name
   for name in $SEEDS $PROXY_SEED; do
@@ -79,18 +80,18 @@ baseline_launcher() {
 
 is_found() { [ -e "$RUN/4-mixture/$1.json" ]; }
 
-# Flags of SIZE=mini and tiny; the paper's are in hyperparameters.sh and baselines/.
+# Set the flags of SIZE=mini and tiny; the paper's flags are in hyperparameters.sh and baselines/.
 mini() {
   RUN=${RUN:-runs/compare-mini}
   BASE=${BASE:-nano}
-  JOBS_AT_ONCE=${JOBS_AT_ONCE:-2}      # 1.8 times as fast as one at a time on two ranks
+  JOBS_AT_ONCE=${JOBS_AT_ONCE:-2}      # 1.8 times as fast as one job at a time with two ranks
   SEQ_LENGTH=128 BATCH=8 WARMUP=160 SWARM_WARMUP=40
   BASE_STEPS=${BASE_STEPS:-800}
-  PROXY_STEPS=${PROXY_STEPS:-1000}             # Chameleon's; a third is too few
-  LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # DoReMi's and DoGE's
+  PROXY_STEPS=${PROXY_STEPS:-1000}             # for Chameleon; a third of them is too few
+  LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # for DoReMi and DoGE
   MEMBER_STEPS=${MEMBER_STEPS:-150} REGMIX_MEMBERS=48 LAWS_MEMBERS=24
-  EMBED=(--num-windows 512)            # the quickstart's
-  EVALUATE=(--max-tokens 25000)        # the quickstart's
+  EMBED=(--num-windows 512)            # as in the quickstart
+  EVALUATE=(--max-tokens 25000)        # as in the quickstart
   EVAL_TOKENS=4096
 }
 
@@ -107,9 +108,9 @@ tiny() {
 # Build the flags of proxies, swarms and base models.
 fill_in() {
   local batches=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH")
-  # Chosen for small differences between seeds. At a learning rate of 1e-2, one model in twenty
-  # lagged far behind. With half the warm-up and beta2 0.95, the mean losses of seeds differed by up
-  # to 0.3; with these settings, they differ by 0.07.
+  # These settings were chosen for small differences between seeds. At a learning rate of 1e-2, one
+  # model in twenty lagged far behind. With half the warm-up and beta2 0.95, the mean losses of
+  # seeds differed by up to 0.3; with these settings, they differ by 0.07.
   local run=("${batches[@]}" --micro-batch-size "$BATCH" --lr-warmup-iters "$WARMUP" --lr 4e-3
     --min-lr 1e-3 --adam-beta2 0.99 --log-interval 50 --save-interval 200)
   PROXY_FLAGS=(--model-size nano "${run[@]}" --seed "$PROXY_SEED")
@@ -162,7 +163,7 @@ train_proxy() {
     --train-iters "$PROXY_STEPS" --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY"
 }
 
-# launcher FILE FLAGS...: run another launcher, which has the paper's settings.
+# launcher FILE FLAGS...: run another launcher with the paper's settings.
 launcher() {
   exec env -u SIZE -u MIXTURE RUN="$RUN" CORPUS="$CORPUS" SEED="$PROXY_SEED" \
     bash "$1" -- "${@:2}"
@@ -197,7 +198,7 @@ train_base() {
 
 evaluate() {
   local seed run runs=()
-  for seed in $SEEDS; do   # the tool keeps results of the same weights
+  for seed in $SEEDS; do   # the tool skips existing results of the same weights
     run=$1$SUFFIX-seed$seed
     runs+=(--checkpoint "$RUN/5-base/$run" --output "$RUN/6-evaluation/$run.json")
   done
@@ -205,7 +206,8 @@ evaluate() {
   exec "${ENDED[@]}" "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
 }
 
-# Training and the paper's launchers handle STOP_AT; other commands are killed by timeout.
+# Whether a job was stopped by STOP_AT. Training and the paper's launchers handle STOP_AT themselves;
+# other commands are killed by timeout.
 was_ended() {
   case $1 in
     chameleon | *-evaluation) is_out_of_time ;;
@@ -214,13 +216,13 @@ was_ended() {
   esac
 }
 
-# Whether a job is done.
+# The following functions return whether a job is done.
 
 is_finished() { grep -qs '"status": "finished"' "$1/run.json"; }
 
 is_trained() { is_finished "$RUN/5-base/$1$SUFFIX-seed$2" || is_uniform "$1"; }
 
-# Whether the evaluations exist and are those of the current weights.
+# Whether all evaluations of a mixture exist and belong to the current weights.
 is_evaluated() {
   local seed
   ! is_uniform "$1" || return 0
@@ -269,8 +271,8 @@ seconds_for() {
   esac
 }
 
-# A folder can only be resumed with its settings; base models of another size have separate settings
-# and share the proxies.
+# A run folder can only be resumed with the settings it was started with. Base models of another
+# size have separate settings, but share the proxies.
 hold_to_settings() {
   local proxies="seed of the proxies: $PROXY_SEED"
   if [ "$SIZE" != paper ]; then
@@ -291,14 +293,14 @@ hold() {
     refuse "$RUN was started with other settings (see $1); use those, or another RUN"
 }
 
-# METHODS sorted by duration, longest first.
+# Print METHODS sorted by duration, longest first.
 longest_first() {
   local name
   for name in $METHODS; do echo "$(seconds_for "$name") $name"; done | sort -s -k 1,1nr |
     cut -d ' ' -f 2
 }
 
-# All jobs, longest first, so that none runs alone at the end.
+# Define all jobs, longest first, so that no long job runs alone at the end.
 list_jobs() {
   local name seed uniform= bases
   [[ " $METHODS " != *" chameleon "* ]] ||
@@ -308,7 +310,7 @@ list_jobs() {
     [ "$name" != chameleon ] || after=proxy
     job "$name" "$(seconds_for "$name")" "$after" "is_found $name" find_mixture "$name"
   done
-  [[ " $METHODS " != *" uniform "* ]] || uniform=uniform   # others may equal it
+  [[ " $METHODS " != *" uniform "* ]] || uniform=uniform   # other mixtures may equal uniform
   for name in $METHODS; do
     bases=
     for seed in $SEEDS; do
@@ -335,7 +337,7 @@ compare() {
   comparison --name "compare_methods${VARIANT:+-$VARIANT}$SUFFIX" "${record[@]}"
 }
 
-{ # bash parses this block before running it, so editing the file meanwhile is safe.
+{ # bash parses this whole block before running it, so that the file can be edited meanwhile.
   hold_to_settings
   list_jobs
   [ "$SIZE" = paper ] || print_estimate

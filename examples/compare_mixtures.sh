@@ -29,7 +29,7 @@ weigh_domains() {
   EMBED+=(--checkpoint "$PRETRAINED" --store "$RUN/3-embeddings")
   within_limit torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --mode finetune \
     --output "$RUN/4-mixture/chameleon-finetune.json"
-  # The embeddings are stored now: the second mode needs no forward pass, so one process suffices.
+  # The embeddings are stored now. The second mode needs no forward pass, and only one process.
   on_first_node python "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${ALONE[@]}" --mode pretrain \
     --output "$RUN/4-mixture/chameleon-pretrain.json"
 }

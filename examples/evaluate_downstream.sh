@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# The paper's tables of downstream accuracy: thirteen tasks with 0 to 5 shots, for every base run of
-# an experiment.
+# Evaluate downstream accuracy as in the paper's tables: thirteen tasks with 0 to 5 shots, for every
+# base run of an experiment.
 #
 #   bash examples/evaluate_downstream.sh                    # the base runs of runs/slimpajama
 #   RUN=runs/pile bash examples/evaluate_downstream.sh
 #   SIZE=tiny DATA_DIR=copies bash examples/evaluate_downstream.sh    # smoke test on 2 CPU ranks
 #   bash examples/evaluate_downstream.sh -- --tasks sciq piqa --evaluation-dtype bfloat16
 #
-# The same command resumes after an interruption. Results are RUN/6-evaluation/NAME-downstream.json.
+# The same command resumes after an interruption. The results are written to
+# RUN/6-evaluation/NAME-downstream.json.
 #
-#   SIZE         tiny, or any other value: runs record their sizes
+#   SIZE         tiny, or any other value, since runs record their sizes (any)
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CHECKPOINTS  the runs or checkpoints to evaluate (all of RUN/5-base)
 #   DATA_DIR     folder with copies of the tasks' datasets as OWNER/NAME (the hub)
@@ -18,9 +19,9 @@ SIZE=${SIZE:-any}
 source "$(dirname "$0")/launch.sh"
 
 ASK=(
-  --tasks arc_easy copa hellaswag lambada_openai logiqa multirc openbookqa   # paper: those tables
+  --tasks arc_easy copa hellaswag lambada_openai logiqa multirc openbookqa   # paper: its tables
   piqa qqp race sciq social_iqa winogrande
-  --shots 0 1 2 3 4 5                # paper: their figures are means over 0 to 5 shots
+  --shots 0 1 2 3 4 5                # paper: the figures of its tables are means over 0 to 5 shots
 )
 if [ "$SIZE" = tiny ]; then
   CHECKPOINTS=${CHECKPOINTS:-$PRETRAINED}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The 684M model of the Pile, fine-tuned on seven programming languages of the Stack: with uniform
-# weights and Chameleon's fine-tuning and pretraining weights, as in the paper (section
+# Fine-tune the 684M model of the Pile on seven programming languages of the Stack, with uniform
+# weights and with Chameleon's fine-tuning and pretraining weights, as in the paper (section
 # "Finetuning", appendix "PPL of finetuning").
 #
 #   bash examples/finetune_stack.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The 684M model of the Pile, fine-tuned on seven languages of Wiki40b: with uniform
-# weights and Chameleon's fine-tuning and pretraining weights, as in the paper (section
-# "Finetuning", appendix "PPL of finetuning").
+# Fine-tune the 684M model of the Pile on seven languages of Wiki40b, with uniform weights and with
+# Chameleon's fine-tuning and pretraining weights, as in the paper (section "Finetuning", appendix
+# "PPL of finetuning").
 #
 #   bash examples/finetune_wiki40b.sh
 #   PRETRAINED=runs/other bash examples/finetune_wiki40b.sh

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Every hyperparameter of the launchers, which source this file through launch.sh. Marks:
-#   paper:    printed in Chameleon, ICML 2025, at the given place;
-#   assumed:  not printed; the line gives the source;
+# All hyperparameters of the launchers, which source this file through launch.sh. Each is marked:
+#   paper:    printed in the paper (Chameleon, ICML 2025), in the section or table named here;
+#   assumed:  not printed in the paper; the comment names the source;
 #   tiny:     for SIZE=tiny, a smoke test on two CPU ranks that reproduces nothing.
-# Later lines override earlier ones; flags after -- override all.
+# Later flags override earlier flags; flags after -- override all others.
 # The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/sizes.py.
 #
 # hyperparameters EXPERIMENT SIZE fills four arrays of flags: TRAIN for tools/pretrain_gpt.py, EMBED
@@ -55,7 +55,7 @@ hyperparameters() {
         --global-batch-size 512    # paper: experimental setup
       )
       ;;
-    finetune)                    # at the learning rates of pretraining; the paper names no others
+    finetune)                    # with pretraining's learning rates; the paper names no others
       TRAIN+=(
         --train-iters 10000        # paper: section on fine-tuning
         --global-batch-size 128    # paper: experimental setup
@@ -81,7 +81,7 @@ hyperparameters() {
       TRAIN+=(
         --lr 1e-2                  # tiny: learns in a few steps
         --min-lr 1e-3              # tiny: a tenth
-        --lr-warmup-iters 2        # tiny: must be less than --train-iters
+        --lr-warmup-iters 2        # tiny: must be smaller than --train-iters
         --train-iters 12           # tiny: seconds
         --seq-length 64            # tiny: seconds
         --global-batch-size 8      # tiny: seconds

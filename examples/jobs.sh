@@ -1,15 +1,17 @@
 # shellcheck shell=bash
-# Sourced by compare_methods.sh: runs jobs with dependencies, several concurrently. A restart skips
-# finished jobs.
+# Sourced by compare_methods.sh: run jobs with dependencies, several of them concurrently. After a
+# restart, finished jobs are skipped.
 #
 #   job NAME SECONDS "AFTER ..." "TEST ..." COMMAND...
-#                    runs after the jobs in AFTER, unless the command TEST succeeds (already done);
-#                    SECONDS is a relative estimate of its duration
-#   run_jobs COUNT   COUNT concurrently: one job at a time logs to the terminal, several to
-#                    RUN/logs/NAME.log. Returns when all are done, otherwise exits.
+#                    define a job that runs after the jobs in AFTER, unless the command TEST
+#                    succeeds (the job is done already); SECONDS is a relative estimate of the
+#                    job's duration
+#   run_jobs COUNT   run COUNT jobs at a time. A single job at a time logs to the terminal;
+#                    otherwise each job logs to RUN/logs/NAME.log. Returns when all jobs are done,
+#                    otherwise exits.
 #   was_ended NAME   defined by the caller: whether a failed job was stopped by the time limit
 JOBS=()
-STOPPED=75   # exit status of a tool that was stopped and can be resumed
+STOPPED=75   # exit status of a tool that was stopped and can resume
 declare -A EXPECTED AFTER TEST COMMAND STATE STARTED
 
 job() {
@@ -40,7 +42,7 @@ run_jobs() {
   (($(count done) == ${#JOBS[@]})) || leave
 }
 
-# Exit, reporting why not all jobs are done.
+# Exit, and report why some jobs are not done.
 leave() {
   [ "$(count failed)" != 0 ] || exit 0   # stopped on request
   echo "$(count failed) jobs failed, and $(count waiting) depend on them; fix the errors above," \
@@ -48,7 +50,7 @@ leave() {
   exit 1
 }
 
-# Count the jobs in a state.
+# Count the jobs that are in a state.
 count() {
   local name number=0
   for name in "${JOBS[@]}"; do [ "${STATE[$name]}" != "$1" ] || number=$((number + 1)); done
@@ -69,7 +71,7 @@ ready() {
 
 start_job() {
   local name=$1 log=$RUN/logs/$1.log status=0
-  if eval "${TEST[$name]}"; then   # done by another job in the meantime
+  if eval "${TEST[$name]}"; then   # another job has produced the result in the meantime
     STATE[$name]=done
     echo "already done: $name"
     return
@@ -86,7 +88,7 @@ start_job() {
   echo "started: $name ($log)"
 }
 
-# Wait for a running job.
+# Wait until one of the running jobs ends.
 finish_next() {
   local pid status=0
   wait -n -p pid "${!NAME_OF[@]}" || status=$?
@@ -115,7 +117,7 @@ finish_job() {
   fi
 }
 
-# The job was stopped, for example by STOP_AT.
+# Record that a job was stopped, for example by STOP_AT, and start no further jobs.
 leave_job() {
   STATE[$1]=left HALTED=yes
   echo "stopped: $1; the same command resumes"
@@ -137,7 +139,7 @@ time_left() {
   echo " about $(((left / AT_ONCE + 30) / 60)) minutes left"
 }
 
-# Stop the running jobs and exit: training saves a checkpoint.
+# Stop the running jobs and exit. Training jobs save a checkpoint.
 stop_jobs() {
   trap '' INT TERM
   echo "stopping; the same command resumes" >&2

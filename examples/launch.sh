@@ -1,14 +1,15 @@
 # shellcheck shell=bash
-# Sourced by the launchers: converts environment variables to arguments of torchrun and the tools.
-# Each launcher documents its SIZE, RUN, CORPUS and MIXTURE; all of them take
+# Sourced by the launchers: convert environment variables to arguments of torchrun and the tools.
+# Each launcher documents its SIZE, RUN, CORPUS and MIXTURE. All launchers also take the variables
+# below, with their defaults in parentheses,
 #   SEED         seed of the initial weights and of the order of samples (1)
 #   TP, PP       tensor- and pipeline-parallel degree; the rest is data parallel (1, 1)
 #   NPROC        ranks per node (one per GPU, or one per core without GPUs)
-#   NNODES       nodes; start the launcher on each with its NODE_RANK (set by SLURM) and the first
-#                node's MASTER_ADDR (1)
+#   NNODES       number of nodes; start the launcher on each node with its NODE_RANK (set by SLURM)
+#                and with the first node's address as MASTER_ADDR (1)
 #   STOP_AT      Unix time at which to save and stop; the same command resumes (never)
-# and, after --, any flag of tools/pretrain_gpt.py; launchers without training take the flags of the
-# tool that they run.
+# and, after --, any flag of tools/pretrain_gpt.py. Launchers that train nothing take the flags of
+# the tool that they run.
 HERE=$(dirname "${BASH_SOURCE[0]}")
 TOOLS=$HERE/../tools
 LAUNCHER=$(basename "$0" .sh)
@@ -34,7 +35,7 @@ if [ "$SIZE" = tiny ]; then
   [[ $LAUNCHER == finetune_* ]] || MIXTURE=${MIXTURE:-uniform}   # no mixture exists yet
   NPROC=${NPROC:-2}
   export CUDA_VISIBLE_DEVICES=           # one GPU could not hold two ranks
-  export TORCHDYNAMO_DISABLE=1           # skips loading the compiler, which only GPUs use
+  export TORCHDYNAMO_DISABLE=1           # do not load the compiler, which only GPUs use
 fi
 SEED=${SEED:-1}
 NNODES=${NNODES:-1}
@@ -49,7 +50,7 @@ fi
 PARALLEL=(--tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-1}")
 ALONE=(--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1)   # overrides PARALLEL
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Seconds that a stopped torchrun waits for its ranks to save; its default of 30 may be too short.
+# Seconds that a stopped torchrun waits for its ranks to save; the default of 30 may be too short.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
 
 # shellcheck source=examples/hyperparameters.sh
@@ -77,20 +78,20 @@ corpus_hint() {
   fi
 }
 
-# mixture NAME: set WEIGHTS for --mixture and NAME for the run's name. NAME is uniform, a path, or a
-# file in $RUN/4-mixture.
+# mixture NAME: set WEIGHTS, the value of --mixture, and NAME, for the name of the run. The argument
+# is uniform, a path, or the name of a file in $RUN/4-mixture.
 mixture() {
   NAME=$(basename "$1" .json)
   case $1 in
     uniform | */* | *.json) WEIGHTS=$1 ;;
     *) WEIGHTS=$RUN/4-mixture/$1.json ;;
   esac
-  # Other nodes may get here before the first has written the file; torchrun makes them wait.
+  # Other nodes may get here before the first node has written the file; torchrun makes them wait.
   [ "$WEIGHTS" = uniform ] || [ -e "$WEIGHTS" ] || [ "$NODE_RANK" != 0 ] ||
     refuse "no mixture at $WEIGHTS; see 'bash $HERE/pretrain_82m_proxy.sh --help', or set MIXTURE=uniform"
 }
 
-# start_from CHECKPOINT: start training from its weights.
+# start_from CHECKPOINT: start training from the weights of a checkpoint.
 start_from() {
   [ -d "$1" ] || refuse "no run at $1; create it with" \
     "'SIZE=$SIZE bash $HERE/pretrain_684m_pile.sh', or set PRETRAINED"
@@ -113,7 +114,7 @@ time_is_up() {
   exit
 }
 
-# within_limit COMMAND...: stop it at STOP_AT, and exit.
+# within_limit COMMAND...: run a command; at STOP_AT, stop the command and exit.
 within_limit() {
   limit_time
   local status=0
@@ -122,6 +123,6 @@ within_limit() {
   return "$status"
 }
 
-# Whether STOP_AT has passed. If so, a command that failed under ENDED was stopped, or lost ranks on
-# another node that were stopped.
+# Whether STOP_AT has passed. If so, a command that failed under ENDED was stopped, or it lost ranks
+# that were stopped on another node.
 is_out_of_time() { [ -n "${STOP_AT:-}" ] && (($(date +%s) >= STOP_AT)); }

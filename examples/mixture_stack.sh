@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Weights for fine-tuning the 684M model of the Pile on seven programming languages of the Stack
-# (section "Finetuning"): fine-tuning and pretraining weights. The model embeds the domains itself, so
-# no proxy is trained.
+# Compute weights for fine-tuning the 684M model of the Pile on seven programming languages of the
+# Stack, in both modes, finetune and pretrain (section "Finetuning"). The model itself embeds the
+# domains, so no proxy is trained.
 #
 #   bash examples/mixture_stack.sh
 #   PRETRAINED=runs/other bash examples/mixture_stack.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A 124M proxy on SlimPajama, of the paper's ablation: the weights hardly depend on the
+# Train a 124M proxy on SlimPajama. The paper's ablation shows that the weights hardly depend on the
 # proxy's size (appendix, "Stable domain weights").
 #
 #   bash examples/pretrain_124m_proxy.sh                 # on every GPU of this machine

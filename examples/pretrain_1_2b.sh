@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A 1.2B base model on SlimPajama. Each MIXTURE is a column of the paper's tables for 1.2B, which
-# show that the weights of an 82M proxy serve a larger model too ("Scale to 1.2B model").
+# Train a 1.2B base model on SlimPajama. Each MIXTURE is a column of the paper's tables for 1.2B,
+# which show that the weights of an 82M proxy are also good for a larger model ("Scale to 1.2B
+# model").
 #
 #   bash examples/pretrain_1_2b.sh                      # with Chameleon's weights
 #   MIXTURE=uniform bash examples/pretrain_1_2b.sh      # the baseline
@@ -12,7 +13,7 @@
 #
 #   SIZE         model size (1.2b)
 #   RUN          folder of the experiment (runs/slimpajama-1.2b)
-#   CORPUS       what tools/preprocess_data.py made (runs/slimpajama/1-corpus)
+#   CORPUS       output of tools/preprocess_data.py (runs/slimpajama/1-corpus)
 #   MIXTURE      uniform, or a name in RUN/4-mixture, or a file
 #                (runs/slimpajama/4-mixture/chameleon-pretrain.json)
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A 684M base model on SlimPajama. Each MIXTURE is a column of the paper's tables of perplexity
-# and of downstream accuracy (section "Universal Generalization").
+# Train a 684M base model on SlimPajama. Each MIXTURE is a column of the paper's tables of
+# perplexity and of downstream accuracy (section "Universal Generalization").
 #
 #   bash examples/pretrain_684m.sh                      # with Chameleon's weights
 #   MIXTURE=uniform bash examples/pretrain_684m.sh      # the baseline

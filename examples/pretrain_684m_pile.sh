@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A 684M base model on the 17 domains of the Pile, in batches of 512. Each MIXTURE is a column of the
-# paper's tables for the Pile (section "Scalable to Pile"). examples/transfer_pile.sh computes the
-# weights with the proxy of SlimPajama.
+# Train a 684M base model on the 17 domains of the Pile, in batches of 512. Each MIXTURE is a column
+# of the paper's tables for the Pile (section "Scalable to Pile"). examples/transfer_pile.sh computes
+# the weights with the proxy of SlimPajama.
 #
 #   bash examples/pretrain_684m_pile.sh                      # with Chameleon's weights
 #   MIXTURE=uniform bash examples/pretrain_684m_pile.sh      # not in the paper's tables

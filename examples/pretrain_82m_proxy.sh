@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The 82M proxy of the paper: 2,000 steps on SlimPajama. Its embeddings give the weights for the
-# base models on SlimPajama (section "Universal Generalization") and on the Pile ("Scalable to
-# Pile").
+# Train the 82M proxy of the paper for 2,000 steps on SlimPajama. The proxy's embeddings yield the
+# weights for the base models on SlimPajama (section "Universal Generalization") and on the Pile
+# ("Scalable to Pile").
 #
 #   bash examples/pretrain_82m_proxy.sh                 # on every GPU of this machine
 #   SIZE=tiny bash examples/pretrain_82m_proxy.sh       # smoke test on 2 CPU ranks

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole pipeline on real text in a few minutes on two CPU cores: text -> tokens -> proxy ->
-# mixture -> two models -> perplexity -> tables and figures. Each line is an ordinary command.
+# mixture -> two models -> perplexity -> tables and figures. Each step runs an ordinary command.
 # After an interruption, run it again: it skips finished steps and reuses stored embeddings; an
 # unfinished training run restarts. Use another RUN for other settings.
 set -euo pipefail
@@ -13,9 +13,9 @@ BASE_STEPS=${BASE_STEPS:-650}
 WARMUP=${WARMUP:-160}                  # less than either number of steps
 SEED=${SEED:-1}
 
-export OMP_NUM_THREADS=1               # one thread per process: two run at a time
+export OMP_NUM_THREADS=1               # one thread per process, since two processes run at a time
 export CUDA_VISIBLE_DEVICES=           # CPU only: one GPU could not hold both ranks
-export TORCHDYNAMO_DISABLE=1           # skips loading the compiler, which only GPUs use
+export TORCHDYNAMO_DISABLE=1           # do not load the compiler, which only GPUs use
 CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
@@ -51,7 +51,7 @@ say "4/7 Domain embeddings and Chameleon weights"
 MIX=(--corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" --num-windows 512)
 ranks tools/compute_mixture.py "${MIX[@]}" --mode pretrain --tensor-model-parallel-size 2 \
   --output "$MIXTURES/chameleon-pretrain.json" --token-budget $((BASE_STEPS * 8 * 128))
-# The embeddings are stored: the second mode needs no forward pass.
+# The embeddings are stored, so that the second mode needs no forward pass.
 python tools/compute_mixture.py "${MIX[@]}" --mode finetune \
   --output "$MIXTURES/chameleon-finetune.json"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The stability of the paper's domain weights (section "Stability and Practicality", and its
-# appendix): the weights of SlimPajama for several numbers of proxy steps, proxy sizes, ridges and
-# numbers of windows. Each is varied alone, around the 82M proxy of 2,000 steps. Seven proxies are
-# trained, the longest for 10,000 steps.
+# Measure the stability of the paper's domain weights (section "Stability and Practicality", and its
+# appendix): compute SlimPajama's weights for several numbers of proxy steps, proxy sizes, ridges
+# and numbers of windows. Only one of these settings differs at a time from the 82M proxy of 2,000
+# steps. Seven proxies are trained, the longest for 10,000 steps.
 #
 #   bash examples/sweep_stability.sh                 # on every GPU of this machine
 #   SIZE=tiny bash examples/sweep_stability.sh       # smoke test on 2 CPU ranks

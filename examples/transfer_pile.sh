@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# The paper's transfer of a proxy to other domains (section "Scalable to Pile"): weights for the 17
-# domains of the Pile from the proxy that was trained on SlimPajama. Nothing is trained; the
-# cost of the embeddings is printed at the end (paper: 4.6e15 FLOPs).
+# Transfer a proxy to other domains, as in the paper (section "Scalable to Pile"): compute weights
+# for the 17 domains of the Pile with the proxy that was trained on SlimPajama. Nothing is trained;
+# the cost of the embeddings is printed at the end (paper: 4.6e15 FLOPs).
 #
 #   bash examples/transfer_pile.sh
 #   SIZE=tiny bash examples/transfer_pile.sh      # smoke test on 2 CPU ranks
 #   bash examples/transfer_pile.sh -- --recipe paper --explain
 #
-# The same command resumes after an interruption. pretrain_684m_pile.sh
-# trains with these weights.
+# The same command resumes after an interruption. pretrain_684m_pile.sh trains with these weights.
 #
 #   SIZE         model size of PROXY (82m)
 #   RUN          folder of the experiment (runs/pile)
