@@ -41,8 +41,8 @@ Options = TypeVar("Options")
 
 USER_ERROR_STATUS = 2
 INTERRUPTED_STATUS = 130
-# Rank 0 reports an error that every rank raises, and torchrun then ends the others. A rank that is
-# still alive after this many seconds has an error of its own, and reports it.
+# If all ranks raise the same error, rank 0 reports it, and torchrun then terminates the others. A
+# rank that is still alive after this many seconds has raised another error, and reports it.
 OTHER_RANKS_DELAY_SECONDS = 8.0
 # gloo's error on a rank whose peer has exited.
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe")

@@ -135,7 +135,7 @@ def hash_token_file(prefix: Path) -> str:
 
 
 def split_range(split: str, part: Split) -> tuple[float, float]:
-    """Begin and end of ``part`` as fractions of all sequences, by Megatron's ``--split``.
+    """Parse Megatron's ``--split``: start and end of ``part`` as fractions of all sequences.
 
     Raises:
         UserError: for an invalid split, or one that leaves nothing for ``part``.

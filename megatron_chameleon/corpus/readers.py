@@ -572,7 +572,7 @@ def columns_for(
         schema: schema of the table.
         keys: flag -> key, a column or a dotted path into one.
         name: name of the table, for messages.
-        leaves: dotted paths of the values in nested columns that can be read separately.
+        leaves: dotted paths of all leaf columns; empty if leaves cannot be read separately.
 
     Raises:
         UserError: if a key matches no column or several.
@@ -624,7 +624,7 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
                 page_checksum_verification=True,
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-            # `reading` reports errors of the system and of the hub.
+            # Errors of the system and of the hub are converted by sources.reading.
             if isinstance(error, OSError) and (error.errno or remote):
                 raise
             raise UserError(

@@ -58,8 +58,8 @@ _MOST_TOKENS = 2**31 - 1
 LONGEST_PART = 500_000
 # Characters before the end of a part that are searched for a boundary.
 _WINDOW = 4096
-# Positions at which every known pattern has a boundary, best first: at a space between two words,
-# at the last of several spaces, and after a line break.
+# Where a long text may be cut, best place first: at a space between two words, at the last of
+# several spaces, or after a line break. Every known pre-tokenizer splits there too.
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
 _PLACES = (_BETWEEN_WORDS, re.compile(r"(?= \S)"), re.compile(r"(?<=\S\n)(?=\S)"))
 # Parts encoded at once: the libraries need many times the memory of the text.

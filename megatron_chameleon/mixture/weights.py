@@ -125,8 +125,9 @@ def natural_weights(tokens: npt.ArrayLike, temperature: float = 1.0) -> Array:
     """Compute natural weights: w_i proportional to n_i^(1/T), with n_i the tokens of domain i.
 
     T = 1 samples every token with the same probability; T > 1 moves the weights towards uniform,
-    and T < 1 towards the largest domain. This is the T of multilingual pretraining; for the
-    exponent alpha of a paper (XLM-R 0.3, RegMix's prior 0.5), T is 1 / alpha.
+    and T < 1 towards the largest domain. This is the temperature of multilingual
+    pretraining; some papers state the exponent alpha = 1 / T instead (XLM-R 0.3, RegMix's prior
+    0.5).
 
     Args:
         tokens: n, [k], not negative, not all zero. A domain without tokens gets the weight 0.

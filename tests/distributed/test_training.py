@@ -1,4 +1,4 @@
-"""Every layout trains, saves, resumes and skips steps like one rank."""
+"""Training, saving, resuming and skipped steps give the results of one rank in every layout."""
 
 from __future__ import annotations
 

@@ -223,7 +223,10 @@ SCRIPT = str(EXAMPLES / "pretrain_684m.sh")
 
 @pytest.fixture
 def job(tmp_path):
-    """``job(**environment)``: run pretrain.sbatch with two hours left; srun takes LASTS seconds."""
+    """Run pretrain.sbatch in a job that ends in two hours: ``job(**environment)``.
+
+    After the fake srun, the script's clock is LASTS seconds ahead.
+    """
     for name, body in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)

@@ -75,8 +75,8 @@ def read_weights(
         output: the mixture to write.
 
     Returns:
-        The source for messages; its weights, of any sum; parameters of the new mixture; further
-        fields of :class:`AssignedWeights`.
+        A description of the source, for messages; the weights, not normalized; parameters of the
+        new mixture; further fields of :class:`AssignedWeights`.
 
     Raises:
         UserError: if the weights cannot be read.

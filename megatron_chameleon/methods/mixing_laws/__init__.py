@@ -93,7 +93,7 @@ class MixingLawsOptions(FitOptions):
     laws: LawOptions = dataclasses.field(default_factory=LawOptions)
 
     def __post_init__(self) -> None:
-        """Raise UserError for values that exclude each other."""
+        """Raise UserError for invalid combinations of options."""
         super().__post_init__()
         laws, target = self.laws, self.laws.target_steps
         if self.ratios is not None and (target or laws.model_sizes):

@@ -36,7 +36,7 @@ def texts() -> Callable[..., list[str]]:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes texts (strings) or records (others) as JSON lines."""
+    """Return a function that writes JSON lines from texts, dictionaries or raw bytes."""
 
     def write(name: str, items: Iterable[str | dict[str, Any] | bytes]) -> Path:
         path = tmp_path / name

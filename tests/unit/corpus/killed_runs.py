@@ -33,7 +33,7 @@ def kill_at(at: int, output: Path) -> Callable[[], int]:
 
     def is_change(event: str, arguments: tuple[object, ...]) -> bool:
         if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
-            return True  # relative to a descriptor, as in rmtree
+            return True  # rmtree passes names relative to an open folder
         if event == "open" and (
             arguments[1] in ("r", "rb") or not isinstance(arguments[1], str | None)
         ):

@@ -136,7 +136,10 @@ def test_embedding_has_no_side_effect_on_training(options):
 
 @pytest.mark.parametrize(("step", "killed"), [(5, True), (4, False)])
 def test_a_resumed_run_equals_an_uninterrupted_one(options, monkeypatch, step, killed):
-    """The run is killed between new weights and a checkpoint, or stopped at a step with both."""
+    """Weights change after steps 2 and 4. The run is killed after step 4, or stopped during it.
+
+    The killed run resumes from the checkpoint of step 3, the stopped run from that of step 4.
+    """
 
     def interrupt(_model):
         if killed:

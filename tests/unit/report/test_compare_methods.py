@@ -64,7 +64,7 @@ def made_by(**options):
 
 @pytest.fixture
 def root(tmp_path):
-    """Uniform, UniMax (the same weights, no models), Chameleon and DoReMi, three seeds each."""
+    """Three runs each of Uniform, Chameleon and DoReMi; UniMax has Uniform's weights and no run."""
     root = tmp_path / "run"
     corpus = write_corpus(root / "1-corpus", NAMES)
     proxy = root / "2-proxy/nano-seed1"
