@@ -134,11 +134,12 @@ def test_embedding_has_no_side_effect_on_training(options):
     assert figures_of(read.run_dir)[-1][3]["recomputed"] == 1
 
 
-@pytest.mark.parametrize(("step", "killed"), [(5, True), (4, False)])
+@pytest.mark.parametrize(("step", "killed"), [(6, True), (4, False)])
 def test_a_resumed_run_equals_an_uninterrupted_one(options, monkeypatch, step, killed):
-    """Weights change after steps 2 and 4. The run is killed after step 4, or stopped during it.
+    """Weights change after steps 2 and 4. The run is killed after step 5, or stopped in step 4.
 
-    The killed run resumes from the checkpoint of step 3, the stopped run from that of step 4.
+    The killed run resumes from the checkpoint of step 3, and computes the weights of step 4 again.
+    The stopped run resumes from the checkpoint of step 4, saved before its weights changed.
     """
 
     def interrupt(_model):
