@@ -306,7 +306,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Log to a Weights & Biases run; a resumed run logs to the same one.
+    """Log to a Weights & Biases run, also after training is resumed.
 
     Raises:
         UserError: if Weights & Biases rejects the run.

@@ -58,8 +58,8 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
 
     Raises:
         UserError: if the path is neither a complete checkpoint nor a GPT-2 folder, or if its size
-            is not --model-size, its tokenizer differs, its vocabulary is too small, or its samples
-            were shorter.
+            is not --model-size, its tokenizer differs, its vocabulary is too small, or it has fewer
+            positions than --seq-length.
     """
     path = options.pretrained_checkpoint
     if path is None:
@@ -89,13 +89,13 @@ def _from_checkpoint(path: Path, data: TokenData) -> Pretrained:
     shape, where = shape_of(checkpoint), checkpoint.root
     if checkpoint.tokenizer_hash != data.tokenizer.sha256:
         raise UserError(
-            f"{where} was trained with another tokenizer than that of {data.where}; "
-            f"preprocess the text with that tokenizer (--tokenizer-model), or pass another {FLAG}"
+            f"{where} was trained with another tokenizer than {data.where} has; preprocess the "
+            f"text with the tokenizer of the weights (--tokenizer-model), or pass another {FLAG}"
         )
     if shape.vocab_size != data.tokenizer.vocab_size:
         raise UserError(
-            f"{where} has a vocabulary of {shape.vocab_size}, {data.where} one of "
-            f"{data.tokenizer.vocab_size}; pass another {FLAG}"
+            f"{where} has a vocabulary of {shape.vocab_size} tokens, but the tokenizer of "
+            f"{data.where} has {data.tokenizer.vocab_size}; pass another {FLAG}"
         )
     return Pretrained(where, shape, checkpoint.hash, functools.partial(load_weights, checkpoint))
 

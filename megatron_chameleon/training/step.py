@@ -202,8 +202,8 @@ def micro_batch_loss(
             unweighted.
         per_token: return the summed loss and the number of tokens, possibly 0: Megatron divides the
             gradient by the number over all micro-batches and data-parallel ranks. Otherwise return
-            the mean; without masked tokens, all micro-batches have the same number, so the mean
-            over micro-batches is the global batch's.
+            the mean; without masked tokens, all micro-batches have the same number of tokens, so
+            the mean over micro-batches is the mean over the global batch.
     """
     masked = token_losses.float() * batch["loss_mask"]  # [b, s]
     logged = {"domain_sums": domain_sums(batch, num_domains, masked)}

@@ -32,8 +32,9 @@ from tests.small_corpus import VOCAB_SIZE
 TRAIN_ITERS, SAVE_INTERVAL = 12, 6
 MAX_RANKS = 4
 # Layouts and processors add the same float32 numbers in different orders. These tolerances are in
-# units of the last place: absolute for a loss, which is at most about that of a uniform guess, and
-# relative for a gradient's norm. A real error changes some loss by more than SMALLEST_ERROR.
+# units of the last place: absolute for losses, which are at most about the logarithm of the
+# vocabulary size, and relative for gradient norms. A real error changes some loss by more than
+# SMALLEST_ERROR.
 EPSILON = float(np.finfo(np.float32).eps)
 LOSS_ROUNDING, NORM_ROUNDING = 16 * EPSILON * math.log(VOCAB_SIZE), 128 * EPSILON
 SMALLEST_ERROR = 1e-3

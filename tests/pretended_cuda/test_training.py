@@ -19,7 +19,7 @@ from tests.pretended_cuda.conftest import Finished, Tools
 
 
 def params(*names: str) -> list[Any]:
-    """Cases as parameters, those outside the core marked ``slow``."""
+    """Test parameters for cases; cases outside the core are marked ``slow``."""
     return [
         pytest.param(name, marks=() if TRAINING[name].is_core else pytest.mark.slow)
         for name in names

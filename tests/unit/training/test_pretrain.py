@@ -224,7 +224,7 @@ def test_run_resumes_only_with_its_own_hook(pretrain_options, tmp_path, monkeypa
 
 
 def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, monkeypatch):
-    """Losses and samples are the same with prefetching, also if resumed just before a change."""
+    """Losses and samples are the same with prefetching, even if resumed just before a change."""
     data = DataOptions(permutation="epoch")
     plain, ahead = (
         pretrain_options(tmp_path / name, log_interval=1, data=data) for name in ("plain", "ahead")
