@@ -13,9 +13,9 @@ INTRODUCTION = """\
 # Measurements
 
 Results of the scripts in `benchmarks/`, generated from `benchmarks/results` when the site is built.
-A ratio above 1 means that "ours" is faster. Ratios are of medians: the contestants run in turn on
-one machine, so other load affects all of them. Files whose names end in `-cpu` were measured on
-machines without a GPU. A benchmark without a file has not been run.
+A ratio above 1 means that "ours" is faster. Each ratio compares medians. The implementations run
+in turn on one machine, so other load affects all of them. Files whose names end in `-cpu` were
+measured on machines without a GPU. A benchmark without a file has not been run.
 
     python benchmarks/NAME.py     # one benchmark, on the available device
     make measure-gpu              # the GPU tests, then all benchmarks of a CUDA device
@@ -74,7 +74,7 @@ def _is_compared(row: Mapping[str, Any]) -> bool:
 
 
 def _comparison(rows: Sequence[tuple[Mapping[str, Any], int]]) -> list[str]:
-    """Return the table of rows that compare implementations, with the numbers of machines."""
+    """Return the table of rows that compare implementations, with each row's machine number."""
     lines = ["| What | Seconds | Times faster | Repeats | Measured |", "|---|---|---|---|---|"]
     for row, number in rows:
         seconds = "<br>".join(f"{name}: {figure(v)}" for name, v in row["seconds"].items())

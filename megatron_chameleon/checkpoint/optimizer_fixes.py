@@ -100,7 +100,7 @@ def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
         group, order = optimizer.model_param_group_index_map[model_parameter]
         main_parameter = optimizer.optimizer.param_groups[group]["params"][order]
         state = optimizer.optimizer.state[main_parameter]
-        state["step"] = state["step"].clone()  # a copy for each parameter
+        state["step"] = state["step"].clone()  # every parameter gets its own copy
         main_parameter.copy_(tensors["param"])
         for key in _MOMENTS:
             state[key].copy_(tensors[key])

@@ -218,7 +218,9 @@ def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
 
 
 def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -> DownstreamPart:
-    """Evaluate one task with one number of shots. Rank 0 calls this while the others serve.
+    """Evaluate one task with one number of shots.
+
+    Rank 0 calls this function while the other ranks serve the scorer's collective calls.
 
     Raises:
         TaskUnavailableError: if the task cannot be evaluated.
@@ -249,9 +251,9 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
     samples = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     samples.sort(key=lambda sample: int(sample["doc_id"]))
     if not samples:
-        raise TaskUnavailableError("its data set has no questions")
+        raise TaskUnavailableError("the task's data set has no questions")
     if not all(sample.get(loaded.metric) in (0, 1) for sample in samples):
-        raise TaskUnavailableError(f"its {loaded.metric} is not 0 or 1 for each question")
+        raise TaskUnavailableError(f"the task's {loaded.metric} is not 0 or 1 for each question")
     hashes = "\n".join(sample["doc_hash"] for sample in samples)
     return DownstreamPart(
         settings=settings,
@@ -279,7 +281,7 @@ def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
         parts = dict(sorted(found, key=lambda item: item[0]))
         if len({part.questions_hash for part in parts.values()}) > 1:
             reason = (
-                "its questions differ between numbers of shots, since its data set has changed; "
+                "the questions differ between numbers of shots, since the data set has changed; "
                 f"delete {plan.options.parts_dir}/{task}-*shot.json and run again"
             )
             gaps.append(Gap(task, None, reason))

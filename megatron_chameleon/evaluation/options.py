@@ -103,7 +103,7 @@ class PerplexityToolOptions(HeldOutOptions):
     """The JSON file to write; one per checkpoint, in the same order."""
 
     def one_by_one(self) -> list[PerplexityOptions]:
-        """The options of each checkpoint's evaluation.
+        """Return the options of each checkpoint's evaluation.
 
         Raises:
             UserError: unless every checkpoint has its own output.
@@ -115,7 +115,7 @@ class PerplexityToolOptions(HeldOutOptions):
                 "and one output file for each in the same order"
             )
         if len(set(outputs)) < len(outputs):
-            raise UserError(f"--output {' '.join(map(str, outputs))}: one is repeated")
+            raise UserError(f"--output {' '.join(map(str, outputs))}: a file is repeated")
         common = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(HeldOutOptions)
         }

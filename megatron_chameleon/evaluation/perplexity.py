@@ -310,8 +310,8 @@ def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutD
 def token_sizes(corpus: Corpus, record: CheckpointRecord) -> NDArray[np.int32] | None:
     """Count the bytes of text per token id, [vocab_size].
 
-    Uses the tokenizer of the corpus or else of the checkpoint. Returns None, with a warning, if
-    neither can be loaded; losses do not need a tokenizer.
+    The tokenizer is that of the corpus, or else that of the checkpoint. Returns None, with a
+    warning, if neither can be loaded; losses do not need a tokenizer.
     """
     problems = []
     for path in dict.fromkeys([None, recorded_tokenizer(record)]):

@@ -253,7 +253,7 @@ class Scorer:
         self._call("stop")
 
     def _call(self, *call: Any) -> tuple[Any, ...]:
-        """Broadcast rank 0's call; a single rank skips it, since it would wait for the device."""
+        """Broadcast rank 0's call, unless there is a single rank: it would wait for its device."""
         return call if self.layout.world_size == 1 else from_main(lambda: call)
 
     def _states(self, batch: Batch) -> torch.Tensor | None:
@@ -295,8 +295,8 @@ class Scorer:
         bar = progress_bar(len(questions), " requests", description, quiet=is_quiet, delay=2.0)
         with bar, read_ahead(own, layout.device) as ahead:
             for number, (first, last, width) in enumerate(all_batches):
-                # Each token attends to its whole row, twice the causal half of a row. The output
-                # layer runs once for every place that predicts a label.
+                # Attention is computed over whole rows, at twice the cost of their causal half. The
+                # output layer runs once for every place that predicts a label.
                 layer = (last - first) * width * layer_forward_flops(shape, 2 * width)
                 flops += shape.size.num_layers * layer
                 for row in rows[first:last]:

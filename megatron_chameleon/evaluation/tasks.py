@@ -48,7 +48,7 @@ class LoadedTask:
         name: lm-eval's name of the task.
         metric: the metric that is reported.
         shots_from: the split that few-shot examples are sampled from.
-        is_zero_shot: whether its definition fixes the number of shots at 0.
+        is_zero_shot: whether the definition fixes the number of shots at 0.
     """
 
     task: Any
@@ -64,7 +64,7 @@ class LoadedTask:
             TaskUnavailableError: if the task's definition does not allow that number.
         """
         if shots and self.is_zero_shot:
-            raise TaskUnavailableError("its definition fixes the number of shots at 0")
+            raise TaskUnavailableError("the task's definition fixes the number of shots at 0")
         self.task.set_config(key="num_fewshot", value=shots)
         self.task.set_fewshot_seed(seed=seed)
 
@@ -107,7 +107,7 @@ class TaskLibrary:
         """
         folder, files = self._local_copy(name)
         if folder and not folder.is_dir():
-            raise TaskUnavailableError(f"{folder} does not exist; copy its data set there")
+            raise TaskUnavailableError(f"{folder} does not exist; copy the task's data set there")
         # An interrupted copy can leave an empty file, which the datasets package reads as zero
         # rows.
         for path in files:
@@ -128,7 +128,7 @@ class TaskLibrary:
             constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
         metric = next((each for each in METRICS if each in task.aggregation()), None)
         if metric is None:
-            raise TaskUnavailableError(f"it defines none of {', '.join(METRICS)}")
+            raise TaskUnavailableError(f"the task defines none of {', '.join(METRICS)}")
         return LoadedTask(
             task, name, metric, exclude_own_document(task), task.get_config("num_fewshot") == 0
         )

@@ -86,7 +86,7 @@ def squared_norms(features: Array) -> Array:
 def unit_rows(features: Array) -> Array:
     """Divide each row of the features [k, h] by its norm; rows of zeros are unchanged."""
     largest = np.abs(features).max(axis=1, keepdims=True)
-    scaled = features / np.where(largest > 0, largest, 1.0)  # squares of huge or tiny rows are safe
+    scaled = features / np.where(largest > 0, largest, 1.0)  # squares stay in range
     norms = np.linalg.norm(scaled, axis=1, keepdims=True)
     return scaled / np.where(norms > 0, norms, 1.0)
 

@@ -23,13 +23,13 @@ class BootstrapResult:
     """Weights of every resample, and percentile intervals of the weights."""
 
     weights: Array
-    """[num_resamples, k] float64; each row sums to 1."""
+    """Weights [num_resamples, k] float64; each row sums to 1."""
 
     low: Array
-    """[k] lower end of the interval of each weight."""
+    """Lower ends [k] of the intervals of the weights."""
 
     high: Array
-    """[k] upper end."""
+    """Upper ends [k] of the intervals of the weights."""
 
 
 def bootstrap_weights(
@@ -39,12 +39,12 @@ def bootstrap_weights(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> BootstrapResult:
-    """Percentile intervals of domain weights under resampling of windows (Efron's bootstrap).
+    """Compute percentile intervals of domain weights by resampling windows (Efron's bootstrap).
 
     Each resample samples n_i of the n_i windows of every domain, with replacement and independently
     of the other domains; ``weight_fn`` maps the means of the sampled windows to weights. The
-    sampled windows of domain i depend only on (seed, i) and n_i. The first resamples are the same
-    for any ``num_resamples``.
+    sampled windows of domain i depend only on (seed, i) and n_i. A larger ``num_resamples`` adds
+    resamples without changing the first ones.
 
     The intervals reflect the sampling of windows, not the randomness of the proxy's training.
     Windows are treated as independent; if many come from one document, the true intervals are

@@ -36,7 +36,7 @@ class Recipe:
     """
 
     name: str
-    """Name in artifacts and messages."""
+    """Name of the recipe in artifacts and messages."""
 
     center: bool
     """Subtract the mean over domains from the embeddings."""

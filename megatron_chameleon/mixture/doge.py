@@ -16,7 +16,7 @@ import numpy as np
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.exponentiated import WeightState, exponentiated_step
 
-# Added to the mean norm, as in the authors' code.
+# This constant is added to the mean norm, as in the authors' code.
 NORM_EPS = 1e-6
 
 
@@ -149,8 +149,8 @@ def gradient_weights(
 ) -> Array:
     """Compute the weights [k] of the domains' gradients in the gradient of the step.
 
-    A weight is alpha_i times the domain's clipping factor, with the alphas of the present domains
-    scaled to sum to 1. For an absent domain, the authors' code reuses its last gradient, which
+    A weight is alpha_i times the domain's clipping factor, where the alphas of the present domains
+    are scaled to sum to 1. For an absent domain, the authors' code reuses its last gradient, which
     requires a stored copy of the gradient per domain.
 
     Args:

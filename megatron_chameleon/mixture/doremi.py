@@ -78,9 +78,9 @@ class DoremiState(WeightState):
         """Return the state after a step.
 
         Args:
-            excess_sums: [k] sum over a domain's tokens in the global batch of the proxy's loss
-                minus the reference's, in nats; each token's difference is clipped before the sum if
-                the recipe clips tokens.
+            excess_sums: [k] for each domain, the proxy's loss minus the reference's, summed over
+                the domain's tokens in the global batch, in nats; if the recipe clips tokens, each
+                token's difference is clipped before the summation.
             tokens: [k] number of tokens in each sum; 0 for an absent domain.
             recipe: hyperparameters of the update rule.
 
@@ -101,8 +101,8 @@ class DoremiState(WeightState):
 def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:
     """Compute the weight w of each domain's token losses l; the batch loss is sum(w l) / sum(w).
 
-    w_i is proportional to alpha_i over the sampling rate of the domain, and scaled to sum to the
-    number of tokens, by which the trainer divides the loss.
+    w_i is proportional to alpha_i divided by the sampling rate of the domain. The weights are
+    scaled to sum to the number of tokens, by which the trainer divides the loss.
 
     Args:
         log_weights: ln alpha, [k] float64.

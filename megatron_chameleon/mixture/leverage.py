@@ -69,12 +69,13 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
 def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
     """Compute ridge leverage scores in feature space, diag(X (X^T X + k * ridge * I)^-1 X^T).
 
-    Equal to ``leverage_scores(X X^T, ridge)`` by the first lemma of the paper's appendix (stated
-    there for a ridge of lambda; here k * lambda, as in the definition of the domain scores).
-    Time grows as k p^2 instead of k^3, so this form is faster with more domains than features.
+    The result equals ``leverage_scores(X X^T, ridge)`` by the first lemma of the paper's appendix
+    (stated there for a ridge of lambda; here the ridge is k * lambda, as in the definition of the
+    domain scores). Time grows as k p^2 instead of k^3, so this form is faster with more domains
+    than features.
 
     Args:
-        features: X, [k, p], any real dtype; float64 inside. Not centred here.
+        features: X, [k, p], any real dtype; float64 inside; this function does not centre them.
         ridge: lambda > 0, in the units of X X^T.
 
     Returns:

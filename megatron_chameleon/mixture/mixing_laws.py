@@ -72,11 +72,11 @@ def fit_mixing_laws(
 ) -> MixingLaws:
     """Fit the laws by penalised Huber loss, from several starting points, and keep the best fit.
 
-    ``near`` are laws fitted to all runs, of which these runs are a subset. The starting points are
-    then those laws and ``COLD_STARTS`` others, which takes a fraction of the time, since leaving
-    out a few runs moves the laws little. Starting from ``near`` alone would leak the held-out runs
-    where the other runs and the ridge do not determine the fit: with as many unknowns as runs and
-    no ridge, laws fitted to noise seemed to predict it.
+    ``near`` are laws fitted to all runs, of which these runs are a subset. If ``near`` is passed,
+    the starting points are those laws and ``COLD_STARTS`` others. This takes a fraction of the
+    time, since leaving out a few runs hardly changes the laws. Starting from ``near`` alone would
+    leak the held-out runs if the other runs and the ridge do not determine the fit: with as many
+    unknowns as runs and no ridge, laws that were fitted to noise seemed to predict the noise.
 
     Args:
         mixtures: [n, k] rows that sum to 1.

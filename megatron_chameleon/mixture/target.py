@@ -25,9 +25,9 @@ depends on the other domains only. If scores are divided by their sum, z_i = eta
 has mean 1, so equal priors give the weights without a prior.
 
 The effect of the prior depends on the ridge. Where K is far below k lambda, 1 / q_i is near
-k lambda / K_ii and the pretraining weights ignore the prior. Where K is far above and of full rank,
-S is near 1 for any eta, and the fine-tuning weights ignore it; a centred K has a null vector,
-and S is near 1 - (1 / eta_i) / sum_j (1 / eta_j).
+k lambda / K_ii and the pretraining weights ignore the prior. Where K is far above k lambda and has
+full rank, S is near 1 for any eta, and the fine-tuning weights ignore the prior; a centred K has a
+null vector, and S is near 1 - (1 / eta_i) / sum_j (1 / eta_j).
 
 In pretraining, a larger prior does not always increase a domain's weight. Raising eta_i alone
 raises z_i by the same amount, but raises another z_j by more if x_j is a fraction of x_i, and it
@@ -72,9 +72,9 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
     t_i = max(0, cos(x_i - m, y - m))^2 with m the mean of the domain embeddings and y the target's.
     Subtracting m matters because hidden states have a large common mean: without it, all cosines
     would be near 1. The square is the part of the target's squared distance from m that lies in the
-    domain's direction; it keeps many unrelated domains from outweighing a similar one. The x_i - m
-    sum to zero, so at least one cosine is above 0, unless the target is at m or orthogonal to all
-    domains: the shares are then equal.
+    domain's direction; squaring keeps many unrelated domains from outweighing one similar domain.
+    The x_i - m sum to zero, so at least one cosine is above 0, unless the target is at m or
+    orthogonal to all domains: the shares are then equal.
 
     Args:
         embeddings: x, [k, h], any real dtype; float64 inside.
@@ -102,7 +102,7 @@ def scaled_prior(prior: npt.ArrayLike, num_domains: int) -> Array | None:
     eta = np.asarray(prior, dtype=np.float64)
     if eta.shape != (num_domains,):
         raise ValueError(f"prior has shape {eta.shape}, but there are {num_domains} domains")
-    for value in (eta.min(), eta.max()):  # both are NaN if any entry is
+    for value in (eta.min(), eta.max()):  # both are NaN if any entry is NaN
         check_positive(float(value), "prior")
     if eta.min() == eta.max():
         return None

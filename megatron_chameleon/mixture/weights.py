@@ -164,7 +164,7 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
         [k] float64, summing to 1; a weight at its cap equals it exactly.
 
     Raises:
-        ValueError: the caps of the domains with a weight sum to less than 1.
+        ValueError: the caps of the domains with a positive weight sum to less than 1.
     """
     target, upper = (np.asarray(values, dtype=np.float64) for values in (weights, caps))
     target = target / target.sum()
@@ -173,8 +173,8 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
     present = np.flatnonzero(target)
     if upper[present].sum() < 1.0 - ROUNDING:
         raise ValueError(
-            f"the caps of the domains with a weight sum to {upper[present].sum():.6g}, less than "
-            "1: raise them"
+            f"the caps of domains with a positive weight sum to {upper[present].sum():.6g}, less "
+            "than 1: raise the caps"
         )
     order = present[np.argsort(upper[present] / target[present], kind="stable")]
     # If the first n domains are at their caps, s is (1 - the sum of these caps) / (the sum of the
@@ -195,7 +195,7 @@ def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.Ar
 
     Args:
         weights: [k] of all domains, old and new, >= 0, summing to 1.
-        before: [k] earlier weights of the old domains; entries of new ones are ignored.
+        before: [k] earlier weights of the old domains; entries of new domains are ignored.
         is_old: [k] bool.
 
     Returns:

@@ -41,7 +41,8 @@ def chunked_cross_entropy(
     Args:
         logits: [..., columns], contiguous. With ``group``, each rank has its shard of the
             vocabulary; shards have equal sizes and follow the order of ranks.
-        labels: [...] int64, over the whole vocabulary; a label outside of it has no defined loss.
+        labels: [...] int64 ids in the whole vocabulary; a label outside the vocabulary has no
+            defined loss.
         vocab_size: number of real columns over all ranks. Further columns are padding: they are
             left out of the softmax, and their gradient is zero.
         group: tensor-parallel ranks that shard the vocabulary. Collective.

@@ -188,7 +188,7 @@ def build_model_chunks(
 ) -> list[GPTModel | Float16Module]:
     """Build this rank's chunks of the model, with initial weights, on its device.
 
-    There is one chunk per virtual pipeline stage; they share one config.
+    There is one chunk per virtual pipeline stage; all chunks share one config.
 
     Args:
         shape: shape of the whole model.

@@ -111,8 +111,8 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         later = pipeline - stage - 1
         warm_up = later if virtual == 1 else 2 * later + (virtual - 1) * pipeline
         kept = min(warm_up + 1, setup.num_microbatches * virtual) * chunk
-        # (activations, logits, working) of each candidate: the backward passes of a layer, of the
-        # embedding and of the output layer, and the loss.
+        # Candidates for the peak, as (activations, logits, working): the backward passes of a
+        # layer, of the embedding and of the output layer, and the loss.
         gradients = 2 * hidden + tokens * ffn * element + h * ffn * element
         peaks = [(kept + recomputed, 0, buffers + tied + gradients)]
         if stage == 0:

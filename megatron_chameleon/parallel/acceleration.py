@@ -57,14 +57,14 @@ def acceleration_report(root: Path) -> AccelerationReport:
     cuda: tuple[State, str] = "active", f"CUDA {torch_cuda}, {count} device(s)"
     bf16: tuple[State, str] = "absent", "no CUDA device"
     flash: tuple[State, str] = "absent", "no CUDA device; torch's CPU kernel is used"
-    nccl: tuple[State, str] = "absent", "this torch was built without it"
+    nccl: tuple[State, str] = "absent", "this torch was built without NCCL"
     if torch.cuda.is_available():
         bf16 = "absent", "the device has no bf16 units"
         if torch.cuda.is_bf16_supported(including_emulation=False):
             bf16 = "available", "pass --bf16 to train with it"
-        flash = "unused", "this torch was built without it"
+        flash = "unused", "this torch was built without flash attention"
         if torch.backends.cuda.is_flash_attention_available():
-            flash = "available", "torch's, for --bf16; fp32 uses another kernel"
+            flash = "available", "torch's kernel, for --bf16; fp32 uses another kernel"
     elif problem := unusable_gpu():
         cuda = "broken", problem
     elif torch_cuda is None:
@@ -92,7 +92,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
         features=[
             Feature("CUDA", *cuda, "everything runs on the CPU over gloo, for smoke tests only"),
             # parallel/layout.py disables TF32, regardless of the container's settings.
-            Feature("TF32", "unused", "the tools disable it", "use --bf16 for speed"),
+            Feature("TF32", "unused", "the tools disable TF32", "use --bf16 for speed"),
             Feature("bf16", *bf16, "train in fp32, at half the speed or less"),
             Feature("flash attention", *flash, "slower kernels with the same result"),
             Feature("Transformer Engine", *transformer_engine, "no FP8 or context parallelism"),

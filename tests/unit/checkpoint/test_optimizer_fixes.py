@@ -1,7 +1,8 @@
 """Fixes for saving and loading optimizer state.
 
 The Adam of Transformer Engine needs a GPU. GroupStepAdam has the state layout and the loading rules
-of its FusedAdam, and torch's arithmetic, so that a resumed run must equal an uninterrupted one.
+of Transformer Engine's FusedAdam, and torch's arithmetic, so that a resumed run must equal an
+uninterrupted run.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def test_every_mixture_sums_to_one_in_steps_of_the_smallest_weight():
     steps = mixtures / REGMIX_SAMPLING.smallest_weight
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-8)
     assert (mixtures >= 0).all()
-    for fewer in (20, 199):  # a larger swarm extends a smaller one
+    for fewer in (20, 199):  # a larger swarm begins with the mixtures of a smaller swarm
         np.testing.assert_array_equal(sampled(count=fewer), mixtures[:fewer])
 
 
@@ -100,7 +100,7 @@ CORRELATIONS = {"pile_cc": 99.04, "dm_mathematics": 97.2, "ubuntu_irc": 96.9}
 
 
 def test_public_runs_reproduce_the_papers_correlations_and_optimum():
-    """RegMix's 512 runs predict the order of its 256 held-out ones, and the optimum for Pile-CC."""
+    """RegMix's 512 runs predict the order of its 256 held-out runs, and the optimum for Pile-CC."""
     folder = public_results("regmix")
 
     def read(name):

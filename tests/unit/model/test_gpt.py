@@ -53,7 +53,7 @@ def test_vocabulary_padding_is_left_out_of_the_loss(one_rank, tokens):
     rows = model.embedding.word_embeddings.weight
     assert rows.shape == (256, SMALL.hidden_size)
     with torch.no_grad():
-        rows[VOCAB_SIZE:] = 100.0  # with these rows, real tokens would have no probability
+        rows[VOCAB_SIZE:] = 100.0  # would give real tokens zero probability
     final = []
     model.decoder.register_forward_hook(lambda _m, _i, output: final.append(output))
     losses = losses_of(model, tokens)
