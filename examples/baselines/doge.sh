@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DoGE's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"): an
-# 82M proxy of 10,000 steps, towards all domains alike.
+# Compute DoGE's mixture of SlimPajama, a baseline of Chameleon's paper (section "Experimental
+# setup"), with an 82M proxy of 10,000 steps; all domains are targets.
 #
 #   bash examples/baselines/doge.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/doge.sh      # smoke test on 2 CPU ranks

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# DoReMi's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"):
-# an 82M reference with uniform weights, then an 82M proxy, of 10,000 steps each.
+# Compute DoReMi's mixture of SlimPajama, a baseline of Chameleon's paper (section "Experimental
+# setup"), with an 82M reference on uniform weights and then an 82M proxy, of 10,000 steps each.
 #
 #   bash examples/baselines/doremi.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/doremi.sh      # smoke test on 2 CPU ranks
 #   bash examples/baselines/doremi.sh -- --doremi-variant fork
 #   bash examples/baselines/doremi.sh -- --reference runs/slimpajama/2-proxy/82m-seed1
 #
-# Step size and smoothing are the variant's: 1 and 1e-3 for 'original', as in DoReMi's paper and
-# launch script (its code's default is 1e-4), 0.1 and 0 for 'fork'; --doremi-eta and --doremi-eps
-# override them. The reference uses uniform weights (--reference-mixture), assumed from the
-# baselines' code; --reference reuses a finished run.
+# The variant sets step size and smoothing: 1 and 1e-3 for 'original', as in DoReMi's paper and
+# launch script (the default in DoReMi's code is 1e-4), 0.1 and 0 for 'fork'; --doremi-eta and
+# --doremi-eps override both. The reference uses uniform weights (--reference-mixture), which is
+# assumed from the baselines' code; --reference reuses a finished run.
 #
 # The same command resumes after an interruption. The runs are in RUN/4-mixture/doremi.
 #

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# The paper's printed weights for SlimPajama (appendix, "Final domain weights"), one mixture each,
-# used for its 684M and 1.2B base models. No training, no GPU.
+# Write the paper's printed weights for SlimPajama (appendix, "Final domain weights"), one mixture
+# per column. The paper uses them for its 684M and 1.2B base models. Needs no training and no GPU.
 #
 #   bash examples/baselines/manual.sh
 #   PUBLISHED="pile/human pile/doremi" bash examples/baselines/manual.sh    # into runs/pile
 #   SIZE=tiny bash examples/baselines/manual.sh       # smoke test on a small corpus
 #
-# RUN/4-mixture/printed-COLUMN.json is what pretrain_684m.sh takes as MIXTURE=printed-COLUMN. With
-# SIZE=tiny no column fits the corpus: uniform weights are written to a file and taken from there.
+# pretrain_684m.sh reads RUN/4-mixture/printed-COLUMN.json with MIXTURE=printed-COLUMN. With
+# SIZE=tiny no column fits the corpus, so uniform weights are written to a file and read from it.
 #
 #   SIZE         size of the model to be trained with it (684m)
 #   RUN          folder of the experiment (runs/slimpajama, or that of the columns' dataset)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
-#   PUBLISHED    columns, all of one dataset, slimpajama/, pile/, wiki40b/ or stack/; a wrong name
-#                lists them (slimpajama/ doremi, doge, chameleon and regmix)
+#   PUBLISHED    columns of one dataset, slimpajama/, pile/, wiki40b/ or stack/; the error for an
+#                unknown name lists all columns (slimpajama/ doremi, doge, chameleon and regmix)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"
@@ -46,7 +46,7 @@ if [ "$SIZE" = tiny ]; then
   )
 fi
 
-# given NAME FLAG...: write RUN/4-mixture/NAME.json from the weights that FLAGs give.
+# given NAME FLAG...: write RUN/4-mixture/NAME.json with the weights that the flags specify.
 given() {
   on_first_node python "$TOOLS/compute_mixture.py" --method manual --corpus "$CORPUS" \
     "${@:2}" "${MANUAL[@]}" --output "$RUN/4-mixture/$1.json" "${EXTRA[@]}"

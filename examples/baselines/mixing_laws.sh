@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Data Mixing Laws for SlimPajama, at the cost that Chameleon's paper counts (appendix, "Additional
-# baseline"): proxies of four sizes on 20 mixtures each. Their losses are extrapolated to the
-# base model's size, and laws over mixtures are fitted to the result. It costs hundreds of times as
-# much as Chameleon.
+# Compute a mixture of SlimPajama by Data Mixing Laws, at the cost that Chameleon's paper counts
+# (appendix, "Additional baseline"): train proxies of four sizes on 20 mixtures each, extrapolate
+# their losses to the base model's size, and fit laws over mixtures to the extrapolated losses. The
+# cost is hundreds of times that of Chameleon.
 #
 #   bash examples/baselines/mixing_laws.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/mixing_laws.sh      # smoke test on 2 CPU ranks

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Natural weights: each of SlimPajama's domains weighs its share of the tokens. A common baseline that
-# the paper does not include. No training, no GPU.
+# Write natural weights: each of SlimPajama's domains is weighted by its share of the tokens. This is
+# a common baseline that the paper does not include. Needs no training and no GPU.
 #
 #   bash examples/baselines/natural.sh
 #   SIZE=tiny bash examples/baselines/natural.sh      # smoke test on a small corpus

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# RegMix's mixture of SlimPajama as the baseline of Chameleon's paper (section "Experimental setup"):
-# 200 proxies of 1M parameters, a regression over their losses, and the predicted optimum for
-# Common Crawl, the paper's target for RegMix.
+# Compute RegMix's mixture of SlimPajama, a baseline of Chameleon's paper (section "Experimental
+# setup"): train 200 proxies of 1M parameters, fit a regression to their losses, and find the
+# predicted optimum for Common Crawl, the paper's target for RegMix.
 #
 #   bash examples/baselines/regmix.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/regmix.sh      # smoke test on 2 CPU ranks

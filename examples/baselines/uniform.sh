@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Uniform weights for SlimPajama's seven domains: the baseline of the paper's tables, and the mixture
-# of pretrain_684m.sh with MIXTURE=uniform. No training, no GPU.
+# Write uniform weights for SlimPajama's seven domains: the baseline of the paper's tables, and the
+# mixture of pretrain_684m.sh with MIXTURE=uniform. Needs no training and no GPU.
 #
 #   bash examples/baselines/uniform.sh
 #   SIZE=tiny bash examples/baselines/uniform.sh      # smoke test on a small corpus

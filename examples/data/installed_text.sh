@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Real text without a download: the quickstart's 8 domains from installed packages, in half a minute;
-# the text depends on the installed packages.
+# Prepare real text without a download: the quickstart's 8 domains from the installed packages, in
+# half a minute. The text depends on the installed packages.
 #   OUTPUT=corpora/installed-text bash examples/data/installed_text.sh
 set -euo pipefail
 

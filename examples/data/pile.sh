@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The Pile's 17 freely licensed domains of 22, with their own validation and test text.
+# Prepare the 17 freely licensed domains of the Pile (of 22), with their own validation and test text.
 #
 # Data: monology/pile-uncopyrighted on the Hugging Face hub; JSON lines (.jsonl.zst) in train/,
-# val.jsonl.zst and test.jsonl.zst, `text`, and the domain in `meta.pile_set_name`. Download it first:
+# val.jsonl.zst and test.jsonl.zst, with the text in `text` and the domain in `meta.pile_set_name`.
+# Download the data first:
 #   hf download monology/pile-uncopyrighted --repo-type dataset --local-dir data/pile
 #   TOKENIZER=tokenizer.json bash examples/data/pile.sh
 # In a copy of the whole Pile, the other five domains are skipped.

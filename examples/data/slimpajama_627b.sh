@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The whole SlimPajama-627B: 7 domains with their own validation and test text.
+# Prepare the whole SlimPajama-627B: 7 domains with their own validation and test text.
 #
 # Data: cerebras/SlimPajama-627B on the Hugging Face hub; 59,166 files of JSON lines
-# (.jsonl.zst, 895 GB) in train/chunk*/, validation/chunk*/ and test/chunk*/, `text`, and the domain
-# in `meta.redpajama_set_name`. Fetch it first; it is too large to be streamed more than once:
+# (.jsonl.zst, 895 GB) in train/chunk*/, validation/chunk*/ and test/chunk*/, with the text in `text`
+# and the domain in `meta.redpajama_set_name`. Download the data first, which are too large to be
+# streamed more than once:
 #   hf download cerebras/SlimPajama-627B --repo-type dataset --local-dir data/slimpajama-627b
 #   TOKENIZER=tokenizer.json bash examples/data/slimpajama_627b.sh
 # On n machines sharing INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.

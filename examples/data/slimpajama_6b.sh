@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# SlimPajama-6B: a random sample of about 1% of SlimPajama; 7 domains with their own validation and
-# test text. The quickest way to real data.
+# Prepare SlimPajama-6B, a random sample of about 1% of SlimPajama: 7 domains with their own
+# validation and test text. This is the quickest way to real data.
 #
-# Data: DKYoon/SlimPajama-6B on the Hugging Face hub; parquet, 5.5 million documents to train
-# on, `text`, and the domain in `meta.redpajama_set_name`. Streamed from the hub, or read from a
-# folder:
+# Data: DKYoon/SlimPajama-6B on the Hugging Face hub; parquet, 5.5 million training documents, with
+# the text in `text` and the domain in `meta.redpajama_set_name`. The data are streamed from the hub,
+# or read from a folder:
 #   hf download DKYoon/SlimPajama-6B --repo-type dataset --local-dir data/slimpajama-6b
 #   INPUT=hf:data/slimpajama-6b TOKENIZER=tokenizer.json bash examples/data/slimpajama_6b.sh
 # On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The Stack without near duplicates: seven programming languages, a domain each.
+# Prepare the Stack without near duplicates: seven programming languages, one domain per language.
 #
 # Data: bigcode/the-stack-dedup on the Hugging Face hub; parquet in data/<language>/, the text
-# in `content`. It is gated: accept its terms on its page, then `hf auth login`. It has no
-# validation and test text of its own; --split samples them. Download it first:
+# in `content`. The data set is gated: accept the terms on its page, then run `hf auth login`. It has
+# no validation and test splits; --split samples them. Download the data set first:
 #   for language in python java c c++ go ruby php; do
 #     hf download bigcode/the-stack-dedup --repo-type dataset --include "data/$language/*" \
 #       --local-dir data/the-stack-dedup

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Wiki40b in seven languages of Latin script, a domain each, with their own validation and test text.
-# Its markup (_START_ARTICLE_ and the like) stays in the text.
+# Prepare Wiki40b in seven languages of Latin script, one domain per language, with their own
+# validation and test text. Wiki40b's markup (_START_ARTICLE_ and the like) stays in the text.
 #
-# Data: google/wiki40b on the Hugging Face hub; parquet, a config per language, `text`. Streamed
-# from the hub, or read from a folder:
+# Data: google/wiki40b on the Hugging Face hub; parquet, a config per language, with the text in
+# `text`. The data are streamed from the hub, or read from a folder:
 #   hf download google/wiki40b --repo-type dataset --local-dir data/wiki40b
 #   INPUT=hf:data/wiki40b TOKENIZER=tokenizer.json bash examples/data/wiki40b.sh
 # On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
