@@ -12,7 +12,7 @@
 #
 # The same command resumes after an interruption; mixtures and seeds may be added. Seeds are paired:
 # the models of all mixtures start from the same weights and sample with the same seed. Mixtures are
-# computed once, with PROXY_SEED. A mixture equal to uniform shares its models.
+# computed once, with PROXY_SEED. A mixture that equals uniform shares the models of uniform.
 #
 #   SIZE         mini: real text of the installed packages, nano models; paper: SlimPajama; tiny:
 #                a smoke test (mini)
@@ -26,7 +26,7 @@
 #   PROXY_SEED   seed of the proxies (1)
 #   RUN          folder of the experiment (mini: runs/compare-mini; paper: runs/slimpajama)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus; mini creates it)
-#   JOBS_AT_ONCE concurrent processes of one rank each; 1 gives a job all ranks (mini: 2)
+#   JOBS_AT_ONCE number of concurrent jobs with one rank each; with 1, a job gets all ranks (mini: 2)
 #   RECORD       a .json file for the table with date, machine, versions and command; a Markdown
 #                file is written next to it
 #   BASE_STEPS, PROXY_STEPS, LONG_PROXY_STEPS, MEMBER_STEPS   steps for SIZE=mini and tiny

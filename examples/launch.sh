@@ -1,15 +1,15 @@
 # shellcheck shell=bash
 # Sourced by the launchers: convert environment variables to arguments of torchrun and the tools.
-# Each launcher documents its SIZE, RUN, CORPUS and MIXTURE. All launchers also take the variables
-# below, with their defaults in parentheses,
+# Each launcher documents its SIZE, RUN, CORPUS and MIXTURE. All launchers also take the following
+# variables (defaults in parentheses):
 #   SEED         seed of the initial weights and of the order of samples (1)
 #   TP, PP       tensor- and pipeline-parallel degree; the rest is data parallel (1, 1)
 #   NPROC        ranks per node (one per GPU, or one per core without GPUs)
 #   NNODES       number of nodes; start the launcher on each node with its NODE_RANK (set by SLURM)
 #                and with the first node's address as MASTER_ADDR (1)
 #   STOP_AT      Unix time at which to save and stop; the same command resumes (never)
-# and, after --, any flag of tools/pretrain_gpt.py. Launchers that train nothing take the flags of
-# the tool that they run.
+# Any flag of tools/pretrain_gpt.py may follow after --. Launchers that train nothing take the flags
+# of the tool that they run.
 HERE=$(dirname "${BASH_SOURCE[0]}")
 TOOLS=$HERE/../tools
 LAUNCHER=$(basename "$0" .sh)
