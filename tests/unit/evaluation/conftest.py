@@ -9,5 +9,5 @@ from tests.text_checkpoint import TextCheckpoint, write_text_checkpoint
 
 @pytest.fixture(scope="session")
 def text_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TextCheckpoint:
-    """For reading only."""
+    """Checkpoint of a model with a tokenizer; tests must not change it."""
     return write_text_checkpoint(tmp_path_factory.mktemp("text"))

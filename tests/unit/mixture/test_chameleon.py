@@ -187,7 +187,7 @@ def test_scaled_recipe_gives_three_thousand_domains_weights_that_are_not_one_hot
 
 @settings(deadline=None, max_examples=25)
 @given(seeds, recipes, modes, st.floats(1e-6, 1e6))
-def test_weights_under_rotation_permutation_and_change_of_units(seed, recipe, mode, factor):
+def test_weights_do_not_depend_on_rotation_order_or_units(seed, recipe, mode, factor):
     rng = np.random.default_rng(seed)
     embeddings = rng.normal(size=(8, 10)) + rng.normal(size=10)
     rotation = np.linalg.qr(rng.normal(size=(10, 10)))[0]
@@ -221,7 +221,7 @@ def problem(seed: int):
 
 
 @given(seeds, recipes, modes)
-def test_scores_and_weights_are_those_of_the_definition(seed, recipe, mode):
+def test_scores_and_weights_with_a_prior_follow_the_definition(seed, recipe, mode):
     embeddings, prior = problem(seed)
     result = weigh(embeddings, mode, recipe, prior, score_floor=1e-10, score_ceiling=np.inf)
     eta = prior / prior.mean()

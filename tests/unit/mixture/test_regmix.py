@@ -122,7 +122,7 @@ def test_public_runs_reproduce_the_papers_correlations_and_optimum():
     assert 0.85 <= weights[first] <= 0.92
 
 
-def test_each_run_is_held_out_once_and_predicted_by_the_others():
+def test_each_run_is_held_out_once_and_predicted_from_the_other_runs():
     losses = np.arange(12.0).reshape(6, 2)
     seen = []
 

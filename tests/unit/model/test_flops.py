@@ -27,7 +27,7 @@ def by_operator(counter):
     return {str(name).split(".")[-1]: n for name, n in counter.get_flop_counts()["Global"].items()}
 
 
-def test_formulas_equal_the_products_counted_by_torch(one_rank):
+def test_flops_by_formula_equal_the_products_counted_by_torch(one_rank):
     model = build_model(SHAPE, one_rank, seed=0)
     tokens = torch.arange(TOKENS).view(BATCH, LENGTH) % 256
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
