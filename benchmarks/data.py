@@ -122,7 +122,7 @@ def time_megatron_order(num_domains: int, num_samples: int) -> Row:
 
 
 def time_closed_form(num_domains: int, num_samples: int = 2_000_000) -> Row:
-    """Nanoseconds per sample, in order late in a run, and maximum deviation from the weights."""
+    """Time the order per sample late in a run; find the maximum deviation from the weights."""
     weights = random_weights(num_domains)
     first, deviation = 2**35, 0.0
     starts = range(first, first + num_samples, LOCATED_AT_ONCE)
@@ -238,7 +238,7 @@ def measure_batches() -> Iterator[Row]:
                     [samples[i] for i in ids]
                 ),
             }
-            for start in range(0, batch_size * batches, batch_size):  # also warms up
+            for start in range(0, batch_size * batches, batch_size):  # the first reads also warm up
                 found, expected = (r(range(start, start + batch_size)) for r in readers.values())
                 assert torch.equal(found["domain"], expected.pop("dataset_id"))
                 for name, part in expected.items():
@@ -355,7 +355,8 @@ def megatron_samples(data_path: str, num_samples: int, seq_length: int, cache: P
 def measure_preprocess(num_bytes: int = 200_000_000, repeats: int = 5) -> Iterator[Row]:
     """Time both commands, interleaved, compare their documents, and measure their memory.
 
-    The tokenizer is trained on a quarter of the text; a twentieth of it is also encoded alone.
+    The tokenizer is trained on a quarter of the text; a twentieth of the text is also encoded in
+    memory.
     """
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
@@ -378,7 +379,7 @@ def measure_preprocess(num_bytes: int = 200_000_000, repeats: int = 5) -> Iterat
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(repeats):
             for name, command in commands.items():
-                os.sync()  # otherwise this run would wait for dirty pages of the last one
+                os.sync()  # otherwise this run would wait for dirty pages of the previous run
                 seconds[name].append(seconds_of(command))
         peaks = {name: peak_bytes_of(command) / 1e6 for name, command in commands.items()}
         yield compared(

@@ -37,7 +37,7 @@ from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.hook import HookRunner
 from tests.random_training import OPTIMIZER, RandomTraining, random_batches
 
-VOCAB_SIZE = 50_257  # as GPT-2's tokenizer
+VOCAB_SIZE = 50_257  # the vocabulary size of GPT-2's tokenizer
 SAMPLES = 128
 PAPERS_RATIO = {7: 1.7, 17: 2.5}
 
@@ -138,7 +138,10 @@ def main() -> None:
             )
             ratios = ", ".join(f"{k} {v:.2f}x" for k, v in row["times_a_plain_step"].items())
             held = ", ".join(f"{k} {v:.1f}" for k, v in row["memory_gb"].items())
-            print(f"{row['what']}: {ratios} a plain step; GB: {held}", flush=True)
+            print(
+                f"{row['what']}: {ratios} the time of a plain step; memory in GB: {held}",
+                flush=True,
+            )
             save(row)
             gc.collect()
             torch.cuda.empty_cache()

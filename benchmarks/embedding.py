@@ -2,11 +2,11 @@
 
     python benchmarks/embedding.py [--windows 64] [--window-length 512] [--repeats 3]
 
-Theirs: transformers' GPT2Model with all hidden states, in fp32 and batches of 64, on windows that
-are decoded to text, tokenized again and padded to the longest. Ours: the code of
-tools/compute_mixture.py, in fp32 and with --embedding-dtype bfloat16. All embed the same windows of
-text from this machine with the same random weights of the 82m shape; the fp32 vectors must agree.
-Results are written to benchmarks/results/embedding-DEVICE.json.
+"theirs" is the authors' method: transformers' GPT2Model with all hidden states, in fp32 and batches
+of 64, on windows that are decoded to text, tokenized again and padded to the longest. "ours" is the
+code of tools/compute_mixture.py, in fp32 and with --embedding-dtype bfloat16. Both embed the same
+windows of text from this machine with the same random weights of the 82m shape; the fp32 vectors
+must agree. Results are written to benchmarks/results/embedding-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
         our_vectors, their_vectors = ours(task, layout), theirs(task, layout.device)
         rounded_vectors = ours(task, layout, bf16=True)
         exact, (others, same) = our_vectors(), their_vectors()
-        assert same.any(), "no window has the same tokens in both"
+        assert same.any(), "no window has the same tokens in both methods"
         difference = float(np.abs(exact[same] - others[same]).max())
         assert difference < TOLERANCE, f"vectors differ by {difference}"
         errors = np.linalg.norm(rounded_vectors() - exact, axis=1) / np.linalg.norm(exact, axis=1)
@@ -162,7 +162,7 @@ def ours(task: Task, layout: Layout, *, bf16: bool = False) -> Callable[[], Vect
 
 
 def theirs(task: Task, device: torch.device) -> Callable[[], tuple[Vectors, NDArray[np.bool_]]]:
-    """Embed as Chameleon's authors do; returns the vectors, and which windows kept their tokens."""
+    """Embed as Chameleon's authors do; return vectors, and whether each window kept its tokens."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(task.model.tokenizer), pad_token=EOD_TOKEN
     )

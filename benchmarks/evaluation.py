@@ -2,12 +2,12 @@
 
     python benchmarks/evaluation.py [--documents 4] [--shots 0 5] [--repeats 3]
 
-Both answer the same requests: those of lm-eval for all thirteen tasks, on synthetic documents of
-about the real length in the schemas of the datasets. Theirs is lm-eval's model "hf" on the
-checkpoint exported by tools/convert_checkpoint.py, in fp32 and batches of --their-batch-size; ours
-is the model of tools/evaluate.py downstream. Both map strings to log-likelihoods, encoding
-included; all answers are compared. The model has the 82m shape and random weights. Results are
-written to benchmarks/results/evaluation-DEVICE.json.
+Both models answer lm-eval's requests for all thirteen tasks, on synthetic documents that have the
+schemas of the datasets and about their lengths. "theirs" is lm-eval's model "hf" on the checkpoint
+exported by tools/convert_checkpoint.py, in fp32 and batches of --their-batch-size; "ours" is the
+model of tools/evaluate.py downstream. Both map strings to log-likelihoods, encoding included; all
+answers are compared. The model has the 82m shape and random weights. Results are written to
+benchmarks/results/evaluation-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
         batch_size = DownstreamOptions.evaluation_batch_size
         models: dict[str, Any] = {
             "ours": ScorerLM(Scorer(reader, batch_size, tokenizer)),
-            # lm-eval's model shares the context of single-token answers.
+            # lm-eval's model evaluates the shared context of single-token answers once.
             "theirs": HFLM(
                 str(model.exported),
                 device=str(layout.device),

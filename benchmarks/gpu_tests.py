@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_tests.py kernels|losses|runs|methods|several-gpus
 
-Outcomes are written to benchmarks/results/tests-DEVICE.json after each test; tools/doctor.py lists
-from them what has run on a real device. The exit status is pytest's.
+Outcomes are written to benchmarks/results/tests-DEVICE.json after each test; tools/doctor.py reads
+them to list what has run on a real device. The exit status is pytest's.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 A step that fails or exceeds its time limit does not stop the others. The next call for the same
 code skips finished steps; --retry reruns failed ones. Results are written to benchmarks/results,
-logs and statuses to runs/measure-gpu. Several GPUs add a step of at most 7 minutes. Exit status: 75
-while steps are left for another call, then 1 if one failed, else 0.
+logs and statuses to runs/measure-gpu. With several GPUs, there is another step of at most 7
+minutes. Exit status: 75 while steps are left for another call, then 1 if one failed, else 0.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 The training and the embedding tool run as commands; start-up and saving are part of the time. The
 text is collected from the installed packages, as in the quickstart, in seven domains; it is small,
 so training repeats it for many epochs, which does not change the time. For a domain with fewer than
-4096 windows, the time of the missing ones is extrapolated. With --work the text is kept and an
-interrupted run is resumed; its whole time counts.
+4096 windows, the time of the missing windows is extrapolated. With --work the text is kept and an
+interrupted run is resumed; the time before the interruption also counts.
 
 On a CPU a few small steps and windows are timed, and the total is projected from their FLOP/s. The
 paper reports 0.8 hours on an H100. Results are written to
@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument(
         "--micro-batch-size", type=int, default=64, help="sequences per pass on a GPU"
     )
-    parser.add_argument("--work", type=Path, help="working folder, to resume in")
+    parser.add_argument(
+        "--work", type=Path, help="working folder, kept to resume an interrupted run"
+    )
     arguments = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     name = device_name(torch.device("cuda" if has_gpu else "cpu"))

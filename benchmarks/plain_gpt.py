@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(h, f), nn.Linear(f, h)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply attention and MLP to hidden states ``x`` [b, s, h]; returns the same shape."""
+        """Apply attention and MLP to hidden states ``x`` [b, s, h]; return the same shape."""
         b, s, h = x.shape
         parts = self.query_key_value(self.attention_norm(x)).split(h, dim=2)
         q, k, v = (part.view(b, s, self.heads, -1).transpose(1, 2) for part in parts)
@@ -69,7 +69,7 @@ class PlainGPT(nn.Module):
     def compile_regions(self) -> None:
         """Compile the blocks, which share their code, and the output layer with the loss.
 
-        The kernels are those of compiling the whole model, for a fraction of its compile time.
+        The kernels are the same as if the whole model were compiled, which would take much longer.
         """
         for block in self.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)

@@ -3,8 +3,8 @@
     python benchmarks/pooling.py
 
 Hidden states [s, b, h] in bf16, with all positions valid and with random lengths. Speeds are bytes
-of valid states per second, also as a share of the fastest read measured with torch. Results are
-written to benchmarks/results/pooling-DEVICE.json.
+of valid states per second, and their ratio to the fastest read by torch. Results are written to
+benchmarks/results/pooling-DEVICE.json.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     python benchmarks/train.py [--size 82m ...] [--peak-tflops T] [--seconds 540] [--compiled]
                                [--resume FILE]
 
-On a GPU: 82m, 124m, 684m and 1.2b in bf16 at sequences 512 and 1024, every contestant at its
-fastest micro-batch size, and the kernels of attention and loss. On a CPU: 82m at sequence 512 in
-fp32 and bf16, a few interleaved steps; memory is not measured, and the plain model runs eagerly
-without --compiled. Results are written to benchmarks/results/train-DEVICE.json after every row;
-other rows there are kept, with their dates. The exit status is 75 if rows were skipped for lack of
-time.
+On a GPU, sizes 82m, 124m, 684m and 1.2b are timed in bf16 at sequence lengths 512 and 1024, each
+contestant at its fastest micro-batch size; kernels of attention and loss are timed separately. On a
+CPU, a few interleaved steps of 82m are timed at sequence length 512 in fp32 and bf16; memory is not
+measured, and the plain model runs eagerly without --compiled. Results are written to
+benchmarks/results/train-DEVICE.json after every row; other rows there are kept, with their dates.
+The exit status is 75 if rows were skipped for lack of time.
 
 Speeds are of whole optimizer steps on random tokens. Model FLOPs exclude padding of heads and
 vocabulary and count half of causal attention; MFU is their share of the dense bf16 peak.
@@ -57,7 +57,7 @@ from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from tests.random_training import RandomTraining, random_batches
 
-VOCAB_SIZE = 50_257  # as GPT-2's tokenizer
+VOCAB_SIZE = 50_257  # the vocabulary size of GPT-2's tokenizer
 GPU_SIZES = ("684m", "1.2b", "124m", "82m")
 CPU_SIZES = ("82m",)
 LEAST_REPEATS = 5
@@ -159,7 +159,7 @@ def main() -> int:
         sys.exit("--compiled is for CPUs: on a GPU the plain model is always compiled")
     with distributed(TrainingParallelOptions(), seed=0) as layout:
         name = device_name(layout.device)
-        cudnn = torch.backends.cudnn.version() if on_gpu else None  # has an attention kernel
+        cudnn = torch.backends.cudnn.version() if on_gpu else None  # cuDNN has an attention kernel
         on = machine() | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
         tflops = arguments.peak_tflops
@@ -308,7 +308,7 @@ def figures(case: Case, micro_batch_size: int, seconds: list[float], peak: float
 
 
 def compared(case: Case, found: dict[str, Row]) -> Row:
-    """Print and return a row; the ratio is of our fastest to the fastest plain model."""
+    """Print and return a row; its ratio compares our fastest to the fastest plain model."""
     best = {"ours": 0.0, "plain": 0.0}
     for name, f in found.items():
         side = name.split()[0]

@@ -18,7 +18,7 @@ class DocumentBoundaries:
 
     Attributes:
         eod_id: the end-of-document token.
-        options: what is reset or masked at boundaries.
+        options: options that select what is reset or masked at document boundaries.
     """
 
     eod_id: int
@@ -29,9 +29,9 @@ class DocumentBoundaries:
 
         Returns:
             position_ids [b, s] int64; loss_mask [b, s] float32, 0 where there is no loss; and with
-            ``reset_attention_mask`` document_starts [b, s] int64. :func:`document_mask` expands
-            these to the attention mask, which is s times as large, only where it is needed.
-            Without document_starts attention is causal and needs no mask tensor.
+            ``reset_attention_mask`` document_starts [b, s] int64. The attention mask is s times as
+            large, so :func:`document_mask` computes it from document_starts only where it is
+            needed. Without document_starts attention is causal and needs no mask tensor.
         """
         options, device = self.options, tokens.device
         made = {

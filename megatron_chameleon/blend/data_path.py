@@ -24,8 +24,8 @@ from megatron_chameleon.corpus.indexed import open_token_file
 from megatron_chameleon.errors import UserError
 
 PLAIN_NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
-# Number and size of the evenly spaced blocks that are hashed of a .bin larger than 16 MiB; this
-# takes a second or two even on network storage.
+# For a .bin larger than 16 MiB, only this number of evenly spaced blocks of this size is hashed,
+# which takes a second or two even on network storage.
 HASHED_BLOCKS, HASHED_BLOCK_BYTES = 1024, 1 << 14
 
 
@@ -99,7 +99,8 @@ def domain_names(prefixes: Sequence[str]) -> list[str]:
     """Domain names: the shortest unique suffix of each path.
 
     ``data/news_document`` and ``data/code_document`` are ``news_document`` and ``code_document``;
-    ``news/train`` and ``code/train`` keep both parts. Names do not change when a folder moves.
+    ``news/train`` and ``code/train`` keep both path components. Names do not change when a folder
+    moves.
     """
     parts = [Path(os.path.abspath(prefix)).parts for prefix in prefixes]
     names: dict[int, str] = {}

@@ -59,14 +59,14 @@ class _BlendedPhase:
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
     """The training samples of a run, in order, from domains blended by a schedule of weights.
 
-    Every rank builds it independently from these arguments, without communication or shared
-    storage. Domains that are never sampled are never opened.
+    Every rank builds the data set independently from these arguments, without communication or
+    shared storage. Domains that are never sampled are never opened.
 
     With ``permutation="megatron"`` the samples are those of Megatron's BlendedDataset over its
-    GPTDatasets; the weights cannot change then, since its order depends on the number of samples.
-    With "epoch" and "feistel" both the blend and the order within a domain are in closed form (see
-    :mod:`megatron_chameleon.blend.order` and :mod:`megatron_chameleon.blend.streams`): nothing is
-    built, and the weights can change at any sample.
+    GPTDatasets; the weights cannot change then, since Megatron's order depends on the number of
+    samples. With "epoch" and "feistel" both the blend and the order within a domain are in closed
+    form (see :mod:`megatron_chameleon.blend.order` and :mod:`megatron_chameleon.blend.streams`):
+    no index is built, and the weights can change at any sample.
 
     One thread reads samples; others may call :meth:`counts` concurrently. Weights must not change
     while samples are being read.
@@ -80,8 +80,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         permutation: order of a domain's samples.
         boundaries: position ids and masks at the ends of documents within a sample.
         cache: folder for Megatron's indices; None keeps them in memory only.
-        by_size: whether the weights are data set sizes, as in Megatron if none are passed. It then
-            normalizes them once instead of twice, and does not oversample.
+        by_size: whether the weights are data set sizes, which Megatron uses if no weights are
+            passed. Megatron then normalizes them once instead of twice, and does not oversample.
 
     Raises:
         UserError: for invalid weights, a domain with too few tokens, files that have changed, or
@@ -263,7 +263,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             share = blended.shares[domain]
             built = math.ceil(math.ceil(self._num_samples * share) * (1 + MEGATRON_SURPLUS))
             # No domain is ever more than one sample ahead of its share, so the inner ceil is
-            # enough; the surplus, one sample at least, is far above what rounding could add.
+            # enough. The surplus of at least one sample is far larger than any rounding error.
             assert count <= built
         view = megatron_view(tokens, file, built, self.seq_length, self._seed, self._cache)
         self._views[domain] = view
@@ -276,7 +276,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             while len(rows):
                 view = self._views.get(domain)
                 if view is None or not (inside := view.holds(numbers[rows])).any():
-                    # No view is open, or only that of another epoch.
+                    # No view is open, or the open view is of another epoch.
                     view = self._streams[domain].view_of(int(numbers[rows[0]]))
                     self._views[domain], inside = view, view.holds(numbers[rows])
                 view.read(numbers[rows[inside]], rows[inside], windows)

@@ -21,8 +21,8 @@ _MIX_1, _MIX_2 = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(33)
 
-# document_ends holds one entry per this many documents; a search adds up the lengths between two
-# entries.
+# document_ends has one entry for this many documents; a search adds up the lengths of the documents
+# between two entries.
 DOCUMENTS_PER_END = 16
 
 
@@ -63,7 +63,7 @@ class View:
         """
         file, done = self.file, 0
         arrays = file.tokens.unchecked, file.tokens.checked, file.lengths, file.pointers
-        # A window touches at most one unchecked block per document and one per token.
+        # A window reads at most one unchecked block per document plus one per token.
         blocks = np.empty(2 * windows.shape[1], np.int64)
         places = numbers - self.first
         while done < len(rows):
@@ -235,8 +235,8 @@ def _read_documents(
 ) -> int:
     """Fill ``target`` from a position in the order of documents, and write unchecked blocks.
 
-    The order is ``documents``, or computed from ``keys`` if that is empty. Returns the number of
-    unchecked blocks.
+    The order is ``documents``; if ``documents`` is empty, the order is computed from ``keys``.
+    Returns the number of unchecked blocks.
     """
     filled, unchecked = 0, 0
     while filled < target.size:

@@ -14,9 +14,9 @@ from megatron_chameleon.blend.token_data import MAX_DOMAINS
 
 # Ranges of samples filled concurrently, one per vector lane.
 LANES = 16
-# Samples between two selections of candidates; a lane's range is a multiple of it.
+# Samples between two selections of candidates; a lane's range is a multiple of this number.
 WINDOW = 64
-# Samples before a lane's range in which guessed counts usually converge to the actual ones.
+# Samples before a lane's range in which guessed counts usually converge to the actual counts.
 WARM_UP = 16 * WINDOW
 # Limits on the length of a lane's range; a longer range is inexact more often. Both are odd
 # multiples of WINDOW, so that lanes do not compete for the same cache sets.
@@ -38,8 +38,8 @@ class MegatronOrder:
     Args:
         weights: [num_domains], not negative.
         num_samples: number of samples in the index.
-        by_size: whether the weights are data set sizes, as in Megatron if none are passed. It then
-            normalizes them once instead of twice.
+        by_size: whether the weights are data set sizes, which Megatron uses if no weights are
+            passed. Megatron then normalizes them once instead of twice.
 
     Attributes:
         shares: [num_domains] the weights, scaled once to sum to 1.
@@ -88,9 +88,9 @@ def build_blending_indices(
     """Megatron's greedy blend, bit-identical to ``helpers.build_blending_indices``.
 
     Sample n goes to the domain i with the largest error ``weights[i] * max(n, 1) - count[i]``,
-    where count[i] is the number of its samples before n; ties go to the lowest i. All of it is in
-    float64, since rounding decides near-ties. A weight of 0 can win such a tie: leave out domains
-    that must not be sampled.
+    where count[i] is the number of its samples before n; ties go to the lowest i. All arithmetic is
+    in float64, since rounding decides near-ties. A weight of 0 can win such a tie: leave out
+    domains that must not be sampled.
 
     Args:
         weights: [num_domains] float64, usually summing to 1.
@@ -109,7 +109,7 @@ def build_blending_indices(
     array = np.ascontiguousarray(weights, dtype=np.float64) + 0.0
     if array.ndim != 1 or not 1 <= array.size <= MAX_DOMAINS:
         raise ValueError(
-            f"weights of shape {array.shape}: a blend is made of 1 to {MAX_DOMAINS} domains"
+            f"weights of shape {array.shape}: a blend needs 1 to {MAX_DOMAINS} domains"
         )
     if not np.isfinite(array).all():
         raise ValueError(f"weight {np.flatnonzero(~np.isfinite(array))[0]} is not finite")
@@ -132,17 +132,18 @@ def _check_output(array: NDArray[Any], dtype: type, num_samples: int) -> None:
 
 
 # Errors are rounded twice, after the product and after the difference, and rounding decides
-# near-ties: neither fastmath nor fused multiply-add may be used on them.
+# near-ties: do not compile with fastmath or fused multiply-add.
 @njit(cache=True, nogil=True)
 def _fill(
     weights: NDArray[np.float64], index: NDArray[np.int16], numbers: NDArray[np.int64]
 ) -> None:
     """Write the whole index.
 
-    The rule needs the counts before a sample. Each lane starts from a guess of them, ``WARM_UP``
-    samples before its range; from different counts, the rule soon makes the same choices. A lane is
-    accepted only if its counts after warming up equal those at the end of the lane before it, so
-    the result is exact even if guesses are wrong.
+    To choose the domain of a sample, the greedy rule needs the counts before that sample. Each lane
+    starts ``WARM_UP`` samples before its range from guessed counts, since the rule soon makes the
+    same choices whatever the counts it starts from. A lane is accepted only if its counts after
+    warming up equal those at the end of the lane before it, so the result is exact even if guesses
+    are wrong.
     """
     counts = np.zeros(weights.size)
     ends, joins = np.empty((LANES, weights.size)), np.empty((LANES, weights.size))
@@ -179,7 +180,7 @@ def _fill_one_by_one(
     index: NDArray[np.int16],
     numbers: NDArray[np.int64],
 ) -> float:
-    """Follow the rule from ``first`` to ``stop``, and update ``counts`` accordingly.
+    """Apply the greedy rule from ``first`` to ``stop``, and update ``counts`` accordingly.
 
     Returns:
         The lowest error at which a domain was chosen.
@@ -206,7 +207,7 @@ def _guess(
     sample: int,
     counts: NDArray[np.float64],
 ) -> None:
-    """Write the likely ``counts`` before ``sample``, from those ``known`` before ``first``.
+    """Estimate the ``counts`` before ``sample`` from the ``known`` counts before ``first``.
 
     Errors rise to about the same maximum before a domain is chosen: search for the maximum at which
     the counts sum to the number of samples.
@@ -240,13 +241,13 @@ def _fill_lanes(
     index: NDArray[np.int16],
     numbers: NDArray[np.int64],
 ) -> None:
-    """Follow the rule in every lane for ``WARM_UP + length`` samples.
+    """Apply the greedy rule in every lane to ``WARM_UP + length`` samples.
 
-    Lane l starts at ``first + l * length``, so that what it writes while warming up is overwritten
-    by the end of the lane before. In each window a lane compares only candidates: domains whose
-    error reaches a floor within the window. As long as the largest error of the candidates is not
-    below the floor, it is the largest of all domains; otherwise the window is filled again one by
-    one.
+    Lane l starts at ``first + l * length``, so that the end of the previous lane overwrites the
+    samples that it writes while warming up. In each window a lane compares only candidates: domains
+    whose error reaches a floor within the window. As long as the largest error of the candidates is
+    not below the floor, it is the largest of all domains; otherwise the window is filled again,
+    sample by sample.
 
     Args:
         weights: [num_domains] float64.

@@ -23,7 +23,7 @@ class DataOptions(CheckedOptions):
     split: str = "969,30,1"
     """Shares of train, valid and test in each data set of --data-path, in file order."""
     tokenizer_model: Path | None = None
-    """The tokenizer of the data sets of --data-path; a corpus records its own."""
+    """The tokenizer of the data sets of --data-path; a --corpus records its own tokenizer."""
     tiktoken_pattern: str | None = None
     """Pre-tokenization pattern of a tiktoken --tokenizer-model, as in tools/preprocess_data.py."""
     eod_token: str = "<|endoftext|>"

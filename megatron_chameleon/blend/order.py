@@ -23,7 +23,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 VERSION = 2
-"""Version of the sample order of ``epoch`` and ``feistel``; raise it with every change of either.
+"""Version of the sample order of ``epoch`` and ``feistel``; raise it whenever one of these orders
+changes.
 
 Version 1 chose the domain of each sample as Megatron does, and shuffled epochs with numpy."""
 
@@ -41,15 +42,15 @@ SHARE, SHARE_LOW, OFFSET, OFFSET_LOW, CHILDREN = range(5)
 
 
 class BlendOrder:
-    """Assign a domain to each sample of a run, or of one phase of it, by fixed weights.
+    """Assign a domain to each sample of a run, or of one phase of a run, by fixed weights.
 
     Each domain's count stays within 2 samples of its share of the samples so far (largest
     measured: 1.25). When weights change, the next phase corrects each domain's deficit, except for
     domains whose weight drops to nearly 0: deviations stay below 2 samples for moderate changes,
-    and up to 5 have been observed for extreme ones. No order that does not know future weights can
-    bound them by a constant: if each change halts the domain just sampled, the last of n domains
-    falls 1/2 + ... + 1/n behind (the cup game, Bender et al. 2019, "Achieving optimal backlog in
-    multi-processor cup games").
+    and up to 5 have been observed for extreme ones. Without knowledge of future weights, no order
+    can bound the deviations by a constant: if each change halts the domain just sampled, the last
+    of n domains falls 1/2 + ... + 1/n behind (the cup game, Bender et al. 2019, "Achieving optimal
+    backlog in multi-processor cup games").
 
     Args:
         weights: [num_domains], not negative, scaled here to sum to 1. A domain is never sampled if
@@ -190,7 +191,8 @@ def _locate(
             buffer = source[at]
             number_in, place_in = number[buffer], place[buffer]
             number_out, place_out = number[1 - buffer], place[1 - buffer]
-            # The left child's are written from the front, the right child's from the back.
+            # Samples of the left child are written from the front, samples of the right child from
+            # the back.
             front, back = np.uint64(starts[at]), np.uint64(stops[at])
             for i in range(front, back):
                 own = number_in[i]

@@ -97,7 +97,7 @@ def read_ahead(
         batches: the batches to read.
         device: device to copy them to.
         parts: number of batches in each part; default: one part. The samples may change between
-            parts: no batch of a part is read before its first batch is requested.
+            parts: no batch of a part is read before the first batch of that part is requested.
     """
     if device.type != "cuda":
         yield batches

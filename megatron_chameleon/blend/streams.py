@@ -32,7 +32,7 @@ MEGATRON_INDICES_VERSION = 1
 
 Arrays = dict[str, NDArray[Any]]
 
-# What a permutation is for; hashed into its key, so that the same seed gives independent keys.
+# Purposes of permutations. They are hashed into the keys, so that one seed gives independent keys.
 _DOCUMENTS, _WINDOWS = 0, 1
 
 
@@ -74,7 +74,7 @@ class EpochStream:
         return View(self.file, first, stop - first, read_epoch, order)
 
     def _key(self, epoch: int, purpose: int) -> int:
-        # By the domain's key, since the order must not depend on its position in the blend.
+        # Hash order_key, since the order must not depend on the domain's position in the blend.
         name = hashlib.sha256(self.domain.order_key.encode("utf-8")).digest()[:4]
         return permutation_key(self.seed, int.from_bytes(name), epoch, purpose)
 
@@ -107,7 +107,7 @@ def megatron_view(
     Raises:
         UserError: if the cache cannot be written.
     """
-    # A copy, since lengths are not aligned in the .idx.
+    # Copy the lengths, which are not aligned in the .idx.
     lengths = np.array(file.lengths[domain.first : domain.stop], np.int32)
 
     def build() -> Arrays:

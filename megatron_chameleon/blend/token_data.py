@@ -55,8 +55,8 @@ class DomainData:
         file = open_token_file(self.prefix, self.expected, self.vocab_size)
         if file.dtype not in (np.uint16, np.int32):
             raise UserError(
-                f"{self.prefix}.bin holds tokens of type {file.dtype}; supported are uint16 and "
-                "int32: preprocess again"
+                f"{self.prefix}.bin holds tokens of type {file.dtype}, but only uint16 "
+                "and int32 are supported; preprocess the data again"
             )
         if len(file) < self.stop or tokens_between(file, self.first, self.stop) != self.tokens:
             raise UserError(
@@ -75,7 +75,7 @@ class TokenData:
     """All domains of a run, in the order of its weights.
 
     Attributes:
-        where: corpus folder or option that the user gave, for messages.
+        where: corpus folder or option that the user passed, for messages.
         domains: the sequences of each domain.
         tokenizer: vocabulary and end-of-document token.
         hash: hex SHA-256 of the contents, independent of paths.
@@ -120,7 +120,7 @@ def check_enough_tokens(data: TokenData, weights: Sequence[float], seq_length: i
     """Check that every domain with a weight holds at least one sequence.
 
     Raises:
-        UserError: naming the first domain that holds less.
+        UserError: naming the first domain that holds less than one sequence.
     """
     for domain, weight in zip(data.domains, weights, strict=True):
         if weight > 0 and domain.tokens < seq_length + 1:

@@ -53,7 +53,7 @@ def embed_windows(
         windows: token ranges of these documents.
         layer: from 1 to num_layers.
         batch_size: windows per forward pass and rank.
-        progress: counts windows.
+        progress: progress bar that counts windows.
         name: the domain, for messages.
         final_norm: apply the model's final layer norm to the hidden states first.
 
@@ -102,7 +102,7 @@ def embed_windows(
 
 
 def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
-    """Return tokens [b, s], padded with zeros, which causal attention ignores, and lengths [b]."""
+    """Return tokens [b, s], padded with zeros that causal attention ignores, and lengths [b]."""
     batch_rows = slice(rows.start, rows.stop)
     lengths = windows.length[batch_rows]
     multiple, longest = length_multiple(reader.layout), reader.shape.max_sequence_length
@@ -222,7 +222,7 @@ def fill_store(
 
     Returns:
         The store, which includes the entries on rank 0 only, and the cost of the entries. The cost
-        of the store may also include what other processes embedded meanwhile.
+        of the store may also include vectors that other processes embedded in the meantime.
     """
     is_main = reader.layout.is_main
     places = {(entry.domain, entry.split) for entry in entries}

@@ -1,4 +1,4 @@
-"""Triton kernels of the masked mean, which read each valid hidden state once, and no padding.
+"""Triton kernels of the masked mean. They read each valid hidden state once, and skip padding.
 
 ``pooling.py`` has the reference in plain torch. The positions of a sequence are split into chunks.
 A program of the first kernel sums one chunk of one sequence; a program of the second adds up the

@@ -78,8 +78,8 @@ def draw_windows(
 def spread_windows(document_lengths: NDArray[np.integer], window_length: int, most: int) -> Windows:
     """Choose at least one and at most ``most`` evenly spaced windows of each document.
 
-    Each document is split as by :func:`draw_windows`. Of its p windows, m are chosen: those with
-    the numbers floor((i + 1/2) p / m).
+    Each document is split as by :func:`draw_windows`. Of its p windows, the m windows with numbers
+    floor((i + 1/2) p / m) are chosen, for i = 0 to m - 1.
 
     Args:
         document_lengths: [d] tokens per document, at least 1 each.

@@ -1,1 +1,1 @@
-"""Tables and figures from the artifacts of a run folder. Imports no model code."""
+"""Tables and figures from the artifacts of a run folder. The package imports no model code."""

@@ -1,7 +1,7 @@
-"""Compare mixtures by their cost and by base models with paired seeds, in one table.
+"""Compare mixtures in one table: their costs, and base models trained with paired seeds.
 
-Base models of one seed start from the same weights and sample with the same seed, so differences
-are paired by seed, which removes the seed's effect.
+Base models with the same seed start from the same weights and sample with the same seed.
+Differences between mixtures are computed seed by seed, which removes the seed's effect.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from megatron_chameleon.report.run_folder import (
 from megatron_chameleon.report.tables import Table
 
 LEAST_RATIO = 2.0
-"""Mixtures are distinguishable if between_mixtures / between_seeds is at least this."""
+"""Mixtures are called distinguishable if between_mixtures / between_seeds reaches this value."""
 UNITS = {"flops": "FLOPs", "device_seconds": "device-seconds"}
-HINT = "examples/compare_methods.sh adds what is missing"
+HINT = "run examples/compare_methods.sh, which adds missing runs and results"
 REFERENCE = "chameleon"
-# Mixtures of these methods have this suffix if their proxies were trained for fewer steps.
+# Names of mixtures of these methods end in "-2k" if their proxies were trained for fewer steps.
 SHORTER_PROXIES, SHORTER_SUFFIX = ("doremi", "doge"), "-2k"
 # Options of a base run that may differ between compared runs: paths, the compared settings, and
 # options that do not change results.
@@ -59,7 +59,7 @@ Array = NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class ComparedMixture:
-    """A mixture with its cost, base models and their evaluations, in the order of the seeds.
+    """A mixture with its cost, and with its base models and evaluations in the order of the seeds.
 
     Attributes:
         paid: cost to obtain the mixture, including its inputs.
@@ -98,9 +98,9 @@ def spread_of(averages: Array) -> dict[str, Any]:
         ``between_mixtures``: standard deviation, over mixtures, of their means over seeds.
         ``between_seeds``: pooled standard deviation within mixtures after removing the seed's
         effect: the root of the sum of squared residuals of y[m, s] = mixture m + seed s, divided by
-        their (m - 1)(s - 1) degrees of freedom. ``ratio``: between_mixtures / between_seeds; it
-        is infinite if the seed has no effect, and around 1 / sqrt(s) if the mixture has none.
-        ``are_distinguishable``: whether the ratio is ``LEAST_RATIO`` or more.
+        their (m - 1)(s - 1) degrees of freedom. ``ratio``: between_mixtures / between_seeds; the
+        ratio is infinite if the seed has no effect, and about 1 / sqrt(s) if the mixture has no
+        effect. ``are_distinguishable``: whether the ratio is ``LEAST_RATIO`` or more.
     """
     by_mixture = averages.mean(axis=1, keepdims=True)
     residuals = averages - by_mixture - averages.mean(axis=0, keepdims=True) + averages.mean()
@@ -140,17 +140,17 @@ class MethodComparison:
 
     @property
     def baseline(self) -> ComparedMixture:
-        """The baseline: the other mixtures' perplexities are compared with this mixture's."""
+        """The baseline mixture, with which the perplexities of the other mixtures are compared."""
         return self.mixtures[self.options.baseline]
 
     @property
     def reference(self) -> ComparedMixture | None:
-        """The reference: all costs are divided by this mixture's; None if it is not compared."""
+        """The reference mixture, whose cost divides all costs; None if it is not compared."""
         return self.mixtures.get(self.options.reference or REFERENCE)
 
     @property
     def spread(self) -> dict[str, Any] | None:
-        """:func:`spread_of` the mixtures with separate models; None if there is only one."""
+        """:func:`spread_of` the mixtures that have their own models; None for a single one."""
         rows = [i for i, each in enumerate(self.mixtures.values()) if each.same_as is None]
         return spread_of(self.averages[rows]) if len(rows) > 1 else None
 
@@ -203,7 +203,7 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
     stem, record = options.run / REPORT / options.name, options.record
     targets = [(stem.with_suffix(".json"), (".png", ".txt", ".md", ".csv"))]
     for path, suffixes in targets + ([] if record is None else [(record, (".md",))]):
-        # Replace existing files only if they are of an earlier comparison.
+        # Replace existing files only if an earlier comparison wrote them.
         keys = read_json(path, "choose another name").keys() if path.is_file() else set()
         if not keys >= {"seeds", "mixtures"}:
             require_new([path, *map(path.with_suffix, suffixes)], "choose another name")
@@ -255,7 +255,7 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         if name not in folder.mixtures:
             raise UserError(f"{folder.root / MIXTURE / name}.json does not exist; {HINT}")
         mixture = folder.mixtures[name]
-        # A mixture without base runs shows those of another mixture with the same weights.
+        # If a mixture has no base runs, use those of another mixture with the same weights.
         sources = (
             other
             for other in (name, *options.mixtures)
@@ -279,7 +279,7 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
             if one.get(key) != other.get(key):
                 raise UserError(
                     f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
-                    f"{one.get(key)}); compare runs that differ in their mixture and seed only"
+                    f"{one.get(key)}); compare runs that differ only in mixture and seed"
                 )
     domains = tuple(next(iter(results.values())).domains)
     perplexities = [
@@ -290,7 +290,7 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
 
 
 def mixture_label(name: str) -> str:
-    """Label of the mixture ``name``; doremi-2k is "DoReMi 2k"."""
+    """Label of the mixture ``name``, such as "DoReMi 2k" for doremi-2k."""
     for known in (name, name.rpartition("-")[0]):
         if label := tables.METHOD_LABELS.get(known):
             return f"{label} {name.removeprefix(known).removeprefix('-')}".strip()
@@ -319,7 +319,7 @@ def _load_base(
 
 
 def _require_last_checkpoint(path: Path, result: EvaluationResult, run: TrainingRun) -> None:
-    """Raise UserError unless ``result``, from ``path``, is of the last checkpoint of ``run``."""
+    """Raise UserError if the ``result`` in ``path`` is not of the last checkpoint of ``run``."""
     folders = checkpoint_folders(run.root)
     if not folders:
         raise UserError(f"{run.root} has no checkpoint; restore it, or delete the run, and {HINT}")
@@ -410,7 +410,7 @@ def notes(compared: MethodComparison) -> list[str]:
     if spread is not None:
         verdict = "the mixtures are distinguishable"
         if not spread["are_distinguishable"]:
-            verdict = "the mixtures are not distinguishable: train longer, or more base models"
+            verdict = "the mixtures are not distinguishable; train longer, or use more seeds"
         sentences.append(
             "Standard deviation between mixtures, divided by that between seeds: "
             f"{spread['between_mixtures']:.2f} / {spread['between_seeds']:.2f} = "
@@ -434,7 +434,7 @@ def notes(compared: MethodComparison) -> list[str]:
         (each for each in mixtures if each.same_as is None),
         key=lambda each: found[each.name]["average_perplexity"],
     )
-    # One outlier makes the ratio of all mixtures large.
+    # A single outlier can make the ratio over all mixtures large.
     for better, worse in itertools.pairwise(ranked):
         mean, _, half_width = paired_difference(averages[worse.name], averages[better.name])
         is_listed = (baseline.same_as or baseline.label) in (better.label, worse.label)

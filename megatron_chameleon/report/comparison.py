@@ -97,7 +97,7 @@ class Comparison:
         return self.by_domain(lambda loss: loss.perplexity)
 
     def by_domain(self, figure: Callable[[DomainLoss], float | None]) -> pd.DataFrame:
-        """Apply ``figure`` to the losses of each domain (rows) and run (columns, by label)."""
+        """Tabulate ``figure`` of the losses, by domain (rows) and label of the run (columns)."""
         columns = {
             run.label: [figure(run.result.domains[name]) for name in self.domains]
             for run in self.runs
@@ -105,7 +105,7 @@ class Comparison:
         return pd.DataFrame(columns, index=self.domains, dtype=float)
 
     def counts_better(self, perplexity: pd.DataFrame) -> list[list[str]]:
-        """Summary row that counts the domains in which each column is better than the first.
+        """Summary row: the number of domains in which each column is better than the first column.
 
         The list is empty if there is no baseline or only one column.
         """
@@ -128,7 +128,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class SeedGroup:
-    """Runs with the same weights whose names differ in the seed only; or a single run.
+    """A single run, or runs with the same weights whose names differ only in the seed.
 
     The standard deviation across seeds measures the noise of training. The standard error of a
     single run measures the sampling of the held-out text.
@@ -212,16 +212,17 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
         if name is not None and not same_weights(folder.mixtures[name].weights, trained.mixture):
             found.append(
                 f"{folder.paths[f'{MIXTURE}/{name}']} has changed since {trained.root} was trained "
-                "with it, so its intervals are not shown."
+                "with it, so the mixture's intervals are not shown."
             )
     return found
 
 
 def _named_after(folder: RunFolder, run_name: str, run: TrainingRun) -> str | None:
-    """The mixture that a run is named after: the longest one whose name starts the run's name.
+    """Find the mixture that a run is named after: the longest mixture name that matches.
 
-    The run's name ends there, or continues with a hyphen. In merged folders, a mixture with a
-    folder's ending fits the runs of that folder only.
+    A mixture's name matches if it equals the run's name, or if the run's name continues it with a
+    hyphen. In merged folders, a mixture whose name ends with the suffix of a folder matches only
+    the runs of that folder.
     """
 
     def split(name: str) -> tuple[str, Path | None]:
@@ -267,13 +268,13 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
 def _over_seeds(
     perplexity: pd.DataFrame, groups: Iterable[SeedGroup]
 ) -> pd.api.typing.DataFrameGroupBy[Any]:
-    """Group the columns of ``perplexity``, one per run, by the labels of ``groups``."""
+    """Group the columns of ``perplexity``, one per run, by the seed group of the run."""
     labels = {run.label: group.label for group in groups for run in group.runs}
     return perplexity.T.groupby(labels, sort=False)
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Compare each method's average perplexity with the baseline's, if there is one, in a sentence.
+    """Describe the average perplexity of each method, compared with any baseline, in a sentence.
 
     Methods with several seeds are compared by their mean over seeds.
     """
@@ -300,8 +301,9 @@ def findings(comparison: Comparison) -> list[str]:
         changes = f" ({', '.join(change)})" if change else ""
         better = int((means[group.label] < means[reference.label]).sum())
         found.append(
-            f"{group.label} has an average perplexity of {group}, {reference.label} of {reference}"
-            f"{changes}; {group.label} is lower in {better} of {len(comparison.domains)} domains."
+            f"{group.label} has an average perplexity of {group}, and {reference.label} has "
+            f"{reference}{changes}; {group.label} is lower in {better} of "
+            f"{len(comparison.domains)} domains."
         )
     return found
 
@@ -312,7 +314,7 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     The average over domains weights all domains equally, as in the paper's tables.
     """
     runs = comparison.runs
-    # The distinct mixtures of the runs; the baseline's is shown only if there is no other run.
+    # Show the distinct mixtures of the runs, but the baseline's only if there is no other run.
     mixed: list[Evaluated] = []
     for run in comparison.others or runs:
         if run.run is not None and not any(run.has_weights_of(other) for other in mixed):
@@ -335,7 +337,7 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     notes = [f"On {runs[0].result.protocol.describe()}. Lower is better{marked}."]
     if comparison.left_out:
         empty = ", ".join(comparison.left_out)
-        notes.append(f"Domains without held-out text, not in the average: {empty}.")
+        notes.append(f"Domains without held-out text, excluded from the average: {empty}.")
     columns = [
         pd.DataFrame(weights),
         unigram.map(format_perplexity).rename("unigram perplexity"),

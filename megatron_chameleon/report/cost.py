@@ -1,7 +1,7 @@
 """Cost ledger: recorded costs of all stages, summed over the run and per mixture.
 
-Nothing is estimated here: stages count FLOPs from the model's shapes, and device-seconds are wall
-seconds times the devices held.
+This module only adds recorded costs. Each stage counts FLOPs from the model's shapes;
+device-seconds are wall-clock seconds times the number of devices held.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import BASE, EMBEDDINGS, MIXTURE, PROXY, RunFolder
 from megatron_chameleon.report.tables import MISSING, UNKNOWN, Table, format_flops, format_hours
 
-# Costs are shown relative to a mixture of the first of these methods that the folder has.
+# Costs are also shown relative to a mixture of the first of these methods that has any.
 REFERENCE_METHODS = ("chameleon-pretrain", "chameleon-finetune")
 
 
@@ -33,9 +33,9 @@ class MixtureCost:
     """The cost to obtain one mixture.
 
     Attributes:
-        mixture: with its method and its own cost.
-        parts: ledger entry -> cost: the mixture's own cost first, then those of its inputs. Inputs
-            shared by several mixtures count for each.
+        mixture: the mixture, which records its method and its own cost.
+        parts: ledger entry -> cost: the mixture's own cost first, then those of its inputs. An
+            input that several mixtures share is included in the cost of each.
         missing: descriptions of parts that are missing or have no recorded cost.
     """
 
@@ -53,13 +53,13 @@ class MixtureCost:
         return getattr(self.cost, unit) if self.is_known else None
 
     def ratio(self, other: MixtureCost, unit: str) -> float | None:
-        """Ratio of ``amount`` to that of ``other``; None if one is unknown or the divisor is 0."""
+        """Ratio of the amounts of this mixture and ``other``; None if unknown or divided by 0."""
         ours, theirs = self.amount(unit), other.amount(unit)
         return None if ours is None or not theirs else ours / theirs
 
     @property
     def cost(self) -> Cost:
-        """The sum of the parts; if one is missing, at least the total that the method recorded."""
+        """Sum of the parts; if a part is missing, at least the total that the method recorded."""
         found = sum(self.parts.values(), start=Cost())
         recorded = self.mixture.parameters.get("total_cost")
         if not self.missing or not isinstance(recorded, dict):
@@ -129,7 +129,7 @@ def ledger_of(folder: RunFolder) -> Ledger:
         mixtures[name] = MixtureCost(mixture, {entry: mixture.cost, **parts}, tuple(missing))
         entries |= mixtures[name].parts
 
-    # By stage; artifacts outside of the run folder come last.
+    # Sort by stage; artifacts outside of the run folder come last.
     keys = sorted(entries, key=lambda key: (key.startswith("/"), key.partition("/")[0]))
     return Ledger({key: entries[key] for key in keys if key not in folder.uncounted}, mixtures)
 
@@ -172,8 +172,8 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
             row.append(text if ratio else MISSING)
         rows.append([*row, format_flops(mixture.paper_flops)] if by_paper else row)
     notes = [
-        "Costs include the proxies and embeddings that a mixture was made from. Inputs of several "
-        "mixtures count for each of them here, and once in the total of the run."
+        "Costs include the proxies and embeddings that a mixture was made from. An input that "
+        "several mixtures share is included in the cost of each, but only once in the run's total."
     ]
     if by_paper:
         header.append("FLOPs as the paper counts")
@@ -190,7 +190,7 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
     for name, mixture in ledger.mixtures.items():
         if mixture.missing:
             is_recorded = "total_cost" in mixture.mixture.parameters
-            rest = "; the table shows the total that its file records" if is_recorded else ""
+            rest = "; the table shows the total in the mixture file" if is_recorded else ""
             missing = ", ".join(mixture.missing)
             notes.append(f"Missing in the cost of {name}: {missing}{rest}.")
     return Table.of("Cost to obtain each mixture", header, rows, notes=notes)
@@ -228,7 +228,7 @@ def _made_from(
         if place.is_file() and place.suffix == ".json":
             part = Mixture.load(place)
             parts[_entry(folder, place)] = part.cost
-            if place not in path:  # overwritten mixtures can name each other
+            if place not in path:  # an overwritten mixture can be its own input
                 found, lacking = _made_from(folder, part, proxies, (*path, place))
                 parts |= found
                 missing += lacking

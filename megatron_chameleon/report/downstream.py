@@ -58,8 +58,8 @@ class DownstreamComparison:
         """Accuracy, or its standard error, by task (rows) and label of the run (columns).
 
         Args:
-            shots: number of solved examples; None takes the mean over all numbers of shots. A value
-                that was not evaluated is NaN, and so is a mean if any number of shots is missing.
+            shots: number of solved examples; None takes the mean over all numbers of shots. Values
+                that were not evaluated are NaN; a mean is NaN if any number of shots is missing.
             field: "accuracy" or "standard_error".
         """
         found = pd.DataFrame(math.nan, self.tasks, list(self.results))
@@ -99,7 +99,7 @@ def compare_downstream(
 
 
 def base_run_of(folder: RunFolder, name: str) -> str:
-    """Name of the base run that downstream result ``name`` is of; ``name`` if none is found."""
+    """Name of the base run that the downstream result ``name`` evaluates; else ``name``."""
     for candidate in (name, name.removesuffix(DOWNSTREAM_SUFFIX)):
         if candidate in folder.base_runs:
             return candidate

@@ -1,7 +1,7 @@
 """Figures of weights, affinity, losses, sweeps and windows of text, as PNG, PDF and SVG.
 
-Figures are built without pyplot's global state. The colours are Okabe and Ito's and a diverging
-map, both safe for colour-vision deficiencies.
+Figures are built without pyplot's global state. Colours are from Okabe and Ito's palette and a
+diverging colour map, which people with colour-vision deficiencies can also distinguish.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ PAGE_COLORS = {
 # In SVG, more points than this are drawn as one image instead of one element each.
 MOST_POINTS = 3000
 IMAGE_DPI = 200
-# Text on a coloured cell, the same in light and dark pages.
+# Colours of text on coloured cells, the same in light and dark pages.
 DARK_TEXT, LIGHT_TEXT = "#111111", "#FDFDFD"
 DPI = 130
 # Maximum characters of a name on an axis, in a legend, and in a narrow panel.
 NAME_LIMIT, LABEL_LIMIT, NARROW_LIMIT = 26, 40, 19
-# Each row of a legend beyond this number makes the figure taller, by this height in inches.
+# Each row of a legend beyond LEGEND_ROWS makes the figure taller by LEGEND_ROW_HEIGHT inches.
 LEGEND_ROWS, LEGEND_ROW_HEIGHT = 3, 0.21
 # With more domains than these, numbers in cells and names on axes would overlap.
 CELLS_WITH_NUMBERS, NAMES_ON_AN_AXIS = 12, 60
@@ -64,7 +64,7 @@ MOST_PANELS, MOST_BARS = 24, 60
 SMOOTH_POINTS = 25
 # Maximum number of domains of a sweep, or of a map of windows, with a distinct colour and marker.
 MOST_NAMED = 3 * len(COLORS)
-# Maximum number of windows on a map. For these, UMAP takes 7 s, plus 15 s to import and compile.
+# Maximum number of windows on a map. UMAP maps this many in 7 s, after 15 s to import and compile.
 MOST_WINDOWS = 2000
 # A map needs at least this many windows.
 FEWEST_WINDOWS = 3
@@ -119,7 +119,7 @@ def svg_content(figure: Figure, name: str) -> str:
 
     Args:
         figure: figure in the colours of this module. Save it as PNG and PDF first, since this
-            function changes its images and points. matplotlib escapes its texts.
+            function changes its images and points. matplotlib escapes the texts in the figure.
         name: salts the ids, so that several figures can be in one page.
     """
     no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -138,8 +138,8 @@ def svg_content(figure: Figure, name: str) -> str:
     with matplotlib.rc_context(settings):
         text = _saved(figure, format="svg", dpi=IMAGE_DPI, metadata=no_metadata).decode("utf-8")
     text = text[text.index(">", text.index("<svg")) + 1 : text.rindex("</svg>")]
-    # A <style> would apply to the whole page; ids of groups repeat in every figure and are never
-    # referenced.
+    # Remove <style>, which would apply to the whole page, and the ids of groups, which repeat in
+    # every figure and are never referenced.
     text = re.sub(r"<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     text = re.sub(r"<[a-zA-Z][^>]*>", lambda found: _restyled(found[0]), text)
@@ -208,7 +208,7 @@ def weights_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
 
 
 def affinity_picture(mixtures: Mapping[str, Mixture]) -> Picture | None:
-    """Heat map of the affinity matrix of the first mixture that has one; None if none has one.
+    """Heat map of the affinity matrix of the first mixture that has one; None if no mixture does.
 
     The colour scale spans the entries off the diagonal, since the diagonal is often far larger;
     entries beyond the scale have the colour of its end. It spans at least a tenth of the largest
@@ -481,7 +481,7 @@ def window_map(folder: RunFolder) -> WindowMap | None:
     """Project windows of the embedding store with the most domains to two dimensions.
 
     The projection is UMAP (McInnes et al. 2018) if umap-learn is installed and there are at least
-    200 windows, and PCA otherwise. Equal stores give equal maps on one machine; UMAP's differ
+    200 windows, and PCA otherwise. On one machine, equal stores give equal maps; UMAP maps differ
     between machines.
 
     Args:
@@ -539,7 +539,7 @@ def umap_points(vectors: Array) -> Array | None:
     """UMAP embedding [n, 2] of ``vectors`` [n, h]; None if umap-learn is not installed."""
     try:
         from threadpoolctl import threadpool_limits
-        from umap import UMAP  # takes seconds, since it compiles
+        from umap import UMAP  # compiles code, which takes seconds
     except ImportError:
         return None
     # Numba sets OpenMP's number of threads for the whole process, torch included.
@@ -582,7 +582,7 @@ def window_map_figure(found: WindowMap) -> Figure:
     grey: dict[str, Any] = {"color": PROXY_COLOR, "marker": "o"}
     if others.any():
         axes.plot(*found.points[others].T, markersize=0.8 * size, alpha=0.25, **grey, **style)
-        size = 6.0  # makes named domains stand out
+        size = 6.0  # larger points make named domains stand out
     for number, domain in enumerate(named):
         marker = "o^s"[number // len(COLORS)]
         look: dict[str, Any] = {"color": color_of(number), "marker": marker}
@@ -604,8 +604,8 @@ def window_map_figure(found: WindowMap) -> Figure:
 def named_domains(found: WindowMap) -> list[int]:
     """Indices of the domains with a colour: all, or the ``MOST_NAMED`` that cover the map best.
 
-    A greedy choice: the centroid farthest from the middle, then repeatedly the centroid farthest
-    from all previously chosen ones.
+    The choice is greedy: first the domain whose centroid is farthest from the middle, then
+    repeatedly the domain whose centroid is farthest from all chosen centroids.
     """
     centres, chosen = found.centroids, list[int]()
     nearest = np.linalg.norm(centres - centres.mean(axis=0), axis=1)
@@ -623,7 +623,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def legend_above(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
-    """Add a legend above all axes; the figure grows with a long one."""
+    """Add a legend above all axes; a long legend makes the figure taller."""
     longest = max((display_width(shortened(label, LABEL_LIMIT)) for label in labels), default=0)
     columns = max(1, min(4, len(labels), int(figure.get_figwidth() / (0.65 + 0.085 * longest))))
     more_rows = max(0, -(-len(labels) // columns) - LEGEND_ROWS)

@@ -22,17 +22,17 @@ class CompareMethodsOptions(CheckedOptions):
     """
 
     run: Path
-    """The run folder, with 1-corpus to 6-evaluation below it."""
+    """The run folder, which contains 1-corpus to 6-evaluation."""
     mixtures: tuple[str, ...]
-    """Names of the mixtures, as in 4-mixture; the columns of the table, in this order."""
+    """Names of the mixtures in 4-mixture, in the order of the table's columns."""
     seeds: tuple[Seed, ...]
-    """Seeds of the base models; at least three, the same ones for every mixture."""
+    """Seeds of the base models, at least three. Every mixture needs a base model of each seed."""
     run_suffix: str = ""
     """Text between the mixture's name and -seedN in the names of base runs."""
     baseline: str = "uniform"
-    """The baseline: the other mixtures' perplexities are compared with this mixture's."""
+    """The baseline mixture, with which the perplexities of the other mixtures are compared."""
     reference: str | None = None
-    """All costs are divided by this mixture's cost; default: chameleon, if it is compared."""
+    """The mixture whose cost divides all costs; default: chameleon, if it is compared."""
     name: str = "compare_methods"
     """Name of the files in 7-report, before .txt, .md, .csv, .json and .png."""
     record: Path | None = None
@@ -41,7 +41,7 @@ class CompareMethodsOptions(CheckedOptions):
     command: str | None = None
     """The command line that made the compared runs, for --record."""
     wall_seconds: NonNegative | None = None
-    """Wall time of that command, for --record."""
+    """Wall time of --command in seconds, for --record."""
     check: Literal["choice", "evaluations"] | None = None
     """Only check, without writing anything; exit with status 2 if the comparison is impossible.
     choice: check the names and seeds, before anything is trained. evaluations: check that each
@@ -56,7 +56,7 @@ class CompareMethodsOptions(CheckedOptions):
         ):
             if len(set(values)) < len(values) or len(values) < least:
                 raise UserError(
-                    f"{flag} {' '.join(map(str, values))}: pass at least {least} different ones"
+                    f"{flag} {' '.join(map(str, values))}: pass at least {least} different values"
                 )
         for flag, name in (("baseline", self.baseline), ("reference", self.reference)):
             if name not in (None, *self.mixtures) and self.check != "evaluations":
@@ -83,8 +83,9 @@ class ReportOptions(CheckedOptions):
     """
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Run folders with 1-corpus to 6-evaluation; several on the same corpus are merged."""
+    """Run folders that contain 1-corpus to 6-evaluation. Several folders are merged, and must have
+    the same corpus."""
     baseline: str | None = None
-    """Evaluated run to compare with, by name; default: the one trained with uniform weights."""
+    """Name of the evaluated run to compare with; default: the run trained with uniform weights."""
     output: Path | None = None
     """The folder to write to; default: 7-report of the first run folder."""

@@ -47,7 +47,7 @@ from megatron_chameleon.report.tables import (
 PAGE_NAME, TABLES_NAME = "report.html", "tables.md"
 # Folder with a CSV file for each table.
 TABLES_FOLDER = "tables"
-# This file lists a report's files; the next report removes those that it does not replace.
+# This file lists a report's files. The next report removes listed files that it does not replace.
 LIST_NAME = "report_files.json"
 _FILE_NAME = re.compile(rf"[\w-]+\.\w+|{TABLES_FOLDER}/[\w-]+\.csv")
 PACKAGES_OF_A_REPORT = ("megatron-chameleon", "numpy", "pandas", "matplotlib")
@@ -69,7 +69,7 @@ SECTIONS = {
     ),
     "weights": ("Weights", "Each domain's share of the training tokens."),
     "downstream": ("Downstream tasks", "Accuracy of each model on benchmark tasks."),
-    "cost": ("Cost", "The cost to obtain each mixture, and that of every stage."),
+    "cost": ("Cost", "The cost to obtain each mixture, and the cost of every stage."),
     "curves": ("Loss curves", "The loss during training, over all domains and per domain."),
     "tokens": (
         "Target and actual tokens",
@@ -78,7 +78,7 @@ SECTIONS = {
     "affinity": ("Affinity", "Similarity of the domains' embeddings."),
     "stability": ("Stability", "Change of the weights over the hyperparameters of the sweep."),
     "windows": ("Map of windows", "Embeddings of windows of text, projected to two dimensions."),
-    "paper": ("The paper's numbers", "Results printed in the paper, next to those of these runs."),
+    "paper": ("The paper's numbers", "Results printed in the paper, next to the results here."),
 }
 
 
@@ -344,19 +344,19 @@ def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
 
     Raises:
         UserError: if a file cannot be written (files written before it remain), if it would replace
-            a file that is not of a report, or if the list of an earlier report's files is damaged.
+            a file that no report wrote, or if the list of an earlier report's files is damaged.
     """
     path, earlier = folder / LIST_NAME, set[str]()
     if os.path.lexists(path):
         hint = "choose another --output, or remove the folder"
         names = read_json(path, hint).get("files")
         if not isinstance(names, list):
-            raise UserError(f"{path} is not a list of a report's files; {hint}")
+            raise UserError(f"{path} does not list the files of a report; {hint}")
         # A damaged list must not lead to the removal of other files.
         earlier = {name for name in map(str, names) if _FILE_NAME.fullmatch(name)}
     new = [folder / name for name in files if name not in earlier]
     require_new(new, "choose another --output, or move it away")
-    # Listed before they are written: after an interruption, the next report can remove them.
+    # List the files before writing them: after an interruption, the next report can remove them.
     write_json(path, {"files": sorted({*earlier, *files})})
     for name, content in files.items():
         with replacing(folder / name) as temporary:
@@ -384,6 +384,6 @@ def report_stability(sweep: Sweep) -> None:
         f"{len(sweep.points)} mixtures took {sweep.cost.flops:.2e} FLOPs and {hours:.3g} "
         "device-hours, including existing proxies\n"
         f"written to {sweep.root / sweep.FILE_NAME}, {stem}.png and {stem}.pdf\n"
-        f"next: tools/pretrain_gpt.py --mixture {centre}, or another one of {centre.parent}",
+        f"next: tools/pretrain_gpt.py --mixture {centre}, or another file in {centre.parent}",
         flush=True,
     )

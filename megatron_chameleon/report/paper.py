@@ -33,7 +33,7 @@ from megatron_chameleon.report.tables import (
     formatted,
 )
 
-# Prefixes of the titles of tables with columns of both sides, and of the paper's columns.
+# Title prefix of tables that compare runs with the paper, and prefix of the paper's columns.
 TITLE, PAPER = "Next to the paper: ", "paper: "
 # The paper does not print the training tokens of its base models. These values are assumed, as in
 # examples/hyperparameters.sh; for fine-tuning, the paper prints the 10,000 steps.
@@ -42,7 +42,7 @@ ASSUMED_STEPS, ASSUMED_SEQ_LENGTH = 10_000, 1024
 TOKEN_FACTOR = 2.0
 SHOTS = [0, 1, 2, 3, 4, 5]
 PREFIXES = ("redpajama", "slimpajama", "thepile", "pile", "wiki40b", "thestack", "stack")
-# Method of a mixture -> the paper's name of it, where they differ.
+# Method of a mixture -> its name in the paper, if the two differ.
 PAPER_METHODS = {"chameleon-pretrain": "chameleon"}
 
 
@@ -124,7 +124,7 @@ def printed_figures(table: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def paper_names(setting: Setting, domains: Iterable[str]) -> dict[str, str] | None:
-    """Domain -> the paper's name of it; None unless all of the paper's domains occur once."""
+    """Domain -> its name in the paper; None unless each of the paper's domains occurs once."""
 
     def plain(name: str) -> str:
         return "".join(sign for sign in name.casefold() if sign.isalnum() or sign == "+")
@@ -148,11 +148,11 @@ def paper_tables(
     """Build tables of the run's results with the paper's columns next to them.
 
     A setting matches if it has the corpus's domains (in any spelling), the model's size and, within
-    a factor of two, the training tokens. Without evaluated runs, it is compared with the runs with
-    downstream results, or with all base runs.
+    a factor of two, the training tokens. If the perplexity of no run was evaluated, the tables show
+    the runs with downstream results, or else all base runs.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         comparison: its evaluated runs; None where no perplexity was evaluated.
         baseline: name of the baseline run, used where ``comparison`` has none.
 
@@ -188,10 +188,10 @@ def paper_tables(
 
 def _perplexity_table(setting: Setting, names: Mapping[str, str], comparison: Comparison) -> Table:
     left_out, baseline = comparison.left_out, comparison.baseline
-    notes = [f"Not in averages and counts: {', '.join(left_out)}."] if left_out else []
+    notes = [f"Excluded from averages and counts: {', '.join(left_out)}."] if left_out else []
     notes.append(
         "The paper does not print its training tokens, sequence length and tokenizer, so compare "
-        "its columns with each other only."
+        "the paper's columns only with each other."
     )
     printed = printed_figures(setting.perplexity[0])
     rows = [*comparison.domains, *left_out]
@@ -268,7 +268,7 @@ def _weights_table(
     """Table of the distinct weights of the evaluated runs, and of the paper's weights.
 
     If no run was evaluated, the table has the weights of all base runs; if there is no base run,
-    all mixtures.
+    the weights of all mixtures.
     """
     found: dict[str, Mapping[str, float]] = {n: m.weights for n, m in folder.mixtures.items()}
     if comparison is not None:

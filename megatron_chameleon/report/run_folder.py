@@ -33,7 +33,7 @@ REPORT = "7-report"
 STAGES = (CORPUS, PROXY, EMBEDDINGS, MIXTURE, BASE, EVALUATION)
 # Suffix that examples/evaluate_downstream.sh appends to the name of the base run.
 DOWNSTREAM_SUFFIX = "-downstream"
-# Field of a run folder -> prefix of its names in the ledger.
+# Field of RunFolder -> prefix of the names of its artifacts in the cost ledger.
 _PREFIXES = {
     "proxies": f"{PROXY}/",
     "embeddings": "",
@@ -154,15 +154,15 @@ class RunFolder:
 
     @functools.cached_property
     def uncounted(self) -> frozenset[str]:
-        """Keys of artifacts that are links to or copies of others, and so cost nothing."""
+        """Keys of artifacts that are links to or copies of others; their costs are not counted."""
         return frozenset(k for k, path in self.paths.items() if self.entries[path.resolve()] != k)
 
 
 def require_one_corpus(folders: Sequence[RunFolder]) -> None:
-    """Check that all artifacts of ``folders`` have one corpus: 1-corpus, if it exists.
+    """Check that all artifacts of ``folders`` use the same corpus: 1-corpus, if it exists.
 
-    A base run on ``--data-path`` has no corpus to compare. A mixture may leave out domains of the
-    corpus in 1-corpus, but not have others.
+    A base run on ``--data-path`` has no corpus to compare. A mixture may leave out domains of
+    1-corpus, but must not have additional domains.
 
     Raises:
         UserError: naming the first artifact of another corpus.
@@ -282,7 +282,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _distinct_endings(folders: Sequence[RunFolder]) -> list[str]:
-    """The shortest endings of the folders' paths, in whole path components, that are distinct."""
+    """Shortest distinct endings of the folders' paths, in whole path components."""
     parts = [folder.root.resolve().parts for folder in folders]
     depth = 1
     while len({names[-depth:] for names in parts}) < len(parts):
@@ -311,14 +311,14 @@ def distinct_runs(folder: RunFolder, runs: Mapping[str, TrainingRun]) -> list[st
 
 
 def run_labels(runs: Mapping[str, TrainingRun], names: Iterable[str]) -> dict[str, str]:
-    """Name -> label in tables and legends: the method if no other shown run has it, or the name.
+    """Label each run in tables and legends by its method; by its name if the method is not unique.
 
     Labels are unique, and none is the name of another run.
     """
     names = list(names)
     methods = {name: runs[name].mixture_method for name in names if name in runs}
     count, known = Counter(methods.values()), dict(METHOD_LABELS)
-    if not count["chameleon-finetune"]:  # otherwise "Chameleon" would be ambiguous
+    if not count["chameleon-finetune"]:  # otherwise the label "Chameleon" would be ambiguous
         known["chameleon-pretrain"] = "Chameleon"
     labels = {
         name: known[method]

@@ -171,7 +171,8 @@ def counts_better(
 ) -> list[str]:
     """Count, for each column, the rows where it is better than the column ``reference``.
 
-    Cells have the form 'n of k'. The cell of ``reference`` is '-'; if it is None, all cells are.
+    Cells have the form 'n of k'. The cell of ``reference`` is '-'. If
+    ``reference`` is None, all cells are '-'.
     """
     if reference is None:
         return [MISSING] * len(values.columns)
@@ -184,7 +185,7 @@ def terminal_table(table: Table) -> str:
     """Format as aligned text; '*' marks the best of a row, and very long names are shortened."""
     marked = table.marked
     body = [
-        # The blank keeps the digits of cells without a mark aligned.
+        # A blank in place of the mark keeps the digits of unmarked cells aligned.
         [shortened(name, NAME_WIDTH)]
         + [
             one_line(text) + ("*" if is_best(text) else " " if mark else "")
@@ -288,7 +289,7 @@ def one_line(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control and bidirectional formatting characters, which steer a terminal or page."""
+    """Replace control and bidirectional formatting characters, which affect a terminal or page."""
     return "".join(sign if sign.isprintable() else REPLACEMENT for sign in text)
 
 
@@ -299,7 +300,7 @@ def shortened(name: str, limit: int) -> str:
 
 
 def unique_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Make ``labels`` (by name) unique: names that share a label are labelled by their names."""
+    """Make ``labels`` (name -> label) unique: names that share a label become labels."""
     found = dict(labels)
     while True:
         count = Counter(found.values())

@@ -17,7 +17,7 @@ from megatron_chameleon.report.tables import MISSING, Table, format_weight, form
 
 # With more runs than this, a single table shows the extremes of each run.
 MOST_TABLES = 6
-# A sweep's table lists this many domains, those that change most.
+# A sweep's table lists at most this many domains: those whose weights change most.
 MOST_ROWS = 40
 # Labels of swept hyperparameters; others are labelled by their names.
 SWEPT_LABELS = {
@@ -59,7 +59,7 @@ def weight_tables(folder: RunFolder) -> list[Table]:
             domain: f"{score:.4f}" if score >= 0.01 or score == 0 else f"{score:.3e}"
             for domain, score in scores.items()
         }
-        # Its pretraining partner is the mixture of the same name.
+        # The names of matching mixtures differ only in "finetune" and "pretrain".
         partner = name.replace("finetune", "pretrain")
         if modes.get(partner) == "pretrain":
             other = folder.mixtures[partner]
@@ -158,7 +158,7 @@ def format_epochs(epochs: float) -> str:
 
 
 def _largest(values: pd.Series[float]) -> str | None:
-    """The domain with the largest absolute value; None if all are unknown."""
+    """Domain with the largest absolute value; None if all values are unknown."""
     known = values.dropna().abs()
     return None if known.empty else str(known.idxmax())
 
@@ -194,7 +194,8 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
     """Load the axes of ``sweep``, with the weights of its mixtures.
 
     Raises:
-        UserError: if a mixture cannot be read, has changed, or has other domains than the centre's.
+        UserError: if a mixture cannot be read, has changed, or does not have the domains of the
+            centre.
     """
     names, axes, unknown = list(sweep.load_mixture(sweep.centre).weights), [], (np.nan, np.nan)
     for parameter, values in sweep.axes.items():

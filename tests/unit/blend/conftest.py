@@ -14,7 +14,7 @@ from tests.small_corpus import EOD, Documents, write_corpus
 
 @pytest.fixture
 def make_corpus(tmp_path: Path) -> Callable[..., Corpus]:
-    """Return ``make_corpus``: {"a": [5, 3]} makes a domain with documents of these lengths."""
+    """``make_corpus({"a": [5, 3]})`` writes a domain "a" with documents of 5 and 3 tokens."""
 
     def make(lengths: dict[str, list[int]], folder: str = "corpus") -> Corpus:
         rng = np.random.default_rng(0)

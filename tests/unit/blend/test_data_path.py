@@ -1,4 +1,4 @@
-"""--data-path and --split against Megatron's own parsing; identities and checks of token data."""
+"""--data-path and --split compared with Megatron's parsing, domain names, hashes and checks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_names_are_the_shortest_unique_path_suffixes(prefixes, names):
 
 def test_blocks_of_large_files_are_hashed(tmp_path, monkeypatch):
     prefix = write_file(tmp_path / "huge", [5])
-    os.truncate(prefix.with_suffix(".bin"), 1 << 42)  # four tebibytes, on disk a hole
+    os.truncate(prefix.with_suffix(".bin"), 1 << 42)  # a sparse file of 4 TiB
     hash_token_file(prefix)
     monkeypatch.setattr(data_path, "HASHED_BLOCKS", 4)
     monkeypatch.setattr(data_path, "HASHED_BLOCK_BYTES", 10)

@@ -180,7 +180,7 @@ def stream_of(dataset, domain, num_samples):
 @pytest.mark.parametrize("permutation", FREE)
 @pytest.mark.parametrize("remainder", [0, 3])
 def test_every_token_is_read_once_per_epoch(make_corpus, permutation, remainder):
-    # 13 windows and a remainder: windows that begin in one epoch end in the next.
+    # With a remainder, some windows begin in one epoch and end in the next.
     size, epochs = SEQ_LENGTH * 13 + remainder, SEQ_LENGTH
     corpus = without_checksums(make_corpus({"a": [1] * size}))  # a document per token
     numbers = np.arange(1, size + 1, dtype=np.uint16)
@@ -188,7 +188,7 @@ def test_every_token_is_read_once_per_epoch(make_corpus, permutation, remainder)
     num_samples = size * epochs // SEQ_LENGTH
     dataset = blended(corpus, [1], num_samples, permutation=permutation)
     batch = dataset.batch(range(num_samples))
-    # After as many epochs as a window has tokens, windows and epochs end together.
+    # After SEQ_LENGTH epochs, a window ends at the end of an epoch.
     assert Counter(batch["tokens"].flatten().tolist()) == dict.fromkeys(numbers.tolist(), epochs)
     assert Counter(batch["labels"].flatten().tolist()).keys() == set(numbers.tolist())
     orders = batch["tokens"].flatten().split(size)
@@ -206,7 +206,7 @@ def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutat
         alone = [float(other == domain) for other in range(4)]
         expected = blended(corpus, alone, max(count, 1), **options).batch(range(count or 1))
         assert torch.equal(stream_of(planned, domain, 120), expected["tokens"][:count])
-    # A change during the run equals a planned one.
+    # A change during the run gives the same samples as a planned change.
     changed = blended(corpus, before, 120, **options)
     first = changed.batch(range(boundary))
     changed.change_weights(boundary, after)

@@ -1,4 +1,4 @@
-"""Windows read by the compiled loop against plain slices, and the permutation it computes."""
+"""Compare windows read by compiled loops with plain slices, and check the permutation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def expected(view, documents, begins, seq_length):
     st.integers(0, 2**32 - 1),
 )
 def test_windows_match_plain_slices(lengths, seq_length, dtype, kind, first, seed):
-    lengths[-1] += 2 * seq_length + 5  # all other documents may be empty
+    lengths[-1] += 2 * seq_length + 5  # the other documents may be empty
     if isinstance(kind, str):
         view, documents, begins = epoch_view(
             lengths, dtype, seq_length, kind == "shuffled", seed, phase=first
@@ -135,7 +135,7 @@ def test_permuted_matches_the_reference(size, key, data):
 @pytest.mark.parametrize("size", [3, 4, 5, 17, 4096, 100_003])
 def test_permuted_positions_are_uniform(size):
     # A chi-square test of the images of the first, a middle and the last position under many keys.
-    # A good permutation fails it once in 10^6 times; the keys are fixed, so this test never does.
+    # A good permutation fails it for one in 10^6 sets of keys; these fixed keys pass.
     keys = [permutation_key(number, size) for number in range(4000)]
     bins = min(size, 16)
     for position in (0, size // 2, size - 1):

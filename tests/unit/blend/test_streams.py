@@ -110,7 +110,7 @@ def test_everything_that_determines_the_indices_has_its_own_entry(make_corpus, t
     for found_in, first, samples, length, seed in cases:
         source = dataclasses.replace(found_in, first=first, stop=first + 2, tokens=18)
         expected = megatron_view(source, source.open(), samples, length, seed)
-        for _ in range(2):  # built, then read
+        for _ in range(2):  # the second call reads the cache
             found = megatron_view(source, source.open(), samples, length, seed, folder)
             assert all(map(np.array_equal, found.order, expected.order))
     assert len(list(folder.iterdir())) == len(cases)

@@ -1,4 +1,4 @@
-"""Compare the pooling kernels in the interpreter with float64."""
+"""Compare the pooling kernels, run by Triton's interpreter, with means in float64."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def embed_direct(reader, corpus, windows, layer=LAYER, norm=lambda states: state
 
 @pytest.fixture
 def embedded(monkeypatch):
-    """Record (sequences, tokens per sequence) of each forward pass."""
+    """List of (sequences, tokens per sequence), with an entry for each forward pass."""
     shapes = []
     original = Reader.hidden_states
 
@@ -97,7 +97,7 @@ def test_vector_is_the_mean_hidden_state_of_its_window(reader, corpus, windows, 
 
 
 def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, embedded, monkeypatch):
-    """Widths are multiples of 24, as if on a GPU, but at most the 32 positions of the model."""
+    """Batches are padded to multiples of 24 tokens, but at most to the model's 32 positions."""
     expected = embed(reader, corpus, windows, 1)
     embedded.clear()
     monkeypatch.setattr("megatron_chameleon.embedding.embed.length_multiple", lambda _layout: 24)
@@ -108,7 +108,7 @@ def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, embedd
 def test_final_norm_and_windows_across_documents_match_the_reference(one_rank, corpus):
     reader = make_reader(one_rank)
     norm = reader.model.decoder.final_layernorm
-    with torch.no_grad():  # they are ones and zeros initially
+    with torch.no_grad():  # initially ones and zeros, which hide errors
         norm.weight.add_(torch.linspace(-0.5, 0.5, norm.weight.numel()))
         norm.bias.add_(torch.linspace(1.0, -1.0, norm.bias.numel()))
     lengths = open_tokens(corpus, corpus.names[0], "train").lengths

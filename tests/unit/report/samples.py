@@ -207,7 +207,7 @@ def save(root: Path, name: str, result: DownstreamResult) -> None:
     result.save(root / "6-evaluation" / f"{name}.json")
 
 
-# Names that a page without escaping would execute, break at, or show as something else.
+# Names that a page would run as code, break at, or display wrongly if they were not escaped.
 HOSTILE_NAMES = [
     "</script><img src=x onerror=alert(1)>",
     '" onmouseover="alert(1)',

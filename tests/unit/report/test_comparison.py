@@ -54,8 +54,8 @@ def test_averages_and_counts_are_over_domains(root):
     assert [is_best(cell) for cell in table.summary[0][-2:]] == [True, False]
     change = 100 * (chameleon / uniform - 1)
     assert findings(compare(folder))[-1] == (
-        f"Chameleon has an average perplexity of {chameleon:.2f}, Uniform of {uniform:.2f} "
-        f"(+{change:.1f}%); Chameleon is lower in 1 of 3 domains."
+        f"Chameleon has an average perplexity of {chameleon:.2f}, and Uniform has "
+        f"{uniform:.2f} (+{change:.1f}%); Chameleon is lower in 1 of 3 domains."
     )
 
 
@@ -94,9 +94,9 @@ def test_evaluations_that_cannot_be_compared_are_rejected(root, changes, message
 
 
 def test_losses_and_paired_differences_have_standard_errors(root):
-    tokens = np.array([20, 30, 50])  # in each document of a domain
+    tokens = np.array([20, 30, 50])  # tokens of the three documents of a domain
     first = {name: np.array([2.0, 3.0, 4.0]) + i for i, name in enumerate(NAMES)}
-    # Significantly lower, significantly higher, and neither.
+    # Losses become significantly lower, significantly higher, and neither.
     shifts = zip(NAMES, ([-0.11, -0.1, -0.1], [0.1, 0.1, 0.12], [-0.5, 0.4, 0]), strict=True)
     second = {name: first[name] + shift for name, shift in shifts}
     for run, losses in ((UNIFORM, first), (CHAMELEON, second)):
@@ -137,7 +137,7 @@ def test_seeds_are_reported_by_mean_and_deviation_and_paired(tmp_path):
     # Uniform averages 20, 22, 24, and Chameleon 19, 20, 21; seeds 2 and 3 differ by -3 and -4.
     (sentence,) = findings(seeded)
     assert sentence == (
-        "Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, Uniform of "
+        "Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, and Uniform has "
         "22.00 ± 2.00 over 3 seeds (-9.1%, -3.50 ± 0.71 paired by 2 seeds); Chameleon is lower in "
         "2 of 3 domains."
     )

@@ -1,4 +1,4 @@
-"""The ledger: costs of each mixture's inputs, each artifact counted once."""
+"""The cost ledger: the costs of a mixture's inputs are added, and each artifact counts once."""
 
 from __future__ import annotations
 

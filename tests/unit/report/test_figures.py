@@ -225,7 +225,7 @@ def test_domains_in_the_legend_are_far_apart_on_the_map():
     assert len(named) == len(set(named)) == MOST_NAMED
     centres = shown.centroids[named]
     apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)[~np.eye(21, dtype=bool)]
-    assert apart.min() > 10  # 22 in an even grid of 21 points, about 2 between all 1000 domains
+    assert apart.min() > 10  # an even grid would have distances of 22
     figure = window_map_figure(shown)
     (axes,) = figure.axes
     assert to_hex(axes.lines[0].get_color()) == PROXY_COLOR

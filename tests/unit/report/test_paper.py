@@ -103,7 +103,7 @@ def test_domain_without_text_is_excluded_from_all_averages(root):
     assert found["average"] == f"{rest:.2f}"
     assert column_of(perplexity, "paper: DoGE")["domains better than Uniform"] == "3 of 6"
     assert column_of(perplexity, "Uniform")["c4"] == "-"
-    assert "Not in averages and counts: c4." in perplexity.notes
+    assert "Excluded from averages and counts: c4." in perplexity.notes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The artifacts of a run folder, merged folders, and one corpus only."""
+"""Read run folders, merge them, and reject folders with different corpora."""
 
 from __future__ import annotations
 
