@@ -78,7 +78,7 @@ def main() -> None:
     print(f"written to {path}")
 
 
-# Blended index: Megatron's helper in C++, ours, and the closed form up to 15T tokens.
+# Blended index: Megatron's C++ helper, our exact copy of it, and the closed form up to 15T tokens.
 
 # Number of domains -> number of samples. With 1000 domains, the compiled helper takes a microsecond
 # per sample.
@@ -153,7 +153,7 @@ def time_closed_form(num_domains: int, num_samples: int = 2_000_000) -> Row:
 
 
 def time_first_and_last(data: TokenData, permutation: Permutation) -> Row:
-    """Time from opening all files to the first batch, and to the last one, as when resuming."""
+    """Time from opening all files to the first batch, and to the last batch, as when resuming."""
     seq_length, batch_size = 4096, 512
     schedule = MixtureSchedule.fixed(random_weights(len(data.domains)).tolist())
     num_samples = sum(data.tokens.values()) // seq_length
@@ -414,7 +414,7 @@ def compare_documents(corpus_folder: Path, their_prefix: Path) -> int:
                 position[split] += 1
                 break
         else:
-            raise AssertionError(f"document {number} of {their_prefix} is not among ours")
+            raise AssertionError(f"document {number} of {their_prefix} is missing in our output")
     assert all(position[split] == len(ours) for split, ours in splits.items())
     return int(theirs.sequence_lengths.sum())
 

@@ -60,7 +60,7 @@ class Case:
 
 
 def steps_of(case: Case, layout: Layout) -> dict[str, Callable[[], None]]:
-    """Training steps of one model: a plain one, and one with DoGE for each number of domains."""
+    """Training steps of one model: a plain step, and a DoGE step for each number of domains."""
     training = RandomTraining(case.shape, layout, bf16=True, per_token_loss=True)
     num_microbatches = SAMPLES // case.micro_batch_size
 

@@ -83,7 +83,7 @@ STEPS = (
         for length, seconds in ((512, 330), (1024, 570))
     ),
 )
-"""All steps together take at most 45 minutes on one GPU, and each at most 10."""
+"""All steps together take at most 45 minutes on one GPU, and each step takes at most 10 minutes."""
 
 
 def main() -> int:

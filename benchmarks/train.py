@@ -244,7 +244,7 @@ def time_at_best(
 ) -> dict[str, Any]:
     """Figures of one contestant at its fastest micro-batch size, and the speed of each size.
 
-    Sizes increase until one does not fit or is slower than the previous one.
+    Micro-batch sizes increase until a size does not fit or is slower than the previous size.
     """
     contestant = make()
     speeds: dict[int, float] = {}

@@ -118,8 +118,8 @@ def domain_names(prefixes: Sequence[str]) -> list[str]:
 def hash_token_file(prefix: Path) -> str:
     """Hex SHA-256 of a pair of files: the whole .idx, and blocks of the .bin.
 
-    A .bin of up to 16 MiB is hashed completely. A larger one is hashed by its size and 16 MiB of
-    evenly spaced blocks, including the first and the last one.
+    A .bin of up to 16 MiB is hashed completely. For a larger .bin, the hash covers its size and 16
+    MiB of evenly spaced blocks, including the first and the last one.
     """
     bin_path = Path(f"{prefix}.bin")
     size = bin_path.stat().st_size

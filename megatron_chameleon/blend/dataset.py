@@ -36,7 +36,7 @@ class _BlendedPhase:
 
     Attributes:
         phase: first sample and weights.
-        order: order of the samples; its sample 0 is the first one of the phase.
+        order: order of the samples, which are numbered from the start of the phase.
         before: [num_domains] samples of each domain before the phase.
         target_before: [num_domains] target count of each domain before the phase.
     """

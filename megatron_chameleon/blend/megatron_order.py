@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_chameleon.blend.token_data import MAX_DOMAINS
 
-# Ranges of samples filled concurrently, one per vector lane.
+# Number of ranges of samples that are filled concurrently, one in each vector lane.
 LANES = 16
 # Samples between two selections of candidates; a lane's range is a multiple of this number.
 WINDOW = 64

@@ -1,12 +1,13 @@
 """Blended order in closed form: the domain of sample n, without state or an index.
 
 Two domains are merged by due time: sample j of domain i is due at ``(j + 1/2) / weight[i]``, so the
-first m samples hold ``floor(m * r + 1/2)`` of a domain whose share is r. More domains are merged
-in a binary tree: each node merges two groups of domains of about equal weight. Sorting all domains
-by due time at once would let rounding errors add up: with one weight of 0.5 and 200 equal ones, the
-heavy domain would run 50 samples ahead before the first light one is due. In the tree, a node adds
-at most 1/2 to the error of its children, and the error of a node reaches a child multiplied by the
-child's share of it: as shares are about half at every level, the errors add up to about 1.
+first m samples hold ``floor(m * r + 1/2)`` of a domain whose share is r. More domains are merged in
+a binary tree: each node merges two groups of domains of about equal weight. Sorting all domains by
+due time at once would let rounding errors add up: with one domain of weight 0.5 and 200 domains of
+equal weight, the heavy domain would run 50 samples ahead before the first light domain is due. In
+the tree, a node adds at most 1/2 to the error of its children. A node's own error reaches a child
+multiplied by the child's share of the node; since shares are about half at every level, the errors
+add up to about 1.
 
 The split at a node is integer arithmetic on 52-bit shares, identical on every machine.
 """
@@ -169,7 +170,7 @@ def _locate(
     """Write domain and number of each of ``samples`` [n].
 
     Walking down the tree sample by sample would mispredict a branch at every level. Instead each
-    node partitions all samples that reach it, without a branch, into those of its children.
+    node partitions all samples that reach it, without a branch, into the samples of its children.
     """
     size = min(CHUNK, len(samples))
     # The number of each sample within a node, and its place in ``samples``: at each level they are

@@ -20,7 +20,7 @@ ALL_AT_ONCE = (None,)
 
 
 class SampleSource(Protocol):
-    """Numbered samples, several of which can be read at once."""
+    """A data set of numbered samples that can read several samples at once."""
 
     def __len__(self) -> int: ...
 

@@ -2,7 +2,7 @@
 
 ``pooling.py`` has the reference in plain torch. The positions of a sequence are split into chunks.
 A program of the first kernel sums one chunk of one sequence; a program of the second adds up the
-chunks. The order of summation is fixed, so results are deterministic, unlike those of atomic
+chunks. The order of summation is fixed, so results are deterministic, unlike results of atomic
 additions.
 """
 

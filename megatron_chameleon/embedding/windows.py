@@ -105,7 +105,7 @@ def load_windows(
     The sample depends only on ``seed`` and the domain's ``order_key``, not on where its files are.
 
     Args:
-        domain: has at least one token.
+        domain: domain with at least one token.
         window_length: maximum tokens per window.
         num_windows: maximum number of windows.
         seed: seed of the sample.

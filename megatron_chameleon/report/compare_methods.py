@@ -99,7 +99,7 @@ def spread_of(averages: Array) -> dict[str, Any]:
         ``between_seeds``: pooled standard deviation within mixtures after removing the seed's
         effect: the root of the sum of squared residuals of y[m, s] = mixture m + seed s, divided by
         their (m - 1)(s - 1) degrees of freedom. ``ratio``: between_mixtures / between_seeds; the
-        ratio is infinite if the seed has no effect, and about 1 / sqrt(s) if the mixture has no
+        ratio is infinite if all residuals are 0, and about 1 / sqrt(s) if the mixture has no
         effect. ``are_distinguishable``: whether the ratio is ``LEAST_RATIO`` or more.
     """
     by_mixture = averages.mean(axis=1, keepdims=True)

@@ -154,7 +154,7 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
 
     Args:
         folder: run folder with at least one evaluation.
-        baseline: name of an evaluated run; None takes the first one trained with uniform weights.
+        baseline: name of an evaluated run; None takes the first run trained with uniform weights.
 
     Raises:
         UserError: if ``baseline`` has no evaluation, if evaluations differ in protocol or domains,
@@ -186,7 +186,7 @@ def require_same_evaluation(results: Mapping[str, EvaluationResult]) -> None:
     for name, result in results.items():
         if different := set(first.domains) ^ set(result.domains):
             raise UserError(
-                f"{EVALUATION}/{name}.json and {first_name}.json: only one of them has the domain "
+                f"{EVALUATION}/{name}.json and {first_name}.json: only one file has the domain "
                 f"'{min(different)}'; evaluate both on all domains"
             )
 

@@ -107,7 +107,7 @@ def ledger_of(folder: RunFolder) -> Ledger:
     swarms, embedding stores, folders of these, and other mixtures, whose inputs count as well.
     ``parameters["unknown_costs"]`` describes inputs without a known cost. Chameleon's mixtures have
     no such list: their proxy is the run in 2-proxy that saved the checkpoint in their provenance,
-    and their store is the one with the recipe of their embeddings.
+    and their store is the embedding store whose recipe the mixture records.
 
     Raises:
         UserError: if an artifact is damaged.

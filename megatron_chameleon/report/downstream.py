@@ -77,7 +77,7 @@ def compare_downstream(
 
     Args:
         folder: run folder.
-        baseline: name of a base run; None takes the first one trained with uniform weights.
+        baseline: name of a base run; None takes the first run trained with uniform weights.
 
     Raises:
         UserError: if two results did not answer the same questions. Missing tasks or numbers of

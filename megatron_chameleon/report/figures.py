@@ -320,7 +320,7 @@ def loss_picture(folder: RunFolder) -> Picture | None:
     if not any(len(run.total) for run in (*runs, *proxies)):
         return None
     caption = (
-        "The top panel shows all domains together, the others one domain each. Thin lines are the "
+        "The top panel shows all domains together; each other panel shows one. Thin lines are the "
         "recorded losses, bold lines their running mean, and dots the losses on held-out text."
     )
     count = len(panel_domains(runs))

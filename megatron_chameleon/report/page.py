@@ -142,8 +142,8 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
 
     Args:
         runs: at least one run folder; several are merged, without duplicates.
-        baseline: name of the evaluated base run that the others are compared with; None takes
-            the first one trained with uniform weights.
+        baseline: name of the evaluated base run that the others are compared with; None takes the
+            first run trained with uniform weights.
         output: the folder to write to; None takes 7-report of the first run folder.
 
     Returns:
@@ -336,7 +336,7 @@ def markdown_page(report: Report) -> str:
 
 
 def write_report(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write ``files`` (path below ``folder`` -> content), and remove those of an earlier report.
+    """Write ``files`` (path below ``folder`` -> content); remove other files of an old report.
 
     Args:
         folder: created if needed; other files in it are unchanged.

@@ -48,7 +48,7 @@ PAPER_METHODS = {"chameleon-pretrain": "chameleon"}
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One model on one data set of the paper; the first table of each kind is compared.
+    """One model on one data set of the paper. Runs are compared with the first table of each kind.
 
     Attributes:
         data_set: name, as in ``artifacts.published``.
@@ -56,11 +56,12 @@ class Setting:
             final ``weights`` are printed, ``other_flops`` of other methods, ``gpu_hours`` of each
             method, and ``base_gpu_hours`` of each model size.
         size: name of the model's size.
-        model: its dimensions, with the keys of a run's record.
+        model: dimensions of the model, with the keys of a run's record.
         batch_size: sequences per step.
         baseline: the method with which the paper's other methods are compared, row by row.
         perplexity: tables of held-out perplexity per domain: caption, and method -> column.
-        downstream: tables of accuracy per task in percent, the mean over 0 to 5 shots, likewise.
+        downstream: tables of accuracy per task in percent, the mean over 0 to 5 shots, in the same
+            form.
         fine_tuned: whether the model started from weights trained on the Pile.
     """
 
@@ -234,7 +235,7 @@ def _both_sides(
         sides: figures of the runs by label, and of the paper by method, with the same rows.
         both: names of the rows that averages and counts include.
         baseline: label of the runs' baseline, if there is one.
-        notes: notes that follow the one on the paper.
+        notes: notes that follow the note on the paper.
     """
     form, best = (format_perplexity, min) if noun == "domain" else ("{:.1f}".format, max)
     (printed, *_), title = (

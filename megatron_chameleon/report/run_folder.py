@@ -84,7 +84,7 @@ class RunFolder:
             UserError: if ``root`` is not a run folder, or an artifact in it is damaged.
         """
         if not root.is_dir():
-            raise UserError(f"{root} is not a folder; pass one that holds {CORPUS} to {EVALUATION}")
+            raise UserError(f"{root} is not a folder; pass a folder with {CORPUS} to {EVALUATION}")
 
         def inside(stage: str, suffix: str = "") -> list[Path]:
             """The folders of a stage, or its files with ``suffix``."""
@@ -191,7 +191,7 @@ def require_one_corpus(folders: Sequence[RunFolder]) -> None:
 
 
 def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
-    """Path and corpus hash of every artifact that records one, the corpus first."""
+    """Path and corpus hash of every artifact that records a corpus hash, the corpus first."""
     if folder.corpus is not None:
         yield folder.root / CORPUS, folder.corpus.hash
     for name, result in folder.evaluations.items():

@@ -316,7 +316,7 @@ def markdown(text: str) -> str:
 
 
 def display_width(text: str) -> int:
-    """Width of ``text`` in terminal columns: two per wide character, none per combining one."""
+    """Width of ``text`` in terminal columns: wide characters take two, combining characters 0."""
     return sum(
         0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
         for sign in text

@@ -88,7 +88,7 @@ def weight_tables(folder: RunFolder) -> list[Table]:
 def mode_of(name: str, mixture: Mixture) -> str | None:
     """Purpose of a mixture, "pretrain" or "finetune", from its parameters or else its name.
 
-    The name is used only for Chameleon's mixtures and those of unknown method.
+    The name is used only for Chameleon's mixtures and for mixtures of unknown method.
     """
     stated = mixture.parameters.get("mode")
     if stated is not None:

@@ -17,7 +17,7 @@ Weights = NDArray[np.float64]
 
 
 def hard_weights(num_domains: int) -> list[Weights]:
-    """Difficult weights [num_domains], some of which are rejected from users."""
+    """Difficult weights [num_domains], some of which the trainer rejects."""
     rng = np.random.default_rng([0, num_domains])
     even = rng.dirichlet(np.ones(num_domains))
     rare, very_rare, some_zero = even.copy(), even.copy(), even.copy()
