@@ -5,13 +5,14 @@ import warnings
 __version__ = "0.1.0"
 
 # Each module of megatron-core that would use Transformer Engine or Apex warns when it is imported,
-# a dozen times in total. tools/doctor.py reports it once, with the consequences.
+# a dozen times in total. tools/doctor.py reports once that the packages are missing, with the
+# consequences.
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     # megatron-core's distributed optimizer reads gradients of views on purpose.
     "The .grad attribute of a Tensor that is not a leaf",
-    # About Transformer Engine's core_attn, which is not used here.
+    # This warning is about Transformer Engine's core_attn, which is not used here.
     "If you are using transformer_engine as the transformer implementation",
 ):
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)

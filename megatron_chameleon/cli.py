@@ -81,7 +81,7 @@ def run_tool(
     threading.excepthook = _thread_ended
     # All ranks raise the same warnings; only rank 0 prints them.
     warnings.showwarning = OneLineWarnings() if rank == 0 else lambda *_, **__: None
-    for noise in (FutureWarning, DeprecationWarning):  # from libraries, for developers
+    for noise in (FutureWarning, DeprecationWarning):  # warnings of libraries, meant for developers
         warnings.simplefilter("ignore", noise)
     escape_everything_printed()
     try:
@@ -133,11 +133,11 @@ def run_choice(
     """Like :func:`run_tool` for a tool with a flag that selects its function and other flags.
 
     Args:
-        flag: such as ``--method``.
+        flag: the flag that selects the function, such as ``--method``.
         commands: value of the flag -> function and its options dataclass.
         default: default value of the flag.
         listing_flag: the flag that lists the values.
-        listing: returns the text that it prints.
+        listing: returns the text that ``listing_flag`` prints.
         unusable: a line for each value that is defined but not usable, added to the error for an
             unknown value.
     """
@@ -282,9 +282,9 @@ def field_helps(options_type: type) -> dict[str, str]:
 
 
 def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
-    """Value of ``field`` in ``options``, if that is an instance, else the default of the field.
+    """Value of ``field`` in ``options`` if this is an instance; otherwise the default of the field.
 
-    MISSING_NONPROP if it has no default.
+    MISSING_NONPROP if the field has no default.
     """
     if dataclasses.is_dataclass(options):
         return getattr(options, field.name)

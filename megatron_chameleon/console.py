@@ -25,7 +25,7 @@ def escaped(text: str) -> str:
 
 
 def escaped_but_for_bars(text: str) -> str:
-    """Like :func:`escaped`, but keep carriage returns, colors and cursor movements of bars."""
+    """Like :func:`escaped`, but keep carriage returns, colors and cursor movements."""
     return _BARS_AND_COLORS.sub(
         lambda found: _backslashed(found[1]) if found[1] else found[0], text
     )
@@ -53,7 +53,7 @@ class Output(io.TextIOWrapper):
 
     @property
     def lost(self) -> OSError | None:
-        """The first error by which output was dropped; None without one."""
+        """The first error for which output was dropped; None if no output was dropped."""
         return self._descriptor.lost
 
     def write(self, text: str) -> int:
@@ -83,7 +83,7 @@ class _Descriptor(io.RawIOBase):
         while True:
             try:
                 return os.write(self._number, data)
-            except BlockingIOError:  # a pipe that its reader made non-blocking
+            except BlockingIOError:  # the stream is a pipe that its reader made non-blocking
                 select.select([], [self._number], [])
             except OSError as error:
                 self.lost = self.lost or error
@@ -101,7 +101,7 @@ def open_output() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # Read-only, so that lost output is noticed.
+            # Opened read-only, so that writing fails and lost output is reported.
             os.open(os.devnull, os.O_RDONLY)
     sys.stdout, sys.stderr = _output(sys.stdout, 1), _output(sys.stderr, 2)
 
@@ -124,7 +124,7 @@ def escape_everything_printed() -> None:
 
 
 def lost_output() -> OSError | None:
-    """The first error by which ``sys.stdout`` lost output; None without one."""
+    """The first error for which ``sys.stdout`` lost output; None if no output was lost."""
     sys.stdout.flush()
     return sys.stdout.lost if isinstance(sys.stdout, Output) else None
 

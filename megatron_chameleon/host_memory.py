@@ -42,6 +42,6 @@ def host_memory() -> int:
     for path in _CGROUP_LIMITS:
         try:
             limits.append(int(path.read_text(encoding="ascii")))
-        except (OSError, ValueError):  # no such hierarchy, or "max"
+        except (OSError, ValueError):  # no such cgroup file, or no limit
             continue
     return min(limits)

@@ -131,7 +131,8 @@ class Export:
     def sampled_from(self, split: Split) -> list[WeightedDomain]:
         """The domains with a weight above 0 and tokens in ``split``.
 
-        Domains without valid or test tokens are left out, which raises the shares of the others.
+        Domains without valid or test tokens are left out, which raises the shares of the remaining
+        domains.
 
         Raises:
             UserError: for a domain with a weight above 0 and no training tokens.
@@ -303,9 +304,9 @@ def olmo_core(export: Export) -> str:
     """Format a ``SourceMixtureList`` as JSON, with the .bin files of the corpus.
 
     OLMo-core reads these files as they are: token ids without a header, each document ended by the
-    end-of-document token. Its ``dtype`` is ``uint16`` or ``uint32`` (for our int32: no id is
-    negative). With a token budget, ``max_repetition_ratio`` is the number of epochs over the
-    domain, rounded up; without it no text is repeated.
+    end-of-document token. Its ``dtype`` is ``uint16`` or ``uint32``; int32 files are read as
+    ``uint32``, since no id is negative. With a token budget, ``max_repetition_ratio`` is the number
+    of epochs over the domain, rounded up; without it no text is repeated.
 
     Raises:
         UserError: for a path that OLMo-core would read as a pattern, or a split without text.

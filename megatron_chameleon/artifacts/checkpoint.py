@@ -29,8 +29,9 @@ from megatron_chameleon.artifacts.record import Count, HashedFiles, HashedFolder
 from megatron_chameleon.errors import UserError
 
 FOLDER_NAME = "checkpoints"
-# Excluded from the hash of the weights, since they differ between identical runs: megatron-core's
-# index contains the path of the checkpoint, and its common state is pickled in insertion order.
+# These files are excluded from the hash of the weights, since they differ between identical runs:
+# megatron-core's index contains the path of the checkpoint, and its common state is pickled in
+# insertion order.
 NO_TENSORS = (".metadata", "common.pt")
 CONFIG_NAME = "metadata.json"  # written by megatron-core: the format of the tensor files
 TENSOR_FILES = "*.distcp"
@@ -72,7 +73,8 @@ class CheckpointRecord(HashedFolderRecord):
         domain_samples: domain -> samples consumed; a resumed run continues after them.
         mixture_phases: the sampling weights of each phase, in order.
         domain_tokens: domain -> training tokens seen.
-        layout: parallel layout of the run that wrote it; any layout can read it.
+        layout: parallel layout of the run that wrote the checkpoint; runs with any layout can read
+            it.
         files: file name -> size and hash.
         guard: state of the step guard: counts, the last losses and gradient norms, and the number
             of consecutive skipped steps.
@@ -155,7 +157,7 @@ def step_folder(run_dir: Path, step: int) -> Path:
 def checkpoint_folders(run_dir: Path) -> list[Path]:
     """List the complete checkpoints of a run, oldest first.
 
-    Other names, such as those of users' copies, are ignored.
+    Folders with other names, such as copies made by users, are ignored.
     """
     folders = (
         path.parent for path in (run_dir / FOLDER_NAME).glob(f"step-*/{CheckpointRecord.FILE_NAME}")

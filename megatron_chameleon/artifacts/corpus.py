@@ -27,7 +27,7 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 # position and verifies every block that it touches.
 BLOCK_BYTES = 1 << 14
 
-# Leaves room for suffixes within the 255 bytes that file systems allow.
+# This leaves room for suffixes within the 255 bytes that file systems allow.
 MAX_FILE_NAME = 200
 
 
@@ -65,8 +65,8 @@ class DomainSplit:
 
     ``tokens`` counts the end-of-document token of every document; ``text_bytes`` counts the UTF-8
     bytes of the text, for losses per byte. ``sha256`` is the hash of .bin and .idx, concatenated.
-    ``block_checksums`` is the hash of PREFIX.xxh3, which holds a checksum for each of their blocks;
-    None in a corpus of an earlier release, which lacks that file.
+    ``block_checksums`` is the hash of PREFIX.xxh3, which holds a checksum for each block of .bin
+    and .idx; None in a corpus of an earlier release, which lacks that file.
     """
 
     prefix: InnerPath
@@ -113,7 +113,8 @@ class Domain:
 class Corpus(HashedFolderRecord):
     """The contents of ``corpus.json``; ``root`` is its folder.
 
-    ``not_written`` maps domains to counts; empty if nothing was counted.
+    ``not_written`` maps domains to counts of documents and lines that were left out; it is empty if
+    there are none.
     """
 
     KIND = "corpus"
@@ -172,7 +173,7 @@ class Corpus(HashedFolderRecord):
         return sha256_of_json(
             {
                 "tokenizer": self.tokenizer.sha256,
-                # A list: the order of the domains decides the order of samples.
+                # A list, since the order of the domains decides the order of samples.
                 "domains": [[name, self.domain_hash(name)] for name in self.names],
             }
         )

@@ -58,7 +58,8 @@ class DiscoveredDomains(FolderRecord):
 
     Attributes:
         num_clusters: requested or chosen number of clusters, before small ones were dissolved.
-        silhouettes: number of clusters -> mean silhouette of the windows, for each number tried.
+        silhouettes: number of clusters -> mean silhouette of the windows, for each number of
+            clusters that was tried.
         inertia: sum of squared distances of the fitted windows to their centroids.
         fitted_windows: number of windows that the clusters were fitted to.
         model_hash: hash of the proxy's weights.

@@ -56,7 +56,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Accuracy:
-        """Accuracy from ``values``, one in [0, 1] per question."""
+        """Compute the accuracy from ``values`` in [0, 1], one per question."""
         count, mean = len(values), math.fsum(values) / len(values)
         squares = math.fsum((value - mean) ** 2 for value in values)
         return cls(mean, math.sqrt(squares / (count - 1) / count) if count > 1 else None)
@@ -235,7 +235,7 @@ def part_path(work_dir: Path, task: str, shots: int) -> Path:
 
 
 def find_part(work_dir: Path, settings: PartSettings) -> DownstreamPart | None:
-    """Load the intermediate result with these settings; None if there is none.
+    """Load the intermediate result with these settings; None if it does not exist.
 
     Raises:
         UserError: if the file has other settings or is damaged.

@@ -99,7 +99,7 @@ class EmbeddingStore(FolderRecord):
                 full.
         """
         file = f"{file_name_of(name)}.safetensors"
-        # Not save_file: on a full disk, it raises other errors than OSError.
+        # save_file is not used, since it raises errors other than OSError on a full disk.
         content = save({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)})
         sha256 = hashlib.sha256(content).hexdigest()
         entry = DomainEmbeddings(file, len(vectors), corpus_hash, sha256)
@@ -125,7 +125,7 @@ class EmbeddingStore(FolderRecord):
             )
 
     def holds(self, name: str, corpus_hash: str) -> bool:
-        """Whether the store has vectors of domain ``name``, computed from these token files.
+        """Whether the store has vectors of ``name``, from token files with hash ``corpus_hash``.
 
         Vectors without a checksum do not count, since damage to them would go unnoticed.
         """

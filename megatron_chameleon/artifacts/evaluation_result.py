@@ -7,7 +7,8 @@ correction): for sums S_c of losses over sizes n_c of C clusters, and m = sum(S_
 
     SE(m)^2 = C / (C - 1) * sum((S_c - m n_c)^2) / sum(n_c)^2
 
-For the difference of two models on the same tokens, S_c is the difference of their sums in c.
+For the difference of two models on the same tokens, S_c is the difference of the two models' sums
+in cluster c.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Protocol:
         return ", ".join([f"the {self.split} split", *parts])
 
 
-# Enough to estimate a standard error to 4%. There may be millions of documents.
+# Enough clusters to estimate a standard error to within 4%, since there may be millions of
+# documents.
 MAX_CLUSTERS = 256
 
 
@@ -117,7 +119,7 @@ def error_of_mean(errors: Iterable[float | None]) -> float | None:
     """Standard error of a mean of independent values.
 
     Args:
-        errors: standard error of each value; if one is None, so is the result.
+        errors: standard error of each value; if any of these is None, the result is None.
     """
     known = list(errors)
     squares = [error**2 for error in known if error is not None]
@@ -188,7 +190,7 @@ class DomainLoss:
 class EvaluationResult(FileRecord):
     """Held-out perplexity per domain of one checkpoint.
 
-    ``left_out`` lists the domains of the corpus with nothing to predict in the split.
+    ``left_out`` lists the domains of the corpus that have no tokens to predict in the split.
     """
 
     KIND = "evaluation"
@@ -263,8 +265,9 @@ def loss_difference(first: DomainLoss, second: DomainLoss) -> Difference:
 def mean_perplexity_difference(first: EvaluationResult, second: EvaluationResult) -> Difference:
     """Mean perplexity of ``first`` minus that of ``second``.
 
-    To first order, the standard error of a perplexity p = exp(m) is p SE(m); that of p - q is the
-    error of the ratio with the sums p S_c - q T_c, for the models' loss sums S_c, T_c of cluster c.
+    To first order, the standard error of a perplexity p = exp(m) is p SE(m); the standard error of
+    p - q is the standard error of the ratio with sums p S_c - q T_c, where S_c and T_c are the loss
+    sums of the two models in cluster c.
     """
     pairs = [(domain, second.domains[name]) for name, domain in first.domains.items()]
     errors = [_paired_error(a, b, a.perplexity, b.perplexity) for a, b in pairs]

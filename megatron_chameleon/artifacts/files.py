@@ -1,4 +1,4 @@
-"""Strict JSON, atomic writes and replacements, hashes."""
+"""Read strict JSON, write and replace files atomically, and compute hashes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_chameleon.errors import UserError
 
-# Twice the size of the largest artifacts: an evaluation of 32,767 domains in 256 clusters each, and
-# a swarm of 512 members over 32,767 domains.
+# Twice the size of the largest artifacts, which are an evaluation of 32,767 domains in 256 clusters
+# each, and a swarm of 512 members over 32,767 domains.
 MAX_JSON_BYTES = 1 << 30
 _CHUNK = 1 << 20
 # More files than this are flushed by one call to sync.
@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         UserError: if the folder cannot be created or written, or the disk is full.
     """
-    # Truncated: with a suffix, the whole name could be too long for a file name.
+    # The name is truncated, since the whole name with a suffix could be too long for a file name.
     temporary = path.parent / f".{path.name[:40]}.{uuid.uuid4().hex[:12]}.tmp"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def link_or_copy(path: Path, target: Path) -> None:
     """
     with writing(target):
         try:
-            os.link(path.resolve(), target)  # resolved: a symbolic link could break later
+            os.link(path.resolve(), target)  # resolved, since a symbolic link could break later
         except OSError:  # another file system, or one without hard links
             shutil.copyfile(path, target)
 
@@ -155,7 +155,7 @@ def require_regular_file(path: Path) -> None:
 
 
 def sha256_of_files(*paths: Path, on_bytes: Callable[[int], object] | None = None) -> str:
-    """Hex SHA-256 of the concatenated files; ``on_bytes`` is called with the bytes per read."""
+    """Hex SHA-256 of the concatenated files; ``on_bytes`` is called with the bytes of each read."""
     digest = hashlib.sha256()
     for path in paths:
         require_regular_file(path)
@@ -209,7 +209,7 @@ def finish_replacements(parent: Path, name: str = "*") -> None:
         if folder.exists():
             shutil.rmtree(before, ignore_errors=True)
         else:
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
+            with contextlib.suppress(FileNotFoundError):  # another process has restored it
                 os.replace(before, folder)
 
 
@@ -237,7 +237,7 @@ def require_writable(folder: Path, option: str) -> None:
 
 
 def flush_all_to_disk(paths: Sequence[Path]) -> None:
-    """Call :func:`flush_to_disk` on each path, or sync once for more than a thousand."""
+    """Call :func:`flush_to_disk` on each path, or sync once for more than a thousand paths."""
     if len(paths) > _MAX_FSYNC:
         os.sync()
     else:

@@ -63,7 +63,7 @@ def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
     """Read the runs that are in both tables, in the order of ``ratios``.
 
     Rows are matched by a column that both have: run, run_id, index or name. Runs in one table only,
-    metrics without any number, and runs that lack one of the other metrics are skipped with a
+    metrics without any number, and runs that lack one of the remaining metrics are skipped with a
     :class:`MixtureRunsWarning`. Shares that sum to 1 within 0.01 are rescaled.
 
     Raises:

@@ -77,19 +77,19 @@ def machine_info() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Commit of the source tree, "+changes" if it is modified; None outside a checkout."""
+    """Commit of the source tree, with "+changes" if it is modified; None outside a git checkout."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     folder = Path(__file__).parent
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return None  # git is not installed; the versions of the packages are recorded
+        return None  # git is not installed; the versions of the packages are recorded instead
     return done.stdout.strip() or None
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Cost of a stage. Costs of stages add up.
+    """Cost of a stage. Costs of stages can be added.
 
     Attributes:
         flops: floating-point operations, counted from the model's shapes; 0 without a model.

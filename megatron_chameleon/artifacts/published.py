@@ -28,7 +28,8 @@ class PublishedColumn:
         source: the paper.
         table: the caption of the table.
         printed: domain -> weight as printed.
-        own_names: name of a domain in the data set -> its name in ``printed``, where they differ.
+        own_names: name of a domain in the data set -> its name in ``printed``, for domains whose
+            names differ.
         flops: printed FLOPs to obtain the weights; None if not printed.
     """
 

@@ -68,7 +68,7 @@ class Record:
     def _read(cls, path: Path, **known: Any) -> Self:
         """Read ``path``; ``known`` are values of fields that are not in the file."""
         body = read_json(path, cls.MADE_BY)
-        checksum = body.pop("checksum", None)  # not written by older releases
+        checksum = body.pop("checksum", None)  # missing in files of older releases
         is_unchanged = checksum in (None, _checksum(body))
         kind = body.pop("kind", cls.KIND)
         version = body.pop("format_version", cls.FORMAT_VERSION)
@@ -87,7 +87,7 @@ class Record:
     def _write(self, path: Path) -> None:
         require_kind(path, self.KIND)
         body = {"kind": self.KIND, "format_version": self.FORMAT_VERSION, **json_values(self)}
-        body.pop("root", None)  # an artifact can be moved
+        body.pop("root", None)  # not stored, since an artifact can be moved
         write_json(path, body if self.EDITABLE else {**body, "checksum": _checksum(body)})
 
 
@@ -120,7 +120,7 @@ class FolderRecord(Record):
 
     @classmethod
     def exists(cls, folder: Path) -> bool:
-        """Whether ``folder`` holds such an artifact."""
+        """Whether ``folder`` holds an artifact of this kind."""
         return (folder / cls.FILE_NAME).is_file()
 
     def save(self) -> None:
@@ -161,7 +161,7 @@ class HashedFolderRecord(FolderRecord):
         """Check that every data file exists and has its recorded size.
 
         Raises:
-            UserError: naming the first file that does not.
+            UserError: naming the first file that is missing or has another size.
         """
         for files in self.hashed_files():
             for path, size in files.sizes.items():

@@ -21,8 +21,8 @@ class SweepPoint:
         settings: hyperparameter -> value; the same hyperparameters at every point.
         mixture: path of the mixture, relative to the sweep's folder.
         mixture_hash: hash of the weights in it.
-        made_from: inputs of the mixture, relative to the sweep's folder: a proxy's run, an
-            embedding store.
+        made_from: paths of the mixture's inputs (a proxy's run, an embedding store), relative to
+            the sweep's folder.
     """
 
     settings: Annotated[dict[str, SettingValue], reads_old_name("settings", "knobs")]
@@ -39,7 +39,7 @@ class Sweep(FolderRecord):
         method: method that computed the mixtures.
         axes: hyperparameter -> its values with all others at the centre, in order; includes the
             centre's value.
-        points: the centre first; all distinct.
+        points: distinct points; the first is the centre.
         cost: cost of all proxies, embeddings and mixtures, each counted once.
     """
 

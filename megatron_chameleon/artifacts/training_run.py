@@ -111,7 +111,7 @@ class _Metrics:
     loss: FiniteFloat | None = None
     domain_loss: dict[str, FiniteFloat | None] | None = None
     validation_loss: dict[str, FiniteFloat | None] | None = None
-    hook: dict[str, Any] | None = None  # any fields
+    hook: dict[str, Any] | None = None  # may have any fields
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

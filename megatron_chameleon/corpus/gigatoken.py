@@ -1,9 +1,9 @@
-"""Encode with the gigatoken package where its ids equal those of the tokenizer's library.
+"""Encode with the gigatoken package if its ids equal those of the tokenizer's own library.
 
-On one core it is about fifty times as fast as the ``tokenizers`` library. Both libraries are
-compared before use, on a sample of the text and on difficult texts, and periodically during use.
-Texts with characters that only some Unicode releases define, where gigatoken is known to differ,
-are encoded by the tokenizer's library.
+On one core, gigatoken is about fifty times as fast as the ``tokenizers`` library. The ids of both
+libraries are compared before use, on a sample of the text and on difficult texts, and periodically
+during use. Texts with characters that only some Unicode releases define are encoded by the
+tokenizer's own library, since gigatoken is known to encode them differently.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from megatron_chameleon.corpus.tokenizer import (
 from megatron_chameleon.errors import UserError, one_line
 
 _SAMPLE_CHARACTERS = 1 << 20
-# Characters that are sampled from the start of each text, and again from its middle.
+# Number of characters sampled from the start of each text, and again from its middle.
 _SAMPLE_CHUNK = 1 << 13
-# Interval and size of a comparison, in characters; takes about 1% of gigatoken's time.
+# Characters between comparisons, and characters per comparison. Comparing takes about 1% of
+# gigatoken's time.
 _COMPARE_EVERY = 1 << 22
 _COMPARE_CHARACTERS = 512
-# gigatoken caches every word: it is reloaded once the process has grown by this many bytes.
+# gigatoken caches every word, so it is reloaded once the process has grown by this many bytes.
 _MAX_GROWTH_BYTES = 200_000_000
 _CHECK_MEMORY_EVERY = 1 << 24  # characters
 
-# Ends a document for gigatoken. No proper prefix of it is a suffix, so text before it cannot
-# complete a match; a text that contains it is encoded by the tokenizer's library.
+# Special token that marks the end of a document for gigatoken. No proper prefix of the mark is also
+# its suffix, so text before the mark cannot complete a match. A text that contains the mark is
+# encoded by the tokenizer's own library.
 _END = "\x1f\x00end of document\x00"
 
 # tiktoken pattern -> gigatoken's name.
@@ -55,10 +57,10 @@ _SCHEMES = {
 }
 
 _MAX_SPECIAL_TOKENS = 300
-# New pictographs are added each year, but never as letters or digits.
+# Unicode adds pictographs each year, but they are never letters or digits.
 _PICTOGRAPHS = slice(0x1F300, 0x1FB00)
-# Letters, digits, marks and spaces that Unicode defined after release 14, for a Python whose own
-# tables are newer.
+# Letters, digits, marks and spaces that Unicode defined after release 14. They are listed here in
+# case Python's own tables are of a newer release.
 _NEW = """
 558 58B-58C 5C8-5C9 88F 897 B53-B54 C5C CDC CF3 ECE 1ACF-1AF0 1C89-1C8A 208F 209D-209F A7CB-A7CF
 A7D2 A7D4 A7DA-A7F1 AB6C-AB6D 105C0-105F3 107BB-107BF 10940-10959 10D40-10D85 10EC2-10EFF
@@ -73,10 +75,10 @@ A7D2 A7D4 A7DA-A7F1 AB6C-AB6D 105C0-105F3 107BB-107BF 10940-10959 10D40-10D85 10
 def unstable_characters() -> NDArray[np.bool_]:
     """Mask [0x110000] of the characters that the Unicode releases in use classify differently.
 
-    Libraries use the tables of different releases. A character that is a letter in one of them and
-    undefined in another is split from its neighbours by one library and not by the other. A defined
-    character keeps its properties, so characters are unstable if they were undefined in release 14,
-    the oldest in use.
+    Libraries use the tables of different Unicode releases. If a character is a letter in one
+    release and undefined in another, one library splits it from its neighbours and the other does
+    not. Unicode does not change the properties of a defined character, so a character is unstable
+    if it was undefined in release 14, the oldest in use.
     """
     categories = map(unicodedata.category, map(chr, range(0x110000)))
     unstable = np.fromiter((category == "Cn" for category in categories), np.bool_, 0x110000)
@@ -87,7 +89,7 @@ def unstable_characters() -> NDArray[np.bool_]:
 
 
 def is_stable(text: str) -> bool:
-    """Whether every Unicode release in use classifies the characters of ``text`` alike."""
+    """Whether all Unicode releases in use classify the characters of ``text`` in the same way."""
     if text.isascii():
         return True
     characters = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
@@ -95,7 +97,7 @@ def is_stable(text: str) -> bool:
 
 
 class GigatokenEncoder:
-    """Encode with gigatoken, giving the same ids as ``own``.
+    """Encode with gigatoken; the ids equal those of ``own``.
 
     Args:
         file: tokenizer file.
@@ -115,7 +117,7 @@ class GigatokenEncoder:
     def encode_documents(
         self, texts: Sequence[str]
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Encode texts on one core; ``own`` encodes those that gigatoken may split differently.
+        """Encode texts on one core; ``own`` encodes texts that gigatoken may split differently.
 
         Returns:
             tokens [num_tokens] uint32 of all texts, each with its end-of-document token, and
@@ -169,8 +171,8 @@ class GigatokenEncoder:
                 raise
             longest = max(texts, key=len)
             raise UserError(
-                f"gigatoken fails on texts of up to {len(longest)} characters, one of which "
-                f"begins {longest[:40]!r} ({error}); use --encoder own"
+                f"gigatoken fails on texts of up to {len(longest)} characters; the longest text "
+                f"begins with {longest[:40]!r} ({error}); use --encoder own"
             ) from None
 
     def _compare_and_trim(self, texts: Sequence[str]) -> None:
@@ -201,10 +203,10 @@ class GigatokenEncoder:
 
 
 def gigatoken_for(file: TokenizerFile, eod_id: int) -> Callable[[bytes], NDArray[np.uint32]]:
-    """Return gigatoken's function from UTF-8 to token ids for the tokenizer ``file``.
+    """Return a gigatoken function that converts UTF-8 to token ids for the tokenizer ``file``.
 
-    The file's special tokens are removed, since gigatoken would recognize them in text; the only
-    one left is ``_END``, so that one call can encode many documents.
+    The file's special tokens are removed, since gigatoken would recognize them in text. ``_END`` is
+    the only special token, so that one call can encode many documents.
 
     Raises:
         UserError: if the package is missing or does not support the tokenizer.
@@ -226,14 +228,14 @@ def gigatoken_for(file: TokenizerFile, eod_id: int) -> Callable[[bytes], NDArray
             tokenizer = gigatoken.Tokenizer.from_json(_with_one_special_token(json, eod_id))
     except ImportError:
         raise UserError("the gigatoken package is not installed") from None
-    except BaseException as error:  # no common base class
+    except BaseException as error:  # gigatoken's errors have no common base class
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
         raise UserError(f"gigatoken does not support {file.path} ({one_line(error)})") from error
 
     def encode(text: bytes) -> NDArray[np.uint32]:
-        # A batch releases the GIL; padding returns numpy arrays; BytesSource avoids importing
-        # awkward and pyarrow.
+        # Encoding a batch releases the GIL. With padding, gigatoken returns numpy arrays.
+        # BytesSource avoids importing awkward and pyarrow.
         source = gigatoken.BytesSource(text)
         rows, _ = tokenizer.encode_batch_padded(source, pad_id=0, parallel=False)
         tokens: NDArray[np.uint32] = rows[0]
@@ -255,7 +257,7 @@ def _with_one_special_token(tokenizer_json: str | bytes, eod_id: int) -> bytes:
 
 
 def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
-    """Return ``tokenizer`` with gigatoken as its fast encoder, without comparing their ids.
+    """Return ``tokenizer`` with gigatoken as its fast encoder, without comparing ids.
 
     Raises:
         UserError: if the package is missing or does not support the tokenizer.
@@ -267,7 +269,7 @@ def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
 def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[str]) -> Tokenizer:
     """Return ``tokenizer`` with the encoder that ``choice`` selects.
 
-    Warns if gigatoken is allowed and cannot be used.
+    Warns if gigatoken is allowed but cannot be used.
 
     Args:
         tokenizer: tokenizer without a fast encoder.

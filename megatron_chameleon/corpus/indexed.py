@@ -8,8 +8,8 @@ number of sequences (i64).
 PREFIX.xxh3 next to them holds the 64-bit XXH3 hash, little-endian, of every ``BLOCK_BYTES`` of the
 .bin and then of the .idx; the last block of each file may be shorter.
 
-megatron.core is not imported, which takes seconds; the tests compare our files with those of its
-builder.
+megatron.core is not imported, since importing it takes seconds. The tests compare these files with
+those of its IndexedDatasetBuilder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ TokenType = Literal["uint16", "int32"]
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-# Megatron's codes for integer types; its codes for float64 (6) and float32 (7) are not for tokens.
+# Megatron's codes for integer types; the codes for float64 (6) and float32 (7) are omitted, since
+# tokens are integers.
 _TOKEN_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 TYPE_CODES: dict[TokenType, int] = {"uint16": 8, "int32": 4}
 # Megatron-LM switches to 32-bit integers a little before uint16 is full.
@@ -49,13 +50,13 @@ _UINT16_VOCABULARY = 65_500
 
 _BUFFER_BYTES = 1 << 20
 _INDEX_BLOCK = 1 << 17  # index entries written at a time
-# Sequences checked at a time: a block stays in the processor's cache.
+# Number of sequences checked at a time, small enough for the processor's cache.
 _CHECK_BLOCK = 1 << 15
-# Smaller files are read rather than mapped, which is cheaper.
+# Smaller files are read into memory, which is cheaper than mapping them.
 _SMALL_FILE_BYTES = 1 << 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HINT = "restore it or preprocess again"
-# Files with more blocks keep their flags in an anonymous memory map.
+# If a file has more blocks, the flags of its verified blocks are in an anonymous memory map.
 _MAPPED_BLOCKS = 1 << 16
 
 
@@ -70,7 +71,8 @@ def token_type(vocab_size: int) -> TokenType:
 class IndexedWriter:
     """Write one pair of .bin/.idx files and their checksums; each document is one sequence.
 
-    Memory use is bounded, and no file stays open: any number of writers can be used concurrently.
+    Memory use is bounded, and no file stays open, so any number of writers can be used
+    concurrently.
 
     Attributes:
         documents: number of documents added.
@@ -97,7 +99,8 @@ class IndexedWriter:
             # An existing file may be a hard link to another corpus's tokens.
             with writing(path), path.open("xb") as stream:
                 if path is self._idx_path:
-                    # Blank until the end: an unfinished file is not a valid index.
+                    # The header stays blank until the end, so an unfinished file is not a valid
+                    # index.
                     stream.write(bytes(HEADER.size))
 
     def add(self, tokens: NDArray[np.integer]) -> None:
@@ -185,7 +188,7 @@ class IndexedWriter:
         self._checksums = bytearray()
 
     def _write_pointers_and_boundaries(self, stream: BinaryIO) -> None:
-        """Complete the index from the lengths that are in the file."""
+        """Complete the index from the lengths that the file already contains."""
         end = 0
         for first in range(0, self.documents, _INDEX_BLOCK):
             stream.seek(HEADER.size + 4 * first)
@@ -214,13 +217,13 @@ def append_to(path: Path, block: bytes | bytearray | memoryview) -> None:
 def map_file(path: Path) -> NDArray[np.uint8]:
     """Map a file as [size] uint8, read-only, without keeping a file descriptor.
 
-    Python's mmap, and numpy's memmap on top of it, hold a descriptor as long as the map lives; with
-    two files per domain and split, a thousand domains exceed the limit of open files (often 1024).
-
-    The map lives as long as the array or any view of it. The system limits the number of maps of a
-    process (Linux: vm.max_map_count, 65,530 by default), so small files are read into memory
-    instead, for corpora of tens of thousands of domains. Truncating a mapped file kills the process
-    when the lost part is read: replace files, do not rewrite them.
+    ``mmap.mmap`` and ``numpy.memmap`` hold a descriptor as long as the map exists. With two files
+    per domain and split, a thousand domains would exceed the limit on open files (often 1024). The
+    map exists as long as the array or any view of it. The system also limits the number of maps of
+    a process (Linux: vm.max_map_count, 65,530 by default). Small files are therefore read into
+    memory instead, which allows corpora of tens of thousands of domains. If a mapped file is
+    truncated, reading the lost part kills the process, so files must be replaced and not rewritten
+    in place.
 
     Raises:
         OSError: if the file does not exist, is not a regular file, or cannot be read or mapped.
@@ -243,7 +246,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     finally:
         os.close(descriptor)
     memory = (ctypes.c_char * size).from_address(address)
-    # Not at exit: the system unmaps the file then, and other threads may still be reading.
+    # At exit the system unmaps the file; doing so earlier could break other threads that read it.
     weakref.finalize(memory, library.munmap, address, size).atexit = False
     # The pages are read-only: prevent setting the array writeable.
     return np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
@@ -264,12 +267,12 @@ def _c_library() -> ctypes.CDLL:
 class BlockTokens:
     """Tokens on disk; every block is verified the first time that any of it is read.
 
-    Indexing takes a slice of step 1 or an array of positions >= 0; both raise UserError for a block
-    that does not match its checksum or holds an id outside the vocabulary.
+    The index must be a slice of step 1 or an array of positions >= 0. Indexing raises UserError for
+    a block that does not match its checksum or holds an id outside the vocabulary.
 
     Args:
         path: path of the .bin, for messages.
-        unchecked: [num_tokens], of an integer type.
+        unchecked: unverified tokens, [num_tokens], of an integer type.
         checksums: [num_blocks] uint64; None for a corpus without checksums.
         vocab_size: ids must be in [0, vocab_size); None to skip the check.
 
@@ -293,7 +296,8 @@ class BlockTokens:
         elif blocks < _MAPPED_BLOCKS:
             self.checked = np.zeros(blocks, np.uint8)
         else:
-            # Pages that are never written take no memory; the flags of 15T tokens would take 2 GB.
+            # Pages that are never written take no memory. An array of flags for 15T tokens would
+            # take 2 GB.
             self.checked = np.frombuffer(mmap.mmap(-1, blocks, mmap.MAP_PRIVATE), np.uint8)
 
     def __len__(self) -> int:
@@ -329,13 +333,14 @@ class BlockTokens:
         """Verify the ``blocks`` that have not been verified yet.
 
         Raises:
-            UserError: naming the file and the block.
+            UserError: if a block is damaged, naming the file and the block.
         """
         for block in blocks[self.checked[blocks] == 0].tolist():
             content = self.unchecked[block * self._block : (block + 1) * self._block]
             if self._checksums is not None:
                 _check_block(self._path, content, block, int(self._checksums[block]))
-            # Read as unsigned, a negative id is a large one: one pass over the block is enough.
+            # As an unsigned integer, a negative id is large, so one pass over the block finds both
+            # errors.
             if (
                 self._vocab_size is not None
                 and content.view(f"u{content.itemsize}").max() >= self._vocab_size
@@ -356,7 +361,7 @@ Tokens = BlockTokens | NDArray[np.integer]
 class ExpectedTokens:
     """Contents of a .bin/.idx pair as recorded in corpus.json, with one sequence per document.
 
-    ``block_checksums`` is the SHA-256 of the .xxh3 file; None if the corpus has none.
+    ``block_checksums`` is the SHA-256 of the .xxh3 file; None if the corpus has no such file.
     """
 
     dtype: str
@@ -367,7 +372,7 @@ class ExpectedTokens:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenFile:
-    """A mapped pair of .bin/.idx files: sequences of tokens, one after another.
+    """A mapped pair of .bin/.idx files: consecutive sequences of tokens.
 
     All arrays are read-only and on disk; no file stays open. The arrays of the .idx are not aligned
     in memory, since its header is 34 bytes long. Tokens are verified when they are first read.
@@ -378,7 +383,7 @@ class TokenFile:
             ``starts[i]`` on, and sequence i + 1 follows it.
         lengths: [num_sequences] int32, in tokens, >= 0.
         pointers: [num_sequences] int64, start of each sequence in bytes.
-        document_boundaries: [num_documents + 1] int64; document d is the sequences from
+        document_boundaries: [num_documents + 1] int64; document d consists of the sequences from
             ``document_boundaries[d]`` to ``document_boundaries[d + 1]`` - 1.
     """
 
@@ -405,7 +410,7 @@ class TokenFile:
         return self.pointers // self.dtype.itemsize
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """Tokens of one sequence: all of them, or ``length`` from ``offset`` on.
+        """Return all tokens of a sequence, or ``length`` tokens from position ``offset`` on.
 
         Raises:
             IndexError: if the sequence does not exist or is shorter.
@@ -426,9 +431,10 @@ def open_token_file(
 ) -> TokenFile:
     """Map a pair of .bin/.idx files, as megatron.core's IndexedDatasetBuilder writes them.
 
-    Reads never leave the bounds of the files, even if these are damaged. The .idx is verified
+    Reads never leave the bounds of the files, even if the files are damaged. The .idx is verified
     completely, and tokens are verified when they are first read (:class:`BlockTokens`). Without
-    checksums, tokens that were changed in place are only detected outside the vocabulary.
+    checksums, tokens that were changed in place are detected only if they are outside the
+    vocabulary.
 
     Args:
         prefix: path of the files, without suffix.
@@ -471,7 +477,7 @@ def open_token_file(
     if size != bin_content.size:
         raise UserError(
             f"{bin_path} holds {bin_content.size} bytes, but its .idx places tokens up to byte "
-            f"{size}: one of them is truncated or belongs to other text; restore both or "
+            f"{size}: one of the two files is truncated or belongs to other text; restore both or "
             "preprocess again"
         )
     _check_boundaries(idx_path, boundaries, num_sequences, one_each=expected is not None)
@@ -502,22 +508,22 @@ def _map(path: Path, hint: str = _HINT) -> NDArray[np.uint8]:
         return map_file(path)
     except OSError as error:
         if error.errno == errno.ENOMEM:
-            hint = "raise the limit of maps (vm.max_map_count) or of memory (ulimit -v)"
+            hint = "raise the limit on maps (vm.max_map_count) or on memory (ulimit -v)"
         raise UserError(f"cannot read {path}: {error.strerror}; {hint}") from error
 
 
 def _open_checksums(
     path: Path, tokens: NDArray[np.uint8], index: NDArray[np.uint8]
 ) -> NDArray[np.uint64]:
-    """Map the checksums of a .bin, [num_blocks], and verify the .idx against its own.
+    """Map the checksums of a .bin, [num_blocks], and verify the .idx against its own checksums.
 
-    A checksum of the .bin is read together with its block, since the checksums of trillions of
-    tokens take gigabytes. A damaged checksum is reported as a damaged block.
+    A checksum of the .bin is not read before its block, since the checksums of trillions of tokens
+    take gigabytes. A damaged checksum is reported as a damaged block.
     """
     content = _map(path)
     bin_blocks = num_blocks(tokens.size)
     if content.size != 8 * (bin_blocks + num_blocks(index.size)):
-        raise UserError(f"{path} does not have the size of its .bin's checksums; {_HINT}")
+        raise UserError(f"{path} has the wrong size for the checksums of .bin and .idx; {_HINT}")
     checksums = content.view("<u8")
     for block, checksum in enumerate(checksums[bin_blocks:].tolist()):
         content = index[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
@@ -530,7 +536,7 @@ def _check_block(path: Path, content: NDArray[np.integer], block: int, checksum:
         first = block * BLOCK_BYTES
         raise UserError(
             f"{path}: bytes {first} to {first + content.nbytes - 1} (block {block}) do not match "
-            f"their checksum in the .xxh3: one of them is damaged; {_HINT}"
+            f"their checksum in the .xxh3 file: one of the two files is damaged; {_HINT}"
         )
 
 
@@ -546,13 +552,13 @@ def _check_sequences(
     for first in range(0, len(lengths), _CHECK_BLOCK):
         block = lengths[first : first + _CHECK_BLOCK].astype(np.int64) * token_bytes
         ends = size + np.cumsum(block)
-        begins = pointers[first : first + _CHECK_BLOCK].copy()  # an aligned copy: twice as fast
+        begins = pointers[first : first + _CHECK_BLOCK].copy()  # aligned, which is twice as fast
         wrong = (block < 0) | (begins + block != ends)
         if wrong.any():
             place = first + int(np.argmax(wrong))
-            raise _damaged(path, f"sequence {place} does not begin where the one before it ends")
+            raise _damaged(path, f"sequence {place} does not begin where the previous one ends")
         size = int(ends[-1])
-        if size > bin_bytes:  # the caller reports it; a longer sum could overflow
+        if size > bin_bytes:  # the caller reports the size; a longer sum could overflow
             break
     return size
 

@@ -1,9 +1,9 @@
 """Collect real text in named domains from installed packages.
 
-A quickstart needs text of clearly different kinds on a machine that has only the packages it just
-installed. They contain source code in several languages, headers, stubs, tests, reference pages,
-licences and tables of figures. Only site-packages is read, so that the same pinned
-versions give the same text on every machine.
+A quickstart needs text of clearly different kinds, and the packages that it has just installed may
+be the only text on the machine. Packages contain source code in several languages, headers, stubs,
+tests, reference pages, licences and tables of figures. Only site-packages is read, so that the same
+pinned versions give the same text on every machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DomainSource:
     """Shell patterns, separated by spaces, of the paths of a domain's files in site-packages.
 
     In a pattern ``*`` also matches ``/``. ``read`` returns the document in the text of a file, or
-    None if there is none.
+    None if the file holds no document.
     """
 
     name: str
@@ -60,7 +60,7 @@ class DomainText:
 
 
 def docstrings(source: str) -> str | None:
-    """Join the docstrings of a Python file into a page of reference prose; None without any."""
+    """Join the docstrings of a Python file into a page of prose; None if it has no docstrings."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
@@ -74,7 +74,7 @@ def docstrings(source: str) -> str | None:
     return "\n\n".join(inspect.cleandoc(text) for _line, text in sorted(found)) or None
 
 
-# pip, whose version is not pinned since it comes with the interpreter, and this project.
+# Excluded: pip, whose version is not pinned since it comes with the interpreter, and this project.
 _SKIPPED = "__pycache__ pip pip-* megatron_chameleon* __editable__*"
 # Libraries whose docstrings are long reference pages. Their code is left out, so that no text is in
 # two domains.
@@ -115,7 +115,7 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     """Write ``<domain>.jsonl`` for the domains with enough text, and a summary.
 
     Each line is ``{"text": ..., "source": path in site-packages}``. No two documents have the same
-    text, whatever their domains. The same packages and options give the same bytes.
+    text, even in different domains. The same packages and options give the same bytes.
 
     Raises:
         UserError: if fewer than six domains (or ``num_domains``) have enough text, or the folder
@@ -164,19 +164,21 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     limits = dataclasses.asdict(options)
     del limits["output_dir"], limits["roots"]
     write_json(folder / SUMMARY_FILE, {"domains": summaries, "limits": limits})
-    for name in earlier - {SUMMARY_FILE}:  # including temporary files of a killed run
+    for name in earlier - {SUMMARY_FILE}:  # includes temporary files of a killed run
         (folder / name).unlink(missing_ok=True)
     return gathered
 
 
 def default_roots() -> tuple[Path, ...]:
-    """The site-packages folders of this environment, once each."""
+    """The site-packages folders of this environment, without repetition."""
     paths = (Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib"))
     return tuple(dict.fromkeys(paths))
 
 
 def list_files(roots: Iterable[Path]) -> dict[str, Path]:
-    """Relative path -> path of every regular file below ``roots``, sorted; no links are followed.
+    """Return relative path -> path of all regular files below ``roots``, sorted.
+
+    Links are not followed.
 
     Raises:
         UserError: if a root is not a folder.
@@ -223,7 +225,7 @@ def _collect(
             continue
         content = b"" if "\0" in text else (domain.read(text) or "").strip().encode()
         limit = options.max_document_bytes
-        if len(content) > limit:  # truncate it after a line
+        if len(content) > limit:  # truncate after a complete line
             content = content[: content.rfind(b"\n", 0, limit + 1) + 1].rstrip()
         text = content.decode()
         if len(text) < options.min_document_characters:
@@ -251,5 +253,5 @@ def format_table(gathered: Sequence[DomainText]) -> str:
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:
-    """Compile shell patterns into one expression; without patterns it matches nothing."""
+    """Compile shell patterns into one regular expression; if there are none, it matches nothing."""
     return re.compile("|".join(map(fnmatch.translate, patterns.split())) or "(?!)")

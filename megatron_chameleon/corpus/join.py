@@ -1,14 +1,15 @@
 """Join finished shards into a corpus, dropping duplicates and text held out of training.
 
 A text belongs to one split across all domains, so that no test text is trained on. The hash of a
-text decides its split, unless a source defines its own. If splits conflict, those set by a source
-take precedence, and test precedes valid precedes train. Documents of the text in other splits are
-dropped as held out. Among the remaining documents of a domain, a repeated text is a duplicate.
+text decides its split, unless the source defines the split. If the splits of a text conflict,
+splits set by a source take precedence over splits by hash; then test takes precedence over valid,
+and valid over train. Documents with this text in other splits are dropped as held out. Among the
+remaining documents of a domain, a repeated text is a duplicate.
 
 :func:`regroup` moves documents of a corpus to other domains; it copies tokens and keeps splits.
 
-Memory use is bounded: the digests of all shards are compared in one range of values after another,
-the results are written to a file, and tokens are copied in blocks.
+Memory use is bounded: the digests of all shards are compared one range of values at a time, the
+results are written to a file, and tokens are copied in blocks.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ TEXT = np.dtype(
         ("by_source", "u1"),
     ]
 )
-# Texts compared at a time; each takes about 80 bytes, temporary arrays included.
+# Number of texts compared at a time; each text takes about 80 bytes, temporary arrays included.
 _RANGE_TEXTS = 1 << 19
 _COPIES = 1 << 17
 _BLOCK_DOCUMENTS = 1 << 16
 _BLOCK_BYTES = 1 << 20
-# Limit of the write buffers of all domains together.
+# Limit on the total size of the write buffers of all domains.
 _WAITING_BYTES = 1 << 26
 _BLOCK_TOKENS = 1 << 22
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -174,12 +175,13 @@ def join_shards(
 ) -> Joined:
     """Write the .bin/.idx files of every domain and split.
 
-    Documents of a domain and split are in the order of the shards, and within a shard in the order
-    of reading; so the files do not depend on the sharding.
+    Documents of a domain and split are ordered by shard, and within a shard as they were read, so
+    the files do not depend on the division into shards.
 
     Args:
         shards: all shards, in the order of the corpus.
-        first_domains: domains listed before those of the shards; they may have no documents.
+        first_domains: domains listed before the domains of the shards; a domain here may have no
+            documents.
         folder: an existing, empty folder.
         drop_duplicates: whether repeated texts in a domain are left out.
         on_bytes: called with the number of bytes of tokens just copied.
@@ -234,7 +236,7 @@ class LeftOut:
 
     Attributes:
         path: file with one byte per document of the corpus: KEPT, DUPLICATE or HELD_OUT.
-        duplicates: domain number -> number of duplicates, even if they are kept.
+        duplicates: domain number -> number of duplicates, counted even if duplicates are kept.
         held_out: domain number -> number of documents whose text belongs to another split.
     """
 
@@ -243,7 +245,7 @@ class LeftOut:
     held_out: Counter[int] = dataclasses.field(default_factory=Counter)
 
     def reasons(self, first: int, count: int) -> NDArray[np.uint8]:
-        """Read KEPT, DUPLICATE or HELD_OUT of ``count`` documents from ``first`` on, as uint8."""
+        """Read the reasons (uint8 KEPT, DUPLICATE or HELD_OUT) of ``count`` documents."""
         return _read_records(self.path, np.dtype(np.uint8), first, count)
 
     def add(
@@ -275,13 +277,14 @@ def find_left_out(
     found = LeftOut(path)
     bases = np.cumsum([0, *(shard.documents for shard in shards)])
     with writing(path), path.open("xb") as stream:
-        # Detects a full disk, on which a write through the memory map would kill the process.
+        # Allocating the file detects a full disk; later, a write through the memory map would kill
+        # the process.
         os.posix_fallocate(stream.fileno(), 0, max(1, int(bases[-1])))
     for texts in _ranges(shards, domain_numbers, bases):
         reasons = reasons_to_leave_out(texts)
         left = np.flatnonzero(reasons)
         found.add(texts["order"][left], reasons[left], texts["domain"][left])
-    # Then the documents that repeat a text of the same sorted run.
+    # Add the documents that repeat a text of the same sorted run.
     for number, shard in enumerate(shards):
         for copies in shard.blocks(COPIES_NAME, COPY, _COPIES):
             of_first = np.memmap(path, np.uint8, "r")[bases[number] + copies["first"]]
@@ -296,7 +299,7 @@ def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
     reasons = np.full(texts.size, KEPT, dtype=np.uint8)
     by_digest = np.argsort(texts["high"], kind="stable")
     same = np.diff(texts["high"][by_digest]) == 0
-    # Most texts occur once: process only the others.
+    # Most texts occur once: process only repeated texts.
     several = by_digest[np.append(same, False) | np.append(False, same)] if same.any() else []
     if not len(several):
         return reasons
@@ -324,7 +327,7 @@ def _ranges(
     """Yield the TEXT records of all texts, one range of digests at a time."""
     count = max(1, -(-sum(sum(shard.runs) for shard in shards) // _RANGE_TEXTS))
     edges = np.array([(i << 64) // count for i in range(1, count)], dtype=np.uint64)
-    runs = []  # shard, first record of a sorted run, and positions of the edges in the run
+    runs = []  # for each sorted run: shard, first record, positions of the edges
     for number, shard in enumerate(shards):
         begin = 0
         for size in shard.runs:
@@ -379,7 +382,7 @@ def regroup(
     Args:
         corpus: corpus to read.
         labels: (old domain, split) -> [num_documents], the position in ``names`` of each document's
-            new domain. Other domains are unchanged.
+            new domain. Domains without labels are unchanged.
         names: names of the new domains.
         tokenizer: tokenizer of ``corpus``.
         folder: existing, empty folder to write into.
@@ -431,11 +434,11 @@ def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """[vocab_size] int32: the UTF-8 bytes that a token adds to a text, 0 for end-of-document.
+    """Return the number of UTF-8 bytes that each token adds to a text, [vocab_size] int32.
 
-    This is the growth of the decoded text when the token is repeated, since some libraries strip
-    the space before the first token. A token that is an incomplete character decodes to a
-    replacement character and counts as one byte.
+    It is 0 for the end-of-document token. The bytes are measured as the growth of the decoded text
+    when the token is repeated, since some libraries strip the space before the first token. A token
+    that is an incomplete character decodes to a replacement character and counts as one byte.
     """
 
     def size(ids: list[int]) -> int:
@@ -455,15 +458,15 @@ def document_bytes(
 ) -> NDArray[np.int64]:
     """Estimate the text bytes of each document, [num_documents] int64; they sum to ``text_bytes``.
 
-    A corpus records only the bytes of a whole split. These are divided in proportion to the bytes
-    of the documents' tokens.
+    A corpus records only the bytes of a whole split. They are divided among the documents in
+    proportion to the bytes of each document's tokens.
 
     Args:
         tokens: tokens of a split, one sequence per document.
         sizes: [vocab_size] bytes of each token.
         text_bytes: bytes of the whole split's text.
     """
-    # Bytes up to each document's end, a block of tokens at a time.
+    # Cumulative bytes at each document's end, computed one block of tokens at a time.
     stops = np.cumsum(tokens.lengths, dtype=np.int64)
     ends, total = np.zeros(len(stops), np.int64), 0
     for first in range(0, tokens.tokens.size, _BLOCK_TOKENS):

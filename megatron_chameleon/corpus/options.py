@@ -29,11 +29,11 @@ from megatron_chameleon.ranges import (
 
 Inputs = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 EncoderChoice = Literal["auto", "own", "gigatoken"]
-# A longer domain name is probably another field's text, and too long for a file name.
+# A longer domain name is probably the text of another field, and too long for a file name.
 MAX_DOMAIN_BYTES = 80
 ALL_OTHERS = "*"
 _NAMES_SHOWN = 10
-MIN_VOCABULARY = 258  # 256 bytes, the end-of-document token and a merge
+MIN_VOCABULARY = 258  # 256 byte tokens, the end-of-document token and one merge
 
 
 def is_domain_name(name: str) -> bool:
@@ -94,8 +94,8 @@ class DomainOptions(CheckedOptions):
     out, and '*=' leaves out every domain that has no rename."""
     valid_input: Inputs = ()
     """Validation text, in the format of --input; all of it goes to valid. Hugging Face data sets
-    use their own splits. A domain with its own valid and test uses all of its --input for training;
-    with only one of them, --split divides its --input as usual."""
+    use their own splits. If a domain has both validation and test text, all of its --input is used
+    for training; otherwise --split divides its --input as usual."""
     test_input: Inputs = ()
     """Test text, in the format of --input; all of it goes to test."""
 
@@ -136,8 +136,8 @@ class DomainOptions(CheckedOptions):
             ) from error
         if compiled.groups != 1:
             raise UserError(
-                f"--domain-from-path {self.domain_from_path} has {compiled.groups} groups; put the "
-                "domain's name into the one group, and write others as (?:...)"
+                f"--domain-from-path {self.domain_from_path} has {compiled.groups} groups, not 1; "
+                "put the domain's name into the only group, and write other groups as (?:...)"
             )
         return compiled
 
@@ -187,13 +187,13 @@ class EncoderOptions(CheckedOptions):
     """How text is encoded."""
 
     tiktoken_pattern: str | None = None
-    """The pattern by which a tiktoken file splits text into words: gpt2, cl100k_base, o200k_base,
+    """The pattern that splits text into words, for a tiktoken file: gpt2, cl100k_base, o200k_base,
     llama3 or a regular expression. Not needed for the published files of these four encodings."""
     encoder: EncoderChoice = "auto"
     """The library that encodes text; every choice gives the same tokens. 'auto' uses gigatoken,
     which is many times faster, if it gives the same ids as the tokenizer's own library on a sample
-    of the text; 'own' always uses the tokenizer's own library, 'gigatoken' fails if it cannot be
-    used."""
+    of the text; 'own' always uses the tokenizer's own library; 'gigatoken' fails if gigatoken
+    cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ class PreprocessOptions(CheckedOptions):
     source: SourceOptions
     output: Path
     """The corpus folder to write. Until the corpus is complete, finished shards are kept in its
-    folder .partial."""
+    subfolder .partial."""
     tokenizer_model: Path
     """A tokenizer.json, a vocab.json with its merges.txt, a tiktoken file, a SentencePiece .model,
     or a folder that holds one of them; the corpus keeps a copy."""
@@ -216,8 +216,8 @@ class PreprocessOptions(CheckedOptions):
     """The tokenizer's end-of-document token, appended to every document."""
     split: str = "90,5,5"
     """Relative shares of train, valid and test documents. A hash of a document's text decides its
-    split, so the same text is never in two splits. Sources that define their own splits keep them;
-    a text of their valid or test split is removed from train in every domain."""
+    split, so the same text is never in two splits. Splits that a source defines are kept; if they
+    assign a text to valid or test, the text is removed from train in every domain."""
     drop_duplicates: bool = True
     """Drop all but the first of a domain's documents with identical text; with
     --no-drop-duplicates, duplicates are only counted."""
@@ -304,10 +304,10 @@ class GatherOptions(CheckedOptions):
     max_bytes_per_domain: LargeCount = 5_000_000
     """Upper limit per domain, so that no domain dominates."""
     min_bytes_per_domain: int = 1_500_000
-    """A domain with less text is replaced by the next of the ranked list, so that a held-out tenth
+    """A domain with less text is replaced by the next in the ranked list, so that a held-out tenth
     has at least 20,000 tokens."""
     min_documents_per_domain: int = 50
-    """A domain with fewer documents is replaced by the next of the ranked list."""
+    """A domain with fewer documents is replaced by the next in the ranked list."""
     min_document_characters: int = 200
     """Skip shorter files."""
     max_document_bytes: LargeCount = 100_000

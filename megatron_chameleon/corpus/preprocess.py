@@ -106,7 +106,7 @@ def _load_tokenizer(options: PreprocessOptions) -> Tokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One run of the tool after its plan is agreed on; worker processes get a copy.
+    """One run of the tool, once all processes have agreed on a plan; worker processes get a copy.
 
     Attributes:
         options: options of the tool.
@@ -134,7 +134,7 @@ class _Run:
         self.folder.put_shard(folder, number)
 
     def check_sources(self, finished: Sequence[int], existing: Plan) -> None:
-        """Check sources with new modification times against the hashes in ``finished`` shards.
+        """Check that sources with changed modification times match the hashes of finished shards.
 
         Raises:
             UserError: naming the first source whose content has changed.
@@ -173,7 +173,7 @@ class _Run:
         with progress_bar(total, "B", "tokenizing") as bar:
             if num_workers > 1:
                 run = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
-                del tokenizer  # workers load their own and need its memory
+                del tokenizer  # frees memory; each worker loads the tokenizer itself
                 make_in_processes(run, missing, num_workers, bar.update)
                 return
             for number in missing:
@@ -191,7 +191,7 @@ class _Run:
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
             joined = join_shards(shards, first_domains, made, drop, bar.update)
         joined.malformed.check(self.options.source.max_malformed_share)
-        if self.options.domains.domain_key is not None:  # otherwise find_sources does it
+        if self.options.domains.domain_key is not None:  # otherwise find_sources reports them
             self.options.domains.report_renames(joined.malformed.names, "documents")
         check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
@@ -315,7 +315,7 @@ def make_in_processes(
         UserError: from a worker, or because a worker was killed.
         RuntimeError: with the traceback of a worker that failed for another reason.
     """
-    # Not forked: a copy could inherit locks that our threads hold.
+    # Workers are not forked, since a forked process could inherit locks that our threads hold.
     context = multiprocessing.get_context("spawn")
     threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (run, threads))
@@ -354,10 +354,10 @@ def _start_worker(run: _Run, threads: int) -> None:
 
 
 def _make_shard_in_worker(number: int) -> Exception | None:
-    """Write shard ``number``; return the error as one that survives pickling.
+    """Write shard ``number``; return any error in a form that survives pickling.
 
-    Pickling drops causes and tracebacks, and fails for some exceptions. A note keeps the traceback
-    out of the message, which may be searched for the text of system errors.
+    Pickling drops causes and tracebacks, and fails for some exceptions. The traceback is added as a
+    note, since the message may be searched for the text of system errors.
     """
     try:
         _worker_run.make_shard(_worker_tokenizer(), number)

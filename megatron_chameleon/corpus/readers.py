@@ -56,14 +56,14 @@ _MAX_BATCH_ROWS = 4096
 _CHUNK_BYTES = {False: 1 << 20, True: 1 << 23}
 
 _LINES_SHOWN = 10
-# Reading stops if the first lines of a source, this many, all lack the key.
+# Reading stops if this many lines at the beginning of a source all lack the key.
 _LINES_BEFORE_GIVING_UP = 1000
 _KEYS_SHOWN = 20
-_LONGEST_CHARACTER = 4  # bytes in UTF-8
+_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8
 _MISSING = object()
 
-# A line longer than a block is gathered in a bytearray, which grows without a second copy. Of a
-# line that exceeds the limit, only the length is kept.
+# A line longer than a block is gathered in a bytearray, which grows without a second copy. If a
+# line exceeds the limit, only its length is kept.
 Line = bytes | bytearray | int
 
 
@@ -89,7 +89,7 @@ class MalformedLines:
 
     Attributes:
         lines: lines read, without blank lines.
-        count: malformed lines among them.
+        count: malformed lines among ``lines``.
         by_domain: malformed lines by domain; '' if the line should have named the domain.
         first: location and reason of the first malformed lines.
         names: domain name in the source -> number of documents, for the domains that
@@ -103,7 +103,7 @@ class MalformedLines:
     names: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, other: MalformedLines) -> None:
-        """Add the counts of lines that come after these."""
+        """Add the counts of lines that were read later."""
         self.lines += other.lines
         self.count += other.count
         self.first += other.first[: _LINES_SHOWN - len(self.first)]
@@ -132,13 +132,14 @@ class DocumentReader:
 
     Attributes:
         malformed: counts of the lines of all chunks read so far.
-        hashes: SHA-256 of each chunk that was read completely: of its bytes for JSON lines, of its
-            documents for parquet and data sets.
+        hashes: SHA-256 of each chunk that was read completely. The hash covers the bytes of JSON
+            lines, and the documents of parquet and data sets.
 
     Args:
         options: keys and limits of the text.
         sources: list of sources that chunks refer to.
-        domains: how sources without a domain are assigned one; None if domains are not requested.
+        domains: how domains are assigned to sources that have none; None if domains are not
+            requested.
         on_bytes: called with the number of bytes just read of a source.
 
     Raises:
@@ -167,7 +168,7 @@ class DocumentReader:
         read = self._from_lines if source.kind == "lines" else self._from_tables
         for documents in read(source, chunk, parser, digest):
             yield from documents
-        if (chunk.start, chunk.stop) == (0, None):  # otherwise another chunk may have the key
+        if (chunk.start, chunk.stop) == (0, None):  # the chunk is the whole source
             parser.check_keys(1)
         _check_unchanged(source)
         self.hashes[chunk] = digest.hexdigest()
@@ -246,7 +247,7 @@ def _check_unchanged(source: Source) -> None:
     Files on the hub cannot change: their addresses hold the revision.
 
     Raises:
-        UserError: if it has changed, or is gone.
+        UserError: if the source has changed, or no longer exists.
     """
     if source.kind == "dataset" or is_remote(source.path):
         return
@@ -265,10 +266,10 @@ class _Parser:
     """Turn the records of one source into documents.
 
     Attributes:
-        keys: flag -> key, of the values that a record must have.
+        keys: flag -> key that every record must have.
 
     Args:
-        source: source of the records; its domain and split, unless None, apply to all of them.
+        source: source of the records; its domain and split, unless None, apply to all records.
         options: keys and limits of the text.
         domains: where records name their domains; None if domains are not requested.
         counts: line counts, which are updated.
@@ -327,7 +328,7 @@ class _Parser:
         return documents
 
     def check_keys(self, least: int) -> None:
-        """Raise UserError if at least ``least`` lines were read and all of them lack a key."""
+        """Raise UserError if at least ``least`` lines were read and every line lacks a key."""
         if self._without_key == self._lines >= least:
             raise UserError(
                 f"{self._source.name}: no line has the key; the last {self._last_error}"
@@ -371,12 +372,12 @@ def object_in(line: Line) -> dict[str, Any]:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        if "Not enough memory" in error.msg:  # the line itself may be valid
+        if "Not enough memory" in error.msg:  # the line may be valid JSON
             raise UserError(
                 f"not enough memory to read a line of {len(line):,} bytes; use a smaller "
                 "--max-document-bytes"
             ) from error
-        _decoded(line)  # raises if this is the reason
+        _decoded(line)  # raises if the line is not UTF-8
         raise MalformedLineError(f"is not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(record, dict):
         raise MalformedLineError(f"is not a JSON object but {_kind(record)}")
@@ -387,8 +388,7 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
     """The text at ``key``, a path with dots; null is an empty text.
 
     Raises:
-        MalformedLineError: if the key, which ``flag`` requested, is missing or its value is not
-            text.
+        MalformedLineError: if the key, which ``flag`` sets, is missing or its value is not text.
     """
     value = _value_at(record, key)
     if value is _MISSING:
@@ -396,7 +396,7 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
         raise MissingKeyError(f"has no key '{key}', only {existing}; correct {flag}")
     if value is None:
         return ""
-    if isinstance(value, bytes):  # a column of a table that is not marked as text
+    if isinstance(value, bytes):  # from a table's column whose type is not marked as text
         return _decoded(value)
     if not isinstance(value, str):
         raise MalformedLineError(f"has {_kind(value)} at '{key}', not a string")
@@ -468,9 +468,9 @@ def read_lines(
 
 
 def _line_start(stream: BinaryIO, position: int) -> int:
-    r"""Start of the first line that begins at ``position`` or later; the end if there is none.
+    r"""Start of the first line that begins at ``position`` or later.
 
-    A line begins at 0 and after every ``\n``.
+    A line begins at 0 and after every ``\n``. If no line does, this is the end of the file.
     """
     if position == 0:
         return 0
@@ -510,7 +510,7 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
                 text = decompressor.decompress(rest[:size])
                 yield text
                 inside, rest = not decompressor.eof, decompressor.unused_data + rest[size:]
-                # Bounds memory for highly compressible text.
+                # This bounds memory for highly compressible text.
                 if len(text) > _BLOCK:
                     size = max(_FEWEST_BYTES, size * _BLOCK // len(text))
                 else:
@@ -633,7 +633,7 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
 
 
 def _row(batch: pa.RecordBatch, position: int) -> dict[str, Any] | MalformedLineError:
-    """Return one row, or an error if it is not UTF-8."""
+    """Return one row, or a MalformedLineError if its text is not valid UTF-8."""
     try:
         row: dict[str, Any] = batch.slice(position, 1).to_pylist()[0]
         return row

@@ -1,9 +1,9 @@
-"""Tokenize one shard: read, split, encode and write its documents, with the records to join it.
+"""Tokenize one shard: read, split, encode and write its documents, and the records for joining.
 
-A shard is a folder that is moved into place by one rename: if it exists, it is complete.
+A shard is a folder that is moved into place by one rename, so an existing shard is complete.
 
     shard.json      counts and checksums; it determines how the files below are read
-    tokens.bin      the tokens of all documents, one after another, in the corpus's type
+    tokens.bin      concatenated tokens of all documents, in the corpus's integer type
     documents.bin   DOCUMENT for each document, in the order of its tokens
     digests.bin     DIGEST for each distinct text of a domain and split, in sorted runs
     copies.bin      COPY for each document that repeats a text of the same run
@@ -66,7 +66,8 @@ _NAMES = (TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME)
 MAX_DOMAINS = 32_767
 # Number of digests sorted together in memory.
 _RUN_DOCUMENTS = 1 << 18
-# Batch size: keeps an encoder busy, and fits in memory with its encodings.
+# Batch size: large enough to keep an encoder busy; small enough to fit in memory with its
+# encodings.
 _BATCH_CHARACTERS = 2_000_000
 _BATCH_DOCUMENTS = 1 << 14
 _SWITCH_SECONDS = 5e-4
@@ -118,7 +119,7 @@ class Shard(FolderRecord):
         """Compare the files with their checksums.
 
         Raises:
-            UserError: naming the first one that differs.
+            UserError: naming the first file that differs.
         """
         for name, checksum in self.checksums.items():
             path = self.root / name
@@ -218,7 +219,7 @@ class ShardWriter:
 def sorted_digests(
     records: NDArray[np.void],
 ) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Sort DIGEST records; keep only the first of records that differ in nothing but the document.
+    """Sort DIGEST records; of records that differ only in the document, keep the first.
 
     Each text gets one record per domain and split, however often it occurs; otherwise a frequent
     text would fill memory when digests are compared.
@@ -227,7 +228,7 @@ def sorted_digests(
         records: [num_documents] in the order of the documents.
 
     Returns:
-        The kept records, sorted by digest, and a COPY record for each of the others.
+        The kept records, sorted by digest, and a COPY record for each dropped record.
     """
     keys = ("by_source", "split", "domain", "low", "high")
     ordered = records[np.lexsort([records[name] for name in ("document", *keys)])]
@@ -266,8 +267,8 @@ def make_shard(
 ) -> None:
     """Read, split, tokenize and write the documents of one shard.
 
-    One thread reads and splits a batch, one encodes the batch before it, and one writes the batch
-    before that.
+    Three threads work concurrently: one reads and splits a batch, one encodes the previous batch,
+    and one writes the batch before the previous one.
 
     Args:
         reader: reader that has read nothing yet.
@@ -283,7 +284,7 @@ def make_shard(
     stopwatch = Stopwatch()
     documents = (document for chunk in chunks for document in reader.read(chunk))
     domains: dict[str, int] = {}
-    without_text, without_tokens = Counter[int](), Counter[int]()  # one per thread
+    without_text, without_tokens = Counter[int](), Counter[int]()  # each thread updates one
     unread = _batches(documents, split_shares, domains, without_text)
     writer = ShardWriter(folder, tokenizer.token_type)
     switch_interval = sys.getswitchinterval()
@@ -299,7 +300,7 @@ def make_shard(
             ahead = _next_in_thread(unread)
             tokens, lengths = tokenizer.encode_documents(batch.texts)
             batch.documents["tokens"] = lengths
-            kept = lengths > 1  # more than the end-of-document token
+            kept = lengths > 1  # documents with more than the end-of-document token
             if not kept.all():
                 without_tokens.update(batch.documents["domain"][~kept].tolist())
                 tokens = tokens[np.repeat(kept, lengths)]
@@ -330,7 +331,8 @@ def make_shard(
 def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:
     """Read the next batch in a daemon thread; the result is None after the last batch.
 
-    An executor would wait for a read that hangs, as on a stalled disk; the process could not end.
+    An executor would wait for a read that hangs, as on a stalled disk, so the process could not
+    exit.
     """
     future: Future[_Batch | None] = Future()
 
@@ -384,7 +386,7 @@ def _batch(
 ) -> _Batch:
     names, texts, splits = zip(*waiting, strict=True)
     text_digests, sizes = [], []
-    for text in texts:  # one at a time: a text may be most of the memory
+    for text in texts:  # one at a time, since a single text may take most of the memory
         encoded = text.encode()
         text_digests.append(text_digest(encoded))
         sizes.append(len(encoded))
@@ -418,7 +420,7 @@ def assign_splits(
 
     Returns:
         [num_texts] 0 for train, 1 for valid, 2 for test. The first 53 bits of a digest form a
-        uniform number in [0, 1), an interval that the shares divide in three.
+        uniform number in [0, 1). The shares divide this interval into three parts.
     """
     positions = (digest_prefixes >> np.uint64(11)).astype(np.float64) * 2.0**-53
     train_end, valid_end, _ = accumulate(shares)

@@ -1,6 +1,6 @@
 """Resolve ``--input`` into sources: files, folders, globs and Hugging Face data sets.
 
-A source has a domain and a split, or None where its documents determine them.
+A source has a domain and a split; each is None if the source's documents determine it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Source:
         split: split of all documents; None if the hash of each text decides.
         bytes: size on disk; 0 if unknown.
         modified_ns: modification time, in nanoseconds since 1970; 0 if unknown.
-        cuttable: whether a range of it can be read: bytes of plain lines, row groups of parquet.
+        cuttable: whether a range of the source can be read (bytes of plain lines, row groups of
+            parquet).
         dataset: data set with revision, config and split that the source belongs to, if any.
         shard: for a "dataset", index of the shard among ``num_shards``.
         num_shards: for a "dataset", number of its shards.
@@ -93,7 +94,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A range of a source, or all of it.
+    """A range of a source, or the whole source.
 
     Attributes:
         source: position in the list of sources.
@@ -116,8 +117,8 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
 
     Args:
         options: inputs to read.
-        domains: how domains and splits are assigned; None if they are not requested. Then only
-            the training split of a named data set is listed.
+        domains: how domains and splits are assigned; None if domains and splits are not requested;
+            then only the training split of a named data set is listed.
 
     Raises:
         UserError: for an input without readable files, a source without a domain, and an option
@@ -152,10 +153,10 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
             sources.append(dataclasses.replace(source, domain=domain))
     if domains.domain_flags and all(source.domain is not None for _, source in named):
         raise UserError(
-            f"{domains.domain_flags[0]} has no effect: every --input names its domain; leave out "
-            "one or the other"
+            f"{domains.domain_flags[0]} has no effect because every --input names its domain; "
+            "leave out this flag, or the names in --input"
         )
-    if domains.domain_key is None:  # with a key, all names are known only after reading all lines
+    if domains.domain_key is None:  # with a key, names are known only after reading all lines
         domains.report_renames(counts, "files")
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
@@ -262,7 +263,8 @@ def find_files(pattern: str, flag: str) -> list[str]:
     Hidden files are skipped, and links to folders are followed once.
 
     Raises:
-        UserError: naming ``flag``, if there is no file or a named one has an unsupported format.
+        UserError: naming ``flag``, if there is no file, or a file passed by name has an unsupported
+            format.
     """
     path = str(Path(pattern).expanduser())
     # An existing path is not a pattern, even if it contains brackets.
@@ -372,7 +374,7 @@ def size_and_time(path: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class DatasetName:
-    """The parts of ``hf:OWNER/NAME[@REVISION][:CONFIG][#SPLIT]``; a folder has no revision."""
+    """The parts of ``hf:OWNER/NAME[@REVISION][:CONFIG][#SPLIT]``; local folders lack a revision."""
 
     path: str
     revision: str | None = None
@@ -479,22 +481,22 @@ def _sources_of_split(
 
 
 def _require_hub(name: DatasetName) -> None:
-    """Send one request, since ``datasets`` retries for half a minute without a network."""
+    """Send one request first, since ``datasets`` retries for half a minute without a network."""
     from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception as error:  # of httpx or requests, depending on the release
+    except Exception as error:  # raised by httpx or requests, depending on the release
         raise UserError(
             f"{name}: cannot reach {constants.ENDPOINT} ({one_line(error)}); check the network, "
-            "download the data set and pass its folder, or use a cached copy by HF_HUB_OFFLINE=1"
+            "download the data set and pass its folder, or use a cached copy: HF_HUB_OFFLINE=1"
         ) from error
 
 
 def _target_splits(name: DatasetName, existing: list[str]) -> dict[str, Split | None]:
     """Map splits of the data set to those of the corpus.
 
-    A split that the user named maps to None, since the flag it was passed by decides.
+    A split named by the user maps to None, since the flag that names it decides the corpus split.
     """
     if name.split is not None:
         if name.split not in existing:
@@ -513,7 +515,7 @@ def _target_splits(name: DatasetName, existing: list[str]) -> dict[str, Split | 
 
 
 def _is_supported_directly(builder: DatasetBuilder) -> bool:
-    """Whether readers.py can read the files; it needs less memory and counts malformed lines."""
+    """Whether readers.py can read the files, with less memory and a count of malformed lines."""
     config = builder.config
     if getattr(config, "field", None) is not None or not config.data_files:
         return False
@@ -543,7 +545,7 @@ def _dataset_errors(name: DatasetName) -> Iterator[None]:
         ) from error
     except UserError:
         raise
-    except Exception as error:  # from many libraries, without a common base class
+    except Exception as error:  # many libraries raise errors, without a common base class
         raise UserError(
             f"{name}: {one_line(error).rstrip('.')}; correct the name, add :CONFIG (or "
             f":{ALL_CONFIGS} for all of them), log in with 'hf auth login' if it is gated or "

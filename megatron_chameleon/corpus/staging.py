@@ -4,8 +4,8 @@
     OUTPUT/.partial/shards/000012      a finished shard
     OUTPUT/.partial/staging/HOST-PID-x a process's staging directory; complete files and shards are
                                        moved out of it
-    OUTPUT/.partial/published          hash of the corpus.json made from these shards, so that the
-                                       next run removes the shards if this one is killed
+    OUTPUT/.partial/published          hash of the corpus.json made from these shards; if this run
+                                       is killed, the next run uses it to remove the shards
 
 The plan contains everything that determines the contents of the shards. Correctness relies on
 renames alone, which work on any disk that machines share. The lock only prevents starting the same
@@ -63,10 +63,10 @@ _OWN_FILES = (
 _SHARDS_NAME, _STAGING_NAME, _PUBLISHED_NAME = "shards", "staging", "published"
 _ATTEMPTS = 100
 
-# Packages whose other releases may tokenize differently.
+# Packages that may tokenize differently in other releases.
 _PACKAGES = ("megatron-chameleon", "tokenizers", "sentencepiece", "tiktoken")
-# Options not compared: resolved sources are compared instead; malformed lines are checked at the
-# end.
+# These options are not compared. The resolved sources are compared instead, and malformed lines are
+# checked at the end.
 _NOT_COMPARED = ("input", "valid_input", "test_input", "max_malformed_share")
 # Maximum number of shards, each of which is a folder.
 _MAX_SHARDS = 1_000_000
@@ -107,9 +107,9 @@ class Plan(FolderRecord):
         return sum(chunk.bytes for chunk in self.shards[number])
 
     def difference(self, existing: Plan) -> str | None:
-        """One line on how this plan differs from the one in ``existing.root``; None if it does not.
+        """Describe in one line how this plan differs from ``existing``; None if they are equal.
 
-        Modification times are not compared: a file that was copied or touched is still the same.
+        Modification times are not compared: a file that was copied or touched has the same content.
         """
         now, then = self._compared(), existing._compared()
         if list(now.items()) == list(then.items()) and self.shards == existing.shards:
@@ -165,8 +165,8 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
 def divide(sources: Sequence[Source], target_bytes: int) -> list[list[Chunk]]:
     """Divide ``sources`` into shards of at most ``target_bytes`` on disk, where that is possible.
 
-    Large sources are divided where their format allows it, small ones share a shard. The chunks of
-    all shards, one after another, are the sources in their order.
+    Large sources are divided where their format allows it, small ones share a shard. The
+    concatenated chunks of all shards are the sources in their original order.
 
     Raises:
         UserError: if a parquet file that has to be divided cannot be read.
@@ -189,11 +189,11 @@ def _chunks(number: int, source: Source, target_bytes: int) -> Iterator[Chunk]:
     if not source.cuttable or source.bytes <= target_bytes:
         yield Chunk(number, bytes=source.bytes)
         return
-    edges = [(0, 0)]  # start of each chunk as in Chunk.start, and its byte
+    edges = [(0, 0)]  # each chunk's Chunk.start, and the byte at which the chunk begins
     if source.kind == "parquet":
         total = 0
         for group, group_bytes in enumerate(row_group_bytes(source.path)):
-            size = total - edges[-1][1]  # of the current chunk
+            size = total - edges[-1][1]  # bytes of the current chunk
             if size and size + group_bytes > target_bytes:
                 edges.append((group, total))
             total += group_bytes
@@ -207,7 +207,7 @@ def _chunks(number: int, source: Source, target_bytes: int) -> Iterator[Chunk]:
 
 @dataclasses.dataclass(frozen=True)
 class CorpusFolder:
-    """The folder ``root``, locked by this process; :func:`corpus_folder` opens one.
+    """The folder ``root``, locked by this process; :func:`corpus_folder` opens it.
 
     Attributes:
         root: the corpus folder.
@@ -308,18 +308,19 @@ class CorpusFolder:
 
     def remove_work(self) -> None:
         """Remove all shards, the plan and the staging directories."""
-        with contextlib.suppress(OSError):  # no shards, or another process removes them
-            # One rename: a partly removed set of shards must not be joined.
+        with contextlib.suppress(OSError):  # there are no shards, or another process removes them
+            # A single rename, since a partly removed set of shards must not be joined.
             removed = self.partial / f"removed-{secrets.token_hex(4)}"
             os.rename(self.partial / _SHARDS_NAME, removed)
-        # Removed before the file `published`, by which the next run would resume the removal.
+        # Removed before the file `published`, which makes the next run resume an interrupted
+        # removal.
         for removed in self.partial.glob("removed*"):
             shutil.rmtree(removed, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def _is_of_ended_process(name: str) -> bool:
-    """Whether the staging directory ``name`` is of a process of this machine that has ended."""
+    """Whether the staging directory ``name`` belongs to an ended process of this machine."""
     made_here = re.fullmatch(rf"{re.escape(socket.gethostname())}-(\d+)-\w+", name)
     return made_here is not None and not psutil.pid_exists(int(made_here[1]))
 
@@ -333,7 +334,8 @@ def _own_files(root: Path) -> list[Path]:
 def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[CorpusFolder]:
     """Open ``root`` to write a corpus into it, exclusively or ``shared`` with other processes.
 
-    On an error or Ctrl-C this process's unfinished work is removed; finished shards stay.
+    After an exception or Ctrl-C, this process's unfinished work is removed; finished shards are
+    kept.
 
     Args:
         root: the corpus folder.
@@ -341,8 +343,9 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
         shared: whether other processes may work in it too.
 
     Raises:
-        UserError: if the folder cannot be written, holds a corpus already (unless ``overwrite``),
-            or files of other origin that the corpus would replace, or is in use by another process.
+        UserError: if the folder cannot be written, already holds a corpus (unless ``overwrite``),
+            holds files of other origin that the corpus would replace, or is in use by another
+            process.
     """
     is_new = not root.exists()
     partial = root / PARTIAL_NAME
@@ -351,7 +354,8 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
     folder = CorpusFolder(root, staging)
     with writing(root):
         root.mkdir(parents=True, exist_ok=True)
-        # The lock is on the folder itself, so that no file is left, and ends with the process.
+        # The folder itself is locked, so no lock file is left behind. The lock ends with the
+        # process.
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

@@ -46,8 +46,8 @@ FILE_NAMES: Mapping[TokenizerKind, str] = {
 }
 # File names searched in a folder.
 _IN_A_FOLDER = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
-# File name of GPT-2's vocabulary -> file name of its merges: first in transformers (Megatron-LM
-# puts a prefix before both), then in the first release of GPT-2.
+# File name of GPT-2's vocabulary -> file name of its merges. The first pair is used by
+# transformers, and with a prefix by Megatron-LM; the second is from the first release of GPT-2.
 _GPT2_NAMES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 _CANDIDATES_SHOWN = 10
 _MOST_TOKENS = 2**31 - 1
@@ -62,9 +62,9 @@ _WINDOW = 4096
 # several spaces, or after a line break. Every known pre-tokenizer splits there too.
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
 _PLACES = (_BETWEEN_WORDS, re.compile(r"(?= \S)"), re.compile(r"(?<=\S\n)(?=\S)"))
-# Parts encoded at once: the libraries need many times the memory of the text.
+# Number of parts encoded at once; encoding takes many times the memory of the text.
 _PARTS_AT_ONCE = 4
-# Tokens of some texts, each followed by the end-of-document token, and their lengths, int64.
+# Tokens of several texts, with an end-of-document token after each text; number of tokens per text.
 _Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
 
 # tiktoken
@@ -147,16 +147,16 @@ class JsonEncoder:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
+        """Encode each text as [num_tokens] uint32; no special tokens are added. Uses all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Decode token ids to text."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def token_id(self, token: str) -> int | None:
-        """The id of the token with this name; None if there is none."""
+        """Id of the token with this name; None if there is no such token."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
@@ -185,17 +185,17 @@ class SentencePieceEncoder:
         self.vocab_size = len(self._model)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
+        """Encode each text as [num_tokens] uint32; no special tokens are added. Uses all cores."""
         encoded = self._model.encode(list(texts), out_type=int, num_threads=_num_threads())
         return [np.array(ids, dtype=np.uint32) for ids in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Decode token ids to text."""
         return str(self._model.decode(list(ids)))
 
     def token_id(self, token: str) -> int | None:
-        """The id of the token with this name; None if there is none."""
-        found = int(self._model.piece_to_id(token))  # the id of the unknown token if there is none
+        """Id of the token with this name; None if there is no such token."""
+        found = int(self._model.piece_to_id(token))  # the unknown token's id for unknown names
         return found if self._model.id_to_piece(found) == token else None
 
     def special_tokens(self) -> list[str]:
@@ -245,18 +245,18 @@ class TiktokenEncoder:
             ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Token ids of each text, [num_tokens] uint32, with nothing added. Uses all cores."""
+        """Encode each text as [num_tokens] uint32; no special tokens are added. Uses all cores."""
         if len(texts) == 1:  # starting a thread takes as long as encoding a short text
             return [self._encode(texts[0])]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
             return list(pool.map(self._encode, texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Decode token ids to text."""
         return str(self._encoding.decode(list(ids)))
 
     def token_id(self, token: str) -> int | None:
-        """The id of the token with this name; None if there is none."""
+        """Id of the token with this name; None if there is no such token."""
         return self._special.get(token, self._ranks.get(token.encode("utf-8")))
 
     def special_tokens(self) -> list[str]:
@@ -285,7 +285,7 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
 
     Raises:
         UserError: if a line is not a base64 string and its rank, a byte has no rank, or two byte
-            strings share one.
+            strings share a rank.
     """
     try:
         pairs = (line.split() for line in content.splitlines() if line.strip())
@@ -331,8 +331,8 @@ class TokenizerFile:
     Attributes:
         path: path of the file that was read.
         kind: library that reads the file.
-        content: bytes of the file that a corpus keeps; not those of ``path`` if several files were
-            combined.
+        content: bytes of the file that a corpus keeps; they differ from those of ``path`` if
+            several files were combined.
         pattern: regular expression that splits text into words, if the file does not contain it.
         special_tokens: name -> id, if the file does not contain them.
     """
@@ -408,7 +408,7 @@ def _read(path: Path) -> TokenizerFile:
 
 
 def vocab_file_in(folder: Path) -> Path | None:
-    """The vocabulary file in ``folder``; None unless it and its merges exist."""
+    """The vocabulary file in ``folder``; None unless both this file and its merges exist."""
     for vocab, merges in _GPT2_NAMES.items():
         if (folder / vocab).is_file() and (folder / merges).is_file():
             return folder / vocab
@@ -416,7 +416,7 @@ def vocab_file_in(folder: Path) -> Path | None:
 
 
 def tokenizer_json_of(vocab_file: Path) -> bytes:
-    """A tokenizer.json that encodes like GPT-2's ``vocab_file`` and the merges next to it.
+    """Return a tokenizer.json that encodes like GPT-2's ``vocab_file`` and the merges next to it.
 
     Words are split as in GPT-2. Entries that no merge produces are the special tokens. The same
     files give the same bytes.
@@ -552,7 +552,7 @@ class Tokenizer:
         return tokens, lengths.astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Decode token ids to text."""
         return self.encoder.decode(ids)
 
     def save(self, folder: Path) -> None:
@@ -581,7 +581,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _drops_space(self) -> bool:
-        """Whether the tokenizer puts a space before every text: 'a b' is encoded as 'a', 'b'."""
+        """Whether a space is put before every text, so 'a b' is encoded like 'a' and 'b'."""
         whole, first, second = self.encoder.encode_batch(["a b", "a", "b"])
         return np.array_equal(whole, np.concatenate([first, second]))
 
@@ -589,15 +589,15 @@ class Tokenizer:
 def parts(text: str, drop_space: bool, longest: int = LONGEST_PART) -> Iterator[str]:
     """Divide a text into parts whose concatenated tokens are those of the text.
 
-    Each part ends before a word or a line, within the last 4096 of ``longest`` characters. Where
-    there is no such place (millions of spaces, or a text without spaces), the part has ``longest``
+    Each part ends before a word or a line, within the last 4096 of ``longest`` characters. If there
+    is no such place (millions of spaces, or a text without spaces), the part has ``longest``
     characters, and a token or two may differ from those of the whole text.
 
     Args:
         text: text to divide.
         drop_space: whether the space between two words is dropped at a boundary, because the
             tokenizer puts one before every text.
-        longest: most characters of a part.
+        longest: maximum number of characters per part.
     """
     start = 0
     while len(text) - start > longest:
@@ -629,7 +629,7 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
             .model, or a folder that holds one of them.
         eod_token: name of the end-of-document token. In an unknown tiktoken file it is the only
             special token, and its id is the next free one.
-        tiktoken_pattern: see EncoderOptions; an error for other files.
+        tiktoken_pattern: see EncoderOptions; other files raise UserError if it is set.
 
     Raises:
         UserError: if there is no tokenizer, it cannot be read, its pattern is unknown, or it has no
@@ -672,7 +672,7 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
 
 
 def corpus_tokenizer(corpus: Corpus, path: Path | None = None) -> Tokenizer:
-    """Load the tokenizer that made ``corpus``: the copy in it, or the same tokenizer at ``path``.
+    """Load the tokenizer of ``corpus``: the copy in the corpus, or an identical one at ``path``.
 
     Raises:
         UserError: if the file is missing or is not the one that made the tokens.

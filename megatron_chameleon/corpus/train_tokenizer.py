@@ -21,8 +21,8 @@ from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError, one_line
 from megatron_chameleon.progress import progress_bar
 
-# SentencePiece writes its number of threads into the model: a constant, so that the file does not
-# depend on the machine.
+# SentencePiece writes its number of threads into the model. The number is constant, so that the
+# file does not depend on the machine.
 _SENTENCEPIECE_THREADS = 4
 _LONGEST_LINE = 1 << 20
 
@@ -70,7 +70,7 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
 
 
 def byte_level_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> bytes:
-    """Train a tokenizer.json: BPE over bytes, words split as in GPT-2; lossless for any text."""
+    """Train a lossless byte-level BPE tokenizer.json that splits text into words as GPT-2 does."""
     tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -85,7 +85,7 @@ def byte_level_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> byt
 
 
 def sentencepiece_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> bytes:
-    """Train a SentencePiece .model: BPE over characters, rare ones as bytes; keeps white space.
+    """Train a SentencePiece BPE .model that encodes rare characters as bytes and keeps white space.
 
     Raises:
         UserError: if the text is too small for the vocabulary.

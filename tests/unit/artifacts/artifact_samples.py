@@ -82,7 +82,7 @@ def write_samples(root: Path) -> dict[str, Sample]:
 
 
 def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int = 7) -> a.Corpus:
-    """A corpus of two documents and five uint16 tokens per split; all bytes are ``content``."""
+    """A corpus of two documents and five uint16 tokens per split; each .bin repeats ``content``."""
     root.mkdir(parents=True)
     domains = {
         name: a.Domain(**{s: _split_in(root, name, s, content) for s in SPLITS}) for name in names

@@ -1,7 +1,7 @@
 """Kill preprocessing before each of its changes to the output folder in turn, and resume it.
 
-Run by its test as a script. The processes are forked from one that has imported everything and
-encoded nothing, so that hundreds of runs take seconds.
+Run by its test as a script. The processes are forked from a process that has imported everything
+but encoded nothing, so that hundreds of runs take seconds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(folder: Path, shard_bytes: int) -> None:
         folder / "expected",
         folder / "tokenizer.json",
         domains=DomainOptions(domain_key="set"),
-        encoding=EncoderOptions(encoder="own"),  # does not spend time on comparing encoders
+        encoding=EncoderOptions(encoder="own"),  # saves the time of comparing encoders
         split="60,20,20",
         shard_bytes=shard_bytes,
         workers=1,
@@ -94,7 +94,7 @@ def main(folder: Path, shard_bytes: int) -> None:
     assert in_child(count) == 0
     changes = int((folder / "changes").read_text())
     spread = {1 + i * (changes - 1) // (_KILLS - 1) for i in range(_KILLS)}
-    # All changes that publish the corpus and remove its shards.
+    # Include all changes that publish the corpus and remove its shards.
     kills = sorted(spread.union(range(changes - _LAST_KILLS + 1, changes + 1)))
     resumed = most = cleaned = 0
     for at in kills:
@@ -105,7 +105,7 @@ def main(folder: Path, shard_bytes: int) -> None:
             assert finished >= most, f"shards were lost at {at}"
             most = finished
             resumed += finished > 0
-            run_until(at // 3 + 1)  # killed again while resuming
+            run_until(at // 3 + 1)  # the resumed run is killed too
         if not (output / "corpus.json").exists():
             assert in_child(lambda: preprocess_data(killed)) == 0, at
         elif (output / ".partial").exists():

@@ -1,4 +1,4 @@
-"""A local server with the part of the Hugging Face hub that reading a data set needs.
+"""A local server with the part of the Hugging Face hub that is needed to read a data set.
 
 Repositories are <root>/<owner>/<name>, with one commit each.
 """

@@ -13,7 +13,7 @@ from megatron_chameleon.corpus.options import PreprocessOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = {path.stem: path for path in (ROOT / "examples" / "data").glob("*.sh")}
-# Records its arguments.
+# This stand-in for Python records its arguments.
 PYTHON = '#!/usr/bin/env bash\nprintf "%s\\0" "$@" > "$CALL"\n'
 
 

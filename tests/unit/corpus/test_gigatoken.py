@@ -80,7 +80,7 @@ def test_gigatoken_and_the_own_library_encode_any_text_alike(tokenizer, found):
 
 
 def test_the_own_library_encodes_unstable_characters(tokenizer_json, tmp_path):
-    """The tokens depend on whether a library's Unicode release has the character as a letter."""
+    """The tokens depend on whether a library's Unicode tables define the character as a letter."""
     letters = [chr(n) for n in range(0x10940, 0x10960)]  # letters of Sidetic, new in Unicode 17
     content = json.loads(tokenizer_json.read_text())
     model = content["model"]
@@ -132,13 +132,13 @@ def test_a_difference_found_while_encoding_is_an_error(disagreeing, monkeypatch)
     monkeypatch.setattr(gigatoken, "_COMPARE_EVERY", 1000)
     fast = with_gigatoken(disagreeing)
     fast.encode_documents(["plain words " * 100] * 3)
-    fast.encode_documents(["a Q"])  # not compared: too soon after the last one
+    fast.encode_documents(["a Q"])  # not compared: too soon after the last comparison
     with pytest.raises(UserError, match="--encoder own"):
         fast.encode_documents(["Q " * 5000])
 
 
 def test_two_releases_of_unicode_agree_on_stable_characters(monkeypatch):
-    """Python's own release and that of the regex package, which is newer."""
+    """Compare the Unicode release of Python with the newer release of the regex package."""
     everything = [chr(n) for n in range(0x110000) if not 0xD800 <= n < 0xE000]
     differing: set[str] = set()
     for kind in "LNMZ":
@@ -146,5 +146,5 @@ def test_two_releases_of_unicode_agree_on_stable_characters(monkeypatch):
         differing |= newer ^ {c for c in everything if unicodedata.category(c).startswith(kind)}
     assert not [c for c in differing if is_stable(c)]
     assert differing, "both use the same release: nothing was compared"
-    monkeypatch.setattr(unicodedata, "category", lambda character: "Lo")  # a newer Python
+    monkeypatch.setattr(unicodedata, "category", lambda character: "Lo")  # as in a newer Python
     assert [is_stable(c) for c in "a世\u1c89\U00011f04"] == [True, True, False, False]

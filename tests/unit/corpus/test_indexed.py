@@ -64,7 +64,7 @@ def build(prefix, dtype, documents):
 # Writing
 
 
-# Buffers that flush after each document and once at the end.
+# The small buffer is flushed after each document, the large one once at the end.
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("count", [0, 300])
 @pytest.mark.parametrize("vocab_size", [400, 65_500])
@@ -135,7 +135,7 @@ def test_files_of_megatrons_builder_are_read(dtype, documents):
 
 
 def is_rejected(prefix, expected):
-    """Whether opening raises UserError, on one line that names a file."""
+    """Whether opening the files raises a one-line UserError that names a file."""
     try:
         open_token_file(prefix, expected)
     except UserError as error:

@@ -32,7 +32,7 @@ def write(path, text):
 
 
 def words(seed):
-    """Text that no other seed gives."""
+    """Return text that differs between seeds."""
     rng = random.Random(seed)
     return "\n".join(f"line {rng.randrange(10**9)} of {seed}" for _ in range(40))
 
@@ -81,7 +81,7 @@ def test_a_domain_that_is_too_small_is_replaced_by_the_next(options):
     unfinished.touch()
     second = {found.domain.name for found in gather_installed_text(options)}
     assert first ^ second == {"cpp_headers", "number_tables"}
-    # Files of the first run are removed, other files never.
+    # Files of the first run are removed; other files are never removed.
     assert {path.stem for path in options.output_dir.glob("*.jsonl")} == second
     assert not unfinished.exists()
     (options.output_dir / "mine.txt").touch()

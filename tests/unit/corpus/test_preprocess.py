@@ -265,7 +265,7 @@ def mixed(options, jsonl, texts, tmp_path):
 
 
 def assert_same_tokens(corpus, whole):
-    """Assert that the token files are the same; sources.json records other chunks."""
+    """Assert that the token files are the same; the chunks in sources.json differ."""
     corpus.verify()  # compares the files with the checksums in their domains
     assert list(corpus.domains.items()) == list(whole.domains.items())
     assert corpus.not_written == whole.not_written
@@ -311,7 +311,7 @@ def test_a_full_disk_while_joining_keeps_all_shards(options, tmp_path, capsys):
 
 @pytest.mark.parametrize("change", ["size", "content", None])
 def test_resuming_with_a_source_of_changed_content_is_an_error(options, tmp_path, change):
-    """A changed size or content is an error; a changed modification time alone is not."""
+    """A changed size or content raises UserError; a changed modification time alone does not."""
     preprocess_data(replace(options, shard="1/3"))
     path = tmp_path / "a.jsonl"
     content = path.read_bytes()

@@ -81,7 +81,7 @@ def test_an_interrupted_run_leaves_finished_shards_to_resume_from(
         children = psutil.Process(process.pid).children()
         return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
-    if target == "early":  # while they are being started
+    if target == "early":  # while the workers are being started
         wait_until(lambda: process.poll() is not None or len(workers()) >= 2)
     else:
         wait_until(lambda: process.poll() is not None or len(list(shards.glob("*"))) >= 3)
@@ -90,7 +90,7 @@ def test_an_interrupted_run_leaves_finished_shards_to_resume_from(
         workers()[0].send_signal(how)
     elif target == "parent":
         process.send_signal(how)
-    else:  # a terminal, or a scheduler, sends it to all
+    else:  # a terminal or a scheduler signals all processes
         os.killpg(process.pid, how)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == status
@@ -151,7 +151,7 @@ def test_a_run_killed_at_any_point_is_resumed(tmp_path, jsonl, texts, tokenizer_
 # On a cluster
 
 LAUNCHER = ROOT / "examples" / "slurm" / "preprocess.sbatch"
-# Both record their arguments.
+# The stand-ins for sbatch and srun record their arguments.
 SBATCH = """#!/usr/bin/env bash
 echo "$*" >> "$CALLS"
 echo '7;cluster'

@@ -151,7 +151,7 @@ def test_domains_are_renamed_or_left_out_and_counted(jsonl, odd_line):
     path = jsonl("a.jsonl", [*lines, *odd_line])
     reader, found = read(path, by_key("set", "A=x", "C=x", "B="))
     assert found == [Document(*pair) for pair in (("x", "0"), ("x", "2"), ("D", "3"), ("x", "4"))]
-    assert reader.malformed.names == {"A": 2, "B": 2, "C": 1}  # not D, which keeps its name
+    assert reader.malformed.names == {"A": 2, "B": 2, "C": 1}  # D is not renamed
     assert reader.malformed.count == len(odd_line)
 
 
@@ -259,7 +259,7 @@ def test_memory_depends_on_the_longest_line_and_not_on_the_file(tmp_path, suffix
     long.write_bytes(PACK[suffix](one + b'{"text": "' + b"x" * size + b'"}\n' + one))
     characters, peak, malformed = peak_of_reading(1 << 28, long)
     assert (characters, malformed) == (size + 520, 0)
-    assert peak < 3.6 * size  # the line, the parser's copy of it, and the text
+    assert peak < 3.6 * size  # memory holds the line, the parser's copy, and the text
     characters, peak, malformed = peak_of_reading(1_000_000, long)
     assert (characters, malformed) == (520, 1)
     assert peak < 22e6

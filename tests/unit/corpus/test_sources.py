@@ -62,7 +62,7 @@ def test_folders_are_searched_at_any_depth(folder, tmp_path, monkeypatch):
     elsewhere.mkdir()
     (elsewhere / "far.jsonl").touch()
     (folder / "link").symlink_to(elsewhere)
-    (elsewhere / "back").symlink_to(folder)  # a circle
+    (elsewhere / "back").symlink_to(folder)  # a circular link
     found = [name for name, _ in names(folder, find(folder))]
     assert found == sorted([*READ_IN_FOLDERS, "link/far.jsonl"])
 
@@ -200,7 +200,7 @@ def test_configs_can_be_domains_with_their_own_splits(tmp_path, own_cache, monke
         for i in range(count)
         for j in range(3)
     ]
-    assert len(read(f"hf:{root}:en")[1]) == 6  # train alone
+    assert len(read(f"hf:{root}:en")[1]) == 6  # only the train split
     monkeypatch.chdir(tmp_path)
     assert DatasetName.parse(f"hf:{root.name}#dev") == DatasetName(root.name, split="dev")
 

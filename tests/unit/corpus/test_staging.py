@@ -204,7 +204,7 @@ def test_a_folder_has_one_writer_unless_it_is_shared(tmp_path):
 
 def test_only_stale_directories_of_this_machine_are_removed(tmp_path):
     host = socket.gethostname()
-    for name in (f"{host}-7-abc", f"{host}-b-7-abc"):  # killed, and on another machine
+    for name in (f"{host}-7-abc", f"{host}-b-7-abc"):  # of a killed process, and of another machine
         write(tmp_path / ".partial" / "staging" / name, "half-written")
     for shared in (True, False):
         with corpus_folder(tmp_path, overwrite=False, shared=shared) as folder:

@@ -133,7 +133,7 @@ def test_a_corpus_records_patterns_and_special_tokens_missing_in_the_file(path, 
 LONGEST = 40
 WORDS = st.sampled_from([*("word", "Word's", "x", "12", "1234567"), *"(é\t", "==", "//", "世界"])
 SPACES = st.sampled_from([" ", " ", " ", "", "  ", "    ", "\n", "\n\n", " \n  ", "\r\n", "\t"])
-# Every range of a part's length has a boundary.
+# Every range as long as a part contains a boundary.
 LONG_TEXTS = st.lists(st.tuples(WORDS, SPACES, WORDS, st.just(" ")), max_size=30).map(
     lambda found: "".join(part for group in found for part in group)
 )
@@ -243,7 +243,7 @@ def test_damaged_files_are_rejected(tokenizer_json, tmp_path, name, content, pro
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
 def test_training_gives_the_same_file_in_another_process(jsonl, texts, tmp_path, name):
-    """Hash seeds differ between processes; the file must not."""
+    """The file must not depend on the hash seed, which differs between processes."""
     path, output = str(jsonl("a.jsonl", texts(300))), tmp_path / name
     options = TrainTokenizerOptions(SourceOptions(((path,),)), output, vocab_size=500)
     train_tokenizer(options)

@@ -20,7 +20,7 @@ def awkward_text() -> st.SearchStrategy[str]:
 
 
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones represent themselves, the others follow."""
+    """GPT-2's characters for bytes: printable bytes as they are, other bytes from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     table = {chr(value): value for value in printable}
