@@ -159,8 +159,8 @@ def run_choice(
         _exit_with_error("; ".join([problem, *unusable]), rank)
     if not values and rank == 0 and {"-h", "--help"} & set(argv):
         print(
-            f"{flag} {{{','.join(commands)}}} (default: {default}): each has its own flags, see "
-            f"{flag} NAME --help; {listing_flag} describes them\n"
+            f"{flag} {{{','.join(commands)}}} (default: {default}): each value has its own flags, "
+            f"see {flag} NAME --help; {listing_flag} describes the values\n"
         )
     function, options_type = commands[name]
     tool = os.path.basename(sys.argv[0])
@@ -258,7 +258,9 @@ def check_text_and_paths(options: Any) -> None:
     try:
         working = os.getcwd()
     except OSError as error:
-        raise UserError(f"the working folder: {error.strerror}; change to another one") from error
+        raise UserError(
+            f"the working folder: {error.strerror}; change to another folder"
+        ) from error
     for flag, _, value in (("the working folder", None, working), *each_value(options)):
         if not isinstance(value, str | Path):
             continue

@@ -80,8 +80,8 @@ class ExportOptions(CheckedOptions):
     """The split whose files megatron-data-path, megatron-data-args and olmo-core list; default:
     train. The other formats list either all splits or none."""
     token_budget: LargeCount | None = None
-    """Training tokens; only for olmo-core, which computes its limit on repeated text from them;
-    default: the token budget of the mixture."""
+    """Training tokens; only for olmo-core, which computes its limit on repeated text from this
+    number; default: the token budget of the mixture."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -116,7 +116,7 @@ class Export:
 
     Attributes:
         domains: all domains of the corpus, in its order.
-        split: split to list, for formats that list one.
+        split: split to list, for formats that list a single split.
         token_budget: training tokens, if known.
     """
 

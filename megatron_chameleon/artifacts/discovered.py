@@ -57,7 +57,7 @@ class DiscoveredDomains(FolderRecord):
     vectors before scaling, float32.
 
     Attributes:
-        num_clusters: requested or chosen number of clusters, before small ones were dissolved.
+        num_clusters: requested or chosen number of clusters, before small clusters were dissolved.
         silhouettes: number of clusters -> mean silhouette of the windows, for each number of
             clusters that was tried.
         inertia: sum of squared distances of the fitted windows to their centroids.

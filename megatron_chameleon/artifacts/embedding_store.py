@@ -121,7 +121,7 @@ class EmbeddingStore(FolderRecord):
         for name, (stored, requested) in differences(self.recipe, recipe).items():
             raise UserError(
                 f"{self.root} holds embeddings with {name} {stored}, not {requested}; pass "
-                "another --store, or delete this one"
+                "another --store, or delete this store"
             )
 
     def holds(self, name: str, corpus_hash: str) -> bool:

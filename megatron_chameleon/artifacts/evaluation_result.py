@@ -258,12 +258,12 @@ class Difference:
 
 
 def loss_difference(first: DomainLoss, second: DomainLoss) -> Difference:
-    """Mean loss of ``first`` minus that of ``second``, in nats per token."""
+    """Mean loss of ``first`` minus mean loss of ``second``, in nats per token."""
     return Difference(first.loss - second.loss, _paired_error(first, second, 1.0, 1.0))
 
 
 def mean_perplexity_difference(first: EvaluationResult, second: EvaluationResult) -> Difference:
-    """Mean perplexity of ``first`` minus that of ``second``.
+    """Mean perplexity of ``first`` minus mean perplexity of ``second``.
 
     To first order, the standard error of a perplexity p = exp(m) is p SE(m); the standard error of
     p - q is the standard error of the ratio with sums p S_c - q T_c, where S_c and T_c are the loss

@@ -35,7 +35,7 @@ class Mixture(FileRecord):
         weights: domain -> share of the training tokens.
         method: method that computed the weights ("chameleon", "uniform", "manual", ...).
         parameters: the method's settings.
-        scores: domain -> score, for methods that have one (Chameleon: leverage).
+        scores: domain -> score, for methods that compute scores (Chameleon: leverage).
         intervals: domain -> (low, high) bootstrap confidence interval of its weight.
         confidence: coverage of the intervals, between 0 and 1.
         outweighs: (a, b, probability that a has the larger weight), for domains a and b that are
@@ -86,7 +86,7 @@ class Mixture(FileRecord):
 
     @classmethod
     def load(cls, path: Path) -> Mixture:
-        """Read a mixture file; ``{"weights": {...}}`` suffices for a user-supplied one.
+        """Read a mixture file; ``{"weights": {...}}`` suffices for a user-supplied mixture.
 
         Weights whose sum differs from 1 by more than ``SUM_TOLERANCE`` are renormalised with a
         :class:`MixtureWarning`.
@@ -127,7 +127,7 @@ class Mixture(FileRecord):
         missing = [name for name in names if name not in self.weights]
         if missing:
             warnings.warn(
-                f"the mixture has no weight for {', '.join(missing)}: they get weight 0",
+                f"the mixture has no weight for {', '.join(missing)}; a missing weight is 0",
                 MixtureWarning,
                 stacklevel=2,
             )

@@ -70,7 +70,7 @@ def published_column(name: str) -> PublishedColumn:
     """The column called ``name``.
 
     Raises:
-        UserError: for an unknown name, listing the known ones.
+        UserError: for an unknown name, listing the known names.
     """
     columns = published_columns()
     if name not in columns:

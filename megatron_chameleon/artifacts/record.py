@@ -274,9 +274,9 @@ def check_values(
 
 
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
-    """Field -> (value of ``one``, value of ``other``), for fields in which they differ.
+    """Return field -> (value of ``one``, value of ``other``), for fields with different values.
 
-    Both are dataclasses of the same type.
+    Both arguments are dataclasses of the same type.
     """
     pairs = {f.name: (getattr(one, f.name), getattr(other, f.name)) for f in fields(one)}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

@@ -47,7 +47,7 @@ class MemberRecord(FileRecord):
         member: number of the member.
         steps: steps at which held-out losses were measured.
         losses: [steps][k] nats per token; None where a domain has no held-out text.
-        diverged: why it diverged, if it did.
+        diverged: why the member diverged; None if it did not.
         cost: cost of its run; device time is divided among members trained concurrently.
     """
 

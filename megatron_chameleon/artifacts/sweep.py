@@ -1,4 +1,4 @@
-"""A sweep: mixtures that differ in one hyperparameter each."""
+"""A sweep: mixtures that each differ from a central mixture in one hyperparameter."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
 def difficult_texts(special_tokens: Iterable[str]) -> list[str]:
     """About 500 texts (50 KB) on which two libraries for one tokenizer may differ.
 
-    Some of them contain ``special_tokens``.
+    Some of the texts contain ``special_tokens``.
     """
     spaces = [" ", "\n", "\t", "\r\n", " \n", "\n ", "\u00a0", "\u3000", "\u2028", "\v\f\x85"]
     runs = [space * count for space in spaces for count in (1, 2, 3, 300)]

@@ -89,7 +89,7 @@ _LICENCES = (
 _TESTS = "*/test_*.py */tests/*.py */test/*.py */testing/*.py"
 _TABLES = "*.afm *.csv *.dat *.tab *.tsv"
 _RANDOM_NUMBERS = "numpy/random/*"
-# Domains in order of preference: the first ones with enough text are kept. A file belongs to the
+# Domains in order of preference: the first domains with enough text are kept. A file belongs to the
 # first domain that matches it.
 DOMAINS = (
     DomainSource("test_suites", "Python tests that packages ship", _TESTS),
@@ -253,5 +253,5 @@ def format_table(gathered: Sequence[DomainText]) -> str:
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:
-    """Compile shell patterns into one regular expression; if there are none, it matches nothing."""
+    """Compile shell patterns into one regular expression; without patterns, it matches nothing."""
     return re.compile("|".join(map(fnmatch.translate, patterns.split())) or "(?!)")

@@ -50,7 +50,7 @@ def flat(groups: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 def quoted(names: Collection[str]) -> str:
-    """The first names in quotes, followed by the number of the others."""
+    """Format the first names in quotes, followed by the number of remaining names."""
     more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
     return ", ".join([*(f"'{name}'" for name in list(names)[:_NAMES_SHOWN]), *more])
 
@@ -85,7 +85,7 @@ class DomainOptions(CheckedOptions):
     """Key of the domain's name in each line; dots reach into nested objects, or into strings that
     hold JSON objects, as in meta.redpajama_set_name."""
     domain_from_path: str | None = None
-    """A regular expression whose one group is the domain's name in the path of a file, as in
+    """A regular expression whose only group matches the domain's name in the path of a file, as in
     'data/([^/]+)/'."""
     domain_from_config: bool = False
     """Use the config of the data set as the domain."""

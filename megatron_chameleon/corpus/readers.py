@@ -117,7 +117,7 @@ class MalformedLines:
         found = f"{self.count} of {self.lines} lines are malformed: {'; '.join(self.first)}{more}"
         if self.count > max_share * self.lines:
             raise UserError(
-                f"{found}; this exceeds --max-malformed-share {max_share:g}: correct them, or "
+                f"{found}; this exceeds --max-malformed-share {max_share:g}: correct the lines, or "
                 "allow a larger share"
             )
         if self.count:
@@ -290,7 +290,7 @@ class _Parser:
             self.keys["--domain-key"] = domains.domain_key
 
     def parse(self, found: Sequence[Any], place: Callable[[int], str]) -> list[Document]:
-        """Parse lines, or the rows of a table; count malformed ones.
+        """Parse the lines of a file or the rows of a table; count malformed lines and rows.
 
         Args:
             found: lines as :func:`read_lines` yields them, or the rows of a table, with an error in
@@ -570,7 +570,7 @@ def columns_for(
 
     Args:
         schema: schema of the table.
-        keys: flag -> key, a column or a dotted path into one.
+        keys: flag -> key, which is a column or a dotted path into a column.
         name: name of the table, for messages.
         leaves: dotted paths of all leaf columns; empty if leaves cannot be read separately.
 

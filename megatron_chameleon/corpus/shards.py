@@ -364,7 +364,7 @@ def _batches(
     domains: dict[str, int],
     empty: Counter[int],
 ) -> Iterator[_Batch]:
-    """Group documents into batches; update ``domains``, and count empty ones in ``empty``."""
+    """Group documents into batches; update ``domains``, and count empty documents in ``empty``."""
     waiting: list[Document] = []
     characters = 0
     for document in documents:

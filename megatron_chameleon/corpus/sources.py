@@ -60,7 +60,7 @@ _HUB_SECONDS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One file, or one shard of a data set, that documents are read from.
+    """A file, or a shard of a data set, from which documents are read.
 
     Attributes:
         name: name in messages, unique in a list of sources.

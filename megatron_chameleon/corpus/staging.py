@@ -165,7 +165,7 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
 def divide(sources: Sequence[Source], target_bytes: int) -> list[list[Chunk]]:
     """Divide ``sources`` into shards of at most ``target_bytes`` on disk, where that is possible.
 
-    Large sources are divided where their format allows it, small ones share a shard. The
+    Large sources are divided if their format allows it, and small sources share a shard. The
     concatenated chunks of all shards are the sources in their original order.
 
     Raises:
@@ -276,7 +276,8 @@ class CorpusFolder:
     def publish(self, made: Path) -> None:
         """Move all files of the folder ``made`` into place, corpus.json last.
 
-        Only renames lie between the removal of an old corpus and the completion of the new one.
+        Between the removal of an old corpus and the completion of the new corpus, files are only
+        renamed.
         """
         files = sorted(path for path in made.rglob("*") if path.is_file())
         files.sort(key=lambda path: path.name == Corpus.FILE_NAME)

@@ -378,7 +378,7 @@ def _read(path: Path) -> TokenizerFile:
         if len(inside) > 1:
             names = ", ".join(found.name for found in inside)
             raise UserError(f"{path} holds more than one tokenizer ({names}); name one file")
-        # A tokenizer.json next to a pair of GPT-2 files was made from them.
+        # A tokenizer.json next to GPT-2's pair of files was made from this pair.
         found = inside[0] if inside else vocab_file_in(path)
         if found is None:
             raise UserError(
@@ -675,7 +675,7 @@ def corpus_tokenizer(corpus: Corpus, path: Path | None = None) -> Tokenizer:
     """Load the tokenizer of ``corpus``: the copy in the corpus, or an identical one at ``path``.
 
     Raises:
-        UserError: if the file is missing or is not the one that made the tokens.
+        UserError: if the file is missing, or is not the tokenizer that made the tokens.
     """
     own = corpus.root / corpus.tokenizer.file
     file = recorded_tokenizer_file(own if path is None else path, corpus.tokenizer)

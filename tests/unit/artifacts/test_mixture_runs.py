@@ -1,4 +1,4 @@
-"""Tables of runs on many mixtures: the forms of RegMix and Olmix, and invalid ones."""
+"""Tables of runs on many mixtures: the forms of RegMix and Olmix, and invalid tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token files: byte-identical to Megatron's, damaged ones rejected, blocks verified when read."""
+"""Token files are byte-identical to Megatron's, and blocks are verified when they are read."""
 
 from __future__ import annotations
 

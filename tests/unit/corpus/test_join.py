@@ -1,4 +1,4 @@
-"""Shards on disk, joining them without duplicates and held-out text, and moving documents."""
+"""Write shards, join shards without duplicates and held-out text, and move documents."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ print(reader.malformed.count)
 
 
 def peak_of_reading(max_document_bytes, *paths):
-    """Read files in a new process; return values for the last one.
+    """Read files in a new process; return values for the last file.
 
     The values are the characters of its text, the growth of memory in bytes, and its number of
     malformed lines.
