@@ -2,9 +2,9 @@
 
 UniMax (Chung et al., ICLR 2023) divides the token budget evenly over the domains. Tokens beyond a
 domain's epoch limit are redistributed evenly over the other domains. The result is the mixture
-min(cap, s/k) nearest to uniform; :class:`~megatron_chameleon.methods.output.EpochLimit` computes
-it. A budget that exceeds the limits of all domains is an error; the paper uses fewer tokens
-instead.
+nearest to uniform within the limits, min(cap, s/k) with one scale s for all domains;
+:class:`~megatron_chameleon.methods.output.EpochLimit` computes it. If all domains at their limits
+hold fewer tokens than the budget, the method raises UserError; the paper then reduces the budget.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ class UniformOptions(ChosenDomainsOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NaturalOptions(ChosenDomainsOptions):
-    """Weigh every domain by its number of training tokens."""
+    """Give every domain a weight that depends on its number of training tokens."""
 
     temperature: Positive = 1.0
-    """T: weights are proportional to tokens^(1/T). 1 keeps the proportions, larger values move
-    towards uniform. For an exponent, such as the 0.3 of XLM-R, pass its inverse."""
+    """Temperature T: weights are proportional to tokens^(1/T). T = 1 gives the natural proportions;
+    a larger T gives more uniform weights. If a paper states an exponent, such as 0.3 for XLM-R,
+    pass its inverse."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnimaxOptions(ChosenDomainsOptions):
     """Divide the tokens evenly, within a limit on the epochs of each domain."""
 
-    token_budget: LargeCount = dataclasses.field()  # required, unlike the inherited field
+    token_budget: LargeCount = dataclasses.field()  # required here, optional in the base class
     """Token budget of the target run; the epochs of each domain are computed from it."""
     max_epochs: Positive = 4.0
-    """Maximum epochs of each domain's training tokens. Up to 4, repetition costs little
-    (Muennighoff et al. 2023)."""
+    """Maximum epochs of each domain's training tokens. Up to 4 epochs, repeated data are almost as
+    useful as new data (Muennighoff et al. 2023)."""
 
 
 def compute_equal(options: UniformOptions | UnimaxOptions) -> None:
-    """Write 1/k for each of k domains, within the epoch limit."""
+    """Write a mixture with weight 1/k for each of k domains, subject to the epoch limit."""
     import numpy as np
 
     from megatron_chameleon.methods.output import AssignedWeights, run_training_free
@@ -64,7 +65,7 @@ def compute_equal(options: UniformOptions | UnimaxOptions) -> None:
 
 
 def compute_natural(options: NaturalOptions) -> None:
-    """Write the domains' shares of the training tokens to the power 1/T."""
+    """Write weights proportional to n^(1/T), where n is a domain's number of training tokens."""
     from megatron_chameleon.errors import UserError
     from megatron_chameleon.methods.output import AssignedWeights, run_training_free
     from megatron_chameleon.mixture.weights import natural_weights
@@ -77,7 +78,7 @@ def compute_natural(options: NaturalOptions) -> None:
             weights = natural_weights([tokens[name] for name in names], temperature)
         except ValueError as error:
             raise UserError(f"--temperature {temperature:g} for {corpus.root}: {error}") from error
-        heading = f"Natural: shares of the training tokens to the power 1/{temperature:g}"
+        heading = f"Natural: shares of the training tokens, raised to the power 1/{temperature:g}"
         return AssignedWeights(weights, heading, {"temperature": temperature}, paper_flops=0.0)
 
     run_training_free("natural", options, assign)
@@ -98,20 +99,21 @@ METHODS = (
         name="natural",
         options=NaturalOptions,
         compute=compute_natural,
-        summary="shares of the corpus's own tokens, with a temperature",
+        summary="each domain's share of the corpus's tokens, with a temperature",
         needs="nothing besides the corpus",
         cost="nothing",
-        good_for="corpora whose sizes are meaningful; a temperature of about 3 for many languages",
+        good_for="corpora whose domain sizes are meaningful; a temperature of about 3 for many "
+        "languages",
         source="Conneau et al.: XLM-R, ACL 2020 (for the temperature)",
     ),
     Method(
         name="unimax",
         options=UnimaxOptions,
         compute=compute_equal,
-        summary="as uniform as a limit on epochs allows",
+        summary="as uniform as the epoch limit allows",
         needs="the token budget of the target run (--token-budget)",
         cost="nothing",
-        good_for="domains of very different sizes, with small ones among them: many languages",
+        good_for="domains of very different sizes, such as many languages",
         source="Chung et al.: UniMax, ICLR 2023",
     ),
 )

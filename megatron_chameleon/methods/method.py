@@ -15,7 +15,7 @@ from megatron_chameleon import methods
 from megatron_chameleon.methods.options import MethodOptions
 
 DEFAULT_METHOD = "chameleon"
-# Shared modules. Every other module needs a METHOD.
+# Modules that methods share. Every other module must define METHOD.
 SHARED_MODULES = {"method", "options", "output", "proxy"}
 
 
@@ -52,8 +52,8 @@ class DiscoveredMethods:
     """The methods of this package.
 
     Attributes:
-        usable: name -> method, Chameleon first, the others by name.
-        unusable: a line for each module without a usable method: file, problem, fix.
+        usable: name -> method: Chameleon first, the others sorted by name.
+        unusable: an error message for each module without a usable method (file, problem, fix).
     """
 
     usable: Mapping[str, Method]
@@ -101,7 +101,7 @@ def discover_methods() -> DiscoveredMethods:
 
 
 def find_methods() -> Mapping[str, Method]:
-    """Name -> usable method, Chameleon first, the others by name."""
+    """Return name -> usable method: Chameleon first, the others sorted by name."""
     return discover_methods().usable
 
 

@@ -19,7 +19,7 @@ class MethodOptions(CheckedOptions):
     output: Path
     """The mixture.json to write."""
     token_budget: LargeCount | None = None
-    """Token budget of the target run. The epochs of each domain are computed from it, printed and
+    """Token budget of the target run. The resulting epochs of each domain are printed and
     stored."""
     max_epochs: Positive | None = None
     """Maximum epochs of each domain's training tokens within --token-budget. The mixture is the
@@ -57,10 +57,10 @@ class TrainingMethodOptions(MethodOptions):
 
     @property
     def runs_folder(self) -> Path:
-        """``--work-dir``, or its default.
+        """Return ``--work-dir``, or its default.
 
         Raises:
-            UserError: for the default if ``output`` does not end with .json.
+            UserError: if ``--work-dir`` is not set and ``output`` does not end with .json.
         """
         if self.work_dir is not None:
             return self.work_dir

@@ -41,18 +41,18 @@ def warn(message: str) -> None:
 
 
 def by_name(names: Iterable[str], values: Array) -> dict[str, Any]:
-    """Name -> value, or list of values, for JSON."""
+    """Return name -> value or list of values, as JSON types."""
     return dict(zip(names, values.tolist(), strict=True))
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Comma-separated names for a message: the first ten, and the number of the others."""
+    """Join names by commas for a message: the first ten, and the number of the other names."""
     shown = ", ".join(names[:MAX_NAMES])
     return f"{shown} and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else shown
 
 
 def select_domains(selection: str | None, corpus: Corpus, flag: str = "--domains") -> list[str]:
-    """The domains in the comma-separated value of ``flag``, in corpus order; all if it is None.
+    """Return the domains in the comma-separated value of ``flag``, in corpus order; None means all.
 
     Raises:
         UserError: for a name that is not in the corpus.
@@ -82,18 +82,18 @@ def require_training_tokens(corpus: Corpus, names: Iterable[str], purpose: str) 
     for name in names:
         if corpus.domains[name].train.tokens == 0:
             raise UserError(
-                f"domain '{name}' of {corpus.root} has no training tokens {purpose}; leave it out "
-                "(--domains), or preprocess the corpus again with text for it or without it"
+                f"domain '{name}' of {corpus.root} has no training tokens {purpose}; exclude it "
+                "with --domains, or preprocess the corpus again, with text for it or without it"
             )
 
 
 def parse_shares(
     target: str, names: Sequence[str], match: Callable[[str], str | None], hint: str = ""
 ) -> Array:
-    """The shares [k] of ``names`` in a ``--target`` such as ``a`` or ``a=2,b=1``; 0 for the others.
+    """The shares [k] of ``names`` in a ``--target`` such as ``a`` or ``a=2,b=1``; others are 0.
 
     Args:
-        target: value of the option; an item without a share has share 1.
+        target: value of the option; the share of an item without a number is 1.
         names: the k names to choose from, which may contain an equals sign.
         match: returns the one of ``names`` that the user means; None for an unknown one.
         hint: end of the message on a name that is unknown or repeated.
@@ -122,18 +122,20 @@ def parse_shares(
             )
         shares[known] = share
     if not any(shares.values()):
-        raise UserError(f"--target {target}: no name; choose from {format_names(names)}")
+        raise UserError(
+            f"--target {target}: it contains no name; choose from {format_names(names)}"
+        )
     return np.array(list(shares.values()))
 
 
 @dataclasses.dataclass(frozen=True)
 class EpochLimit:
-    """At most ``max_epochs`` epochs of each domain within ``token_budget`` training tokens.
+    """Limit of ``max_epochs`` epochs per domain in ``token_budget`` training tokens.
 
     Attributes:
         tokens: domain -> training tokens.
         token_budget: tokens of the target run; epochs are not computed without it.
-        max_epochs: no limit if None.
+        max_epochs: maximum epochs of each domain; no limit if None.
     """
 
     tokens: Mapping[str, int]
@@ -153,7 +155,7 @@ class EpochLimit:
         return tokens * (self.max_epochs / self.token_budget)
 
     def apply(self, weights: Array) -> Array:
-        """The nearest weights within the limit.
+        """Return the nearest weights within the limit.
 
         Args:
             weights: [num_domains] float64, in the order of ``tokens``.
@@ -170,7 +172,7 @@ class EpochLimit:
             ) from error
 
     def mixture_fields(self, unconstrained: Array) -> dict[str, Any]:
-        """Fields of a Mixture: weights, epochs and the effect of the limit. Warn of capped domains.
+        """Return the fields of a Mixture for weights, epochs and limit. Warn about capped domains.
 
         Args:
             unconstrained: [num_domains] float64 weights without the limit.
@@ -187,7 +189,7 @@ class EpochLimit:
         if capped:
             warn(
                 f"--max-epochs {self.max_epochs:g} caps {format_names(capped)} in "
-                f"{self.token_budget:,} tokens, and raises the other weights"
+                f"{self.token_budget:,} tokens, and raises the other domains' weights"
             )
         before = by_name(names, unconstrained)
         return {**fields, "max_epochs": self.max_epochs, "unconstrained": before, "capped": capped}
@@ -210,7 +212,8 @@ class AssignedWeights:
         parameters: the method's settings, for the mixture.
         inputs: name -> hash of each artifact read besides the corpus.
         closing: lines under the table.
-        paper_flops: FLOPs by the formulas of Chameleon's tables; None if they do not cover it.
+        paper_flops: FLOPs by the formulas of Chameleon's tables; None if the formulas do not cover
+            the method.
         inherited: total cost of weights computed elsewhere, if known.
     """
 
@@ -324,12 +327,12 @@ def mixture_table(mixture: Mixture) -> str:
             cells.append([heading, *(form(values[name]) for name in names)])
     lines = align_columns(list(zip(*cells, strict=True)))
     if hidden:
-        lines.insert(1 + HEAVIEST, f"... {hidden:,} domains between; the file has all of them")
+        lines.insert(1 + HEAVIEST, f"... {hidden:,} domains not shown; the file lists all domains")
     return "\n".join(lines)
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines: first column left-aligned, the others right-aligned."""
+    """Format rows of cells as lines: first column left-aligned, other columns right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows

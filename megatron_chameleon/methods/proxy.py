@@ -70,7 +70,7 @@ def on_rank_0(options: ParallelOptions, make: Callable[[], T]) -> T:
     """Create process groups, call ``make`` on rank 0 and return its result on every rank.
 
     Args:
-        options: parallelism of the runs that are trained before or after.
+        options: parallelism of the method's training runs.
         make: a function whose result can be pickled.
 
     Raises:
@@ -104,7 +104,7 @@ def train_proxy(
     if os.environ.get("RANK", "0") == "0":
         print(f"\n{name}: {options.run_dir}")
     try:
-        with stops:  # otherwise a signal ends the process
+        with stops:  # without it, a signal would end the process
             pretrain(options, hook_factory=make_hook, stops=stops)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
@@ -117,7 +117,7 @@ def is_finished(run_dir: Path) -> bool:
 
 
 class MeanWeightsHook(TrainingHook, Generic[State]):
-    """Base class of hooks that weigh the domains of a proxy run; the mixture is their mean weights.
+    """Base class of hooks that weight a proxy's domains; the mixture is the mean of the weights.
 
     Args:
         names: the k domains of the corpus.
@@ -235,7 +235,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
 
     @abc.abstractmethod
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> MeanWeightsHook[State]:
-        """Construct the hook of the proxy's run; the layout is None to read a saved state."""
+        """Construct the hook of the proxy's run; ``layout`` is None if only its state is read."""
 
     @abc.abstractmethod
     def write_mixture(self) -> None:
@@ -252,7 +252,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         for folder in reversed(checkpoint_folders(self.run.run_dir)):
             try:
                 record = CheckpointRecord.load(folder)
-            except UserError:  # training reports damage and resumes from an older one
+            except UserError:  # training will report the damage and resume from an older checkpoint
                 continue
             try:
                 self.load_hook(record)
@@ -261,17 +261,17 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             return
 
     def finished(self) -> tuple[TrainingRun, MeanWeightsHook[State], dict[str, str]]:
-        """The finished run, its hook, and the name and hash of its weights for the provenance.
+        """Return the finished run, its hook, and its weights' name and hash for the provenance.
 
         Raises:
-            UserError: if it was trained with another hook.
+            UserError: if the run was trained with another hook.
         """
         run = TrainingRun.load(self.run.run_dir)
         record = CheckpointRecord.load(step_folder(run.root, run.step))
         return run, self.load_hook(record), {"proxy": record.hash}
 
     def load_hook(self, record: CheckpointRecord) -> MeanWeightsHook[State]:
-        """The hook with its state in a checkpoint.
+        """Return the hook, with its state loaded from a checkpoint.
 
         Raises:
             UserError: if the state is of another hook, or was produced by other settings.
@@ -295,7 +295,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
     ) -> None:
         """Write the mean weights to ``--output`` and print them. Called on one rank.
 
-        Warns if the weights collapsed onto a domain, or had not converged at the end.
+        Warns if nearly all weight is on one domain, or the weights had not converged at the end.
 
         Args:
             hook: the proxy's hook, in its final state.
@@ -306,7 +306,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             inputs: name -> hash of each artifact read besides the corpus.
             paper_flops: FLOPs, counted as in the tables of the Chameleon paper.
             heading: the line above the table.
-            hint: end of the warnings: options to change.
+            hint: the options to change, as the end of each warning.
         """
         stopwatch, options, names = Stopwatch(), self.options, self.corpus.names
         last, mean = hook.of_domains(hook.state.weights), hook.of_domains(hook.state.mean)

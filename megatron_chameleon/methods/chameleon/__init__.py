@@ -40,11 +40,11 @@ class EmbeddingOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ExtractionOptions(EmbeddingOptions):
-    """Sampling and embedding of text windows; these options are equal for a whole store."""
+    """Sampling and embedding of text windows; all embeddings of a store share these options."""
 
     final_norm: bool = False
-    """Apply the proxy's final layer norm to the hidden states before averaging them; the authors'
-    code does not."""
+    """Apply the proxy's final layer norm to the hidden states before averaging them. The authors'
+    code does not apply it."""
     num_windows: Count = 4096
     """Windows sampled per domain (paper: 4k)."""
     cross_documents: bool = False
@@ -52,8 +52,8 @@ class ExtractionOptions(EmbeddingOptions):
     extraction_seed: Seed = 0
     """Random seed of the sampled windows."""
     embedding_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The proxy's compute precision. 'bfloat16' is faster where the device supports it, but less
-    exact; means over tokens and windows are taken in float32 either way."""
+    """The proxy's compute precision. 'bfloat16' is faster on devices that support it, but less
+    exact. Means over tokens and windows are always computed in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +76,14 @@ class RecipeOptions(CheckedOptions):
     confidence: InsideUnit = 0.95
     """Confidence level of the intervals."""
     precision: Positive = 0.01
-    """Desired half width of the intervals; the number of windows that it needs is printed."""
+    """Desired half width of the intervals; the number of windows that this half width requires is
+    printed."""
 
     def resolve(self) -> Recipe:
-        """The named recipe with user-supplied hyperparameters.
+        """Return the named recipe, with the user-supplied hyperparameters.
 
         Raises:
-            UserError: for hyperparameters that exclude each other.
+            UserError: for mutually exclusive hyperparameters.
         """
         from megatron_chameleon.mixture.chameleon import resolve_recipe
 
@@ -92,7 +93,8 @@ class RecipeOptions(CheckedOptions):
                 center=self.center,
                 normalize=self.normalize,
                 ridge=self.ridge,
-                # A user-supplied ridge or temperature is absolute.
+                # A user-supplied ridge or temperature is an absolute value, even if the recipe's is
+                # relative.
                 ridge_relative=None if self.ridge is None else False,
                 temperature_pretrain=self.temperature,
                 temperature_finetune=self.temperature,
@@ -117,9 +119,9 @@ class ChameleonOptions(ChosenDomainsOptions):
     weight that it would have in a mixture of all domains."""
     target: str | None = None
     """Target of the mixture: domains (a,b; with shares: a=2,b=1) or a text file (.txt, or .jsonl
-    with documents in the field "text"). A text is embedded like the domains, and those nearest to
-    it gain weight. In pretraining the effect is largest with a small ridge, in fine-tuning with a
-    large one."""
+    with documents in the field "text"). A text is embedded like the domains, and the domains
+    nearest to the text gain weight. In pretraining the effect is largest with a small ridge, in
+    fine-tuning with a large ridge."""
     target_strength: InsideUnit | None = None
     """Strength of --target, above 0 (no effect) and below 1 (--target alone); default: 0.5."""
     explain: bool = False
@@ -130,7 +132,7 @@ class ChameleonOptions(ChosenDomainsOptions):
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Raise UserError for a strength without a target."""
+        """Raise UserError if --target-strength is set without --target."""
         super().__post_init__()
         if self.target is None:
             self.reject_changed(["target_strength"], "has no effect without --target")
@@ -149,7 +151,7 @@ METHOD = Method(
     compute=run,
     summary="inverse leverage scores of the domain embeddings",
     needs="a proxy trained on a uniform mixture (--checkpoint)",
-    cost="the proxy, once; then forward passes over each new domain",
+    cost="training of one proxy; then forward passes over each new domain",
     good_for="changing sets of domains; fine-tuning (--mode finetune)",
     source="Xie, Tonin, Cevher: Chameleon, ICML 2025",
 )

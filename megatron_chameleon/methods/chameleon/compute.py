@@ -1,7 +1,8 @@
 """Chameleon: proxy -> domain embeddings -> kernel ridge leverage scores -> mixture.
 
 Xie, Tonin, Cevher: Chameleon, ICML 2025, Algorithm 1. The proxy is trained beforehand by
-tools/pretrain_gpt.py with uniform weights; for fine-tuning, it is the model to be tuned.
+tools/pretrain_gpt.py with uniform weights; for fine-tuning, the proxy is the model that will be
+fine-tuned.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
     from megatron_chameleon.methods.discovery import DiscoverOptions
 
 TEXT_SUFFIXES = (".txt", ".jsonl")
-# Seeds the window sampling of a target text, which has no domain name.
+# Used instead of a domain name to seed the sampling of windows from a target text.
 TARGET_KEY = "--target"
 # Warn if the domains nearest to the target gain less than this share of the average weight.
 MIN_TARGET_GAIN = 0.05
@@ -115,17 +116,17 @@ class Target:
     windows: int | None = None
 
     def prior(self, means: Array) -> Array:
-        """The prior [k] of domains with the embeddings ``means`` [k, h]."""
+        """Return the prior [k] of the domains with the embeddings ``means`` [k, h]."""
         shares = self.shares
         if shares is None:
-            assert self.vector is not None, "the target text is embedded first"
+            assert self.vector is not None, "the target text must be embedded first"
             shares = similarity_shares(means, self.vector)
         return target_prior(shares, self.strength)
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingPlan:
-    """A corpus and the proxy that embeds it, both checked.
+    """A validated corpus, and the validated proxy that embeds it.
 
     Attributes:
         corpus: corpus whose domains are embedded.
@@ -144,7 +145,7 @@ class EmbeddingPlan:
 
 @dataclasses.dataclass(frozen=True)
 class MixturePlan(EmbeddingPlan):
-    """Checked options with their artifacts.
+    """Validated options, and the artifacts that they name.
 
     Attributes:
         options: options of the method.
@@ -176,7 +177,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
         store, text, missing = from_main(
             lambda: (
                 store := open_store(plan.store, plan.embedding, hidden_size, plan.provenance),
-                # Read before anything is embedded, so that a malformed text fails early.
+                # Read the target text before embedding, so that a malformed text fails early.
                 plan.target and plan.target.text and read_text(plan.target.text, plan.corpus),
                 missing_entries(store, plan.corpus, entries),
             )
@@ -236,8 +237,8 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
         inputs["kept mixture"] = kept.hash
         if not any(kept.weights.get(name, 0.0) > 0 for name in names):
             raise UserError(
-                f"--keep {options.keep}: no weight for any of {format_names(names)}; pass a "
-                "mixture of some of them, or leave --keep out"
+                f"--keep {options.keep}: it has no weight for any of {format_names(names)}; pass "
+                "a mixture that contains some of these domains, or omit --keep"
             )
     target = parse_target(options.target, options.target_strength, names)
     if target is not None and target.text is not None:
@@ -256,7 +257,7 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
 def plan_embedding(
     options: ChameleonOptions | DiscoverOptions, extraction: ExtractionOptions
 ) -> EmbeddingPlan:
-    """Load the corpus and the proxy that ``options`` name, and check that they fit.
+    """Load the corpus and the proxy that ``options`` name, and check that they match.
 
     Raises:
         UserError: for the first mistake found.
@@ -293,7 +294,7 @@ def embedding_recipe(
 
 
 def parse_target(value: str | None, strength: float | None, names: Sequence[str]) -> Target | None:
-    """``--target`` and ``--target-strength`` for the domains ``names``; None without a target.
+    """Parse ``--target`` and ``--target-strength``; return None without a target.
 
     Raises:
         UserError: for an unknown or repeated domain, a share that is not above 0, or a missing
@@ -312,7 +313,7 @@ def parse_target(value: str | None, strength: float | None, names: Sequence[str]
 
 
 def read_text(path: Path, corpus: Corpus) -> TokenFile:
-    """Tokenize a target text: a ``.txt`` is one document, a ``.jsonl`` has one per line.
+    """Tokenize a target text: a ``.txt`` file is one document, a ``.jsonl`` file has one per line.
 
     Raises:
         UserError: for an unreadable file, a malformed line, or a file without text.
@@ -334,7 +335,7 @@ def read_text(path: Path, corpus: Corpus) -> TokenFile:
         raise UserError(f"--target {path}: cannot be read as UTF-8 text ({error})") from error
     texts = list(filter(None, texts))
     if not texts:
-        raise UserError(f"--target {path}: no text; pass a file with some documents")
+        raise UserError(f"--target {path}: no text; pass a file that contains text")
     tokens, lengths = corpus_tokenizer(corpus).encode_documents(texts)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
@@ -345,7 +346,7 @@ def read_text(path: Path, corpus: Corpus) -> TokenFile:
 def weigh_means(
     means: Array, mode: Mode, recipe: Recipe, prior: Callable[[Array], Array] | None = None
 ) -> WeightResult:
-    """Compute Chameleon's weights of domain embeddings, without a warning about clipped scores.
+    """Compute Chameleon weights from embeddings, without the warning about clipped scores.
 
     Args:
         means: [k, h] float64, the domain embeddings.
@@ -363,10 +364,10 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     """Compute the mixture, without its cost. Runs on one rank, in float64.
 
     Vectors are read one domain at a time. For the bootstrap, a large number of windows is replaced
-    by means over groups of them.
+    by means over groups of windows.
 
     Args:
-        plan: checked options; a target text is embedded.
+        plan: validated options; their target text, if any, has been embedded.
         store: embedding store that holds the vectors of ``plan.names``.
 
     Returns:
@@ -414,7 +415,8 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         (names[one], names[other], probability)
         for (one, other), probability in zip(itertools.pairwise(order), likely, strict=True)
     ]
-    flops = paper_flops(  # includes the proxy's training, even if several mixtures use it
+    # The cost includes the proxy's training, even if several mixtures use the proxy.
+    flops = paper_flops(
         plan.shape.size,
         trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
         embedded_tokens=sum(windows.values()) * plan.embedding.window_length,
@@ -465,7 +467,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     grouped = f" (bootstrap over means of {group})" if group > 1 else ""
     lines.append(
         f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
-        f"domain{grouped}; +-{weighting.precision:g} takes about {needed:,}"
+        f"domain{grouped}; +-{weighting.precision:g} needs about {needed:,}"
     )
     if options.explain:
         by_recipe = functools.partial(weigh_means, means, options.mode, prior=prior)
@@ -513,7 +515,7 @@ def _warn_uninformative(
         return
     above = np.zeros(1) if result.prior is None else np.maximum(result.prior - 1.0, 0.0)
     gain = len(above) * float((above * (result.weights - untargeted.weights)).sum())
-    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # 0 <= 0 for equal priors
+    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # both sides are 0 if all priors are equal
         ridge = "smaller" if plan.options.mode == "pretrain" else "larger"
         warn(
             f"with ridge {result.effective_ridge:.3g}, --target has almost no effect or the "

@@ -21,16 +21,16 @@ NUM_NEAREST = 2
 
 
 def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], WeightResult]) -> str:
-    """Two tables, each under a paragraph that defines its columns.
+    """Return two tables, each under a paragraph that defines its columns.
 
     Args:
         names: the k domains.
         recipe: recipe of the weights, with user-supplied hyperparameters.
-        weigh: computes the weights of these domains by a recipe.
+        weigh: function that computes the weights of these domains with a recipe.
     """
     result = weigh(recipe)
     shown = np.argsort(-result.weights, kind="stable")[:MAX_DOMAINS]
-    # Numbers distinguish names with the same first characters.
+    # Numbers distinguish names that are equal after truncation.
     labels = [f"{number} {name[:MAX_NAME]}" for number, name in enumerate(names, start=1)]
     norms = np.square(result.features).sum(axis=1)
     sizes = norms / (norms.sum() or 1.0)
@@ -73,16 +73,17 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
     rank = min(len(names) - int(recipe.center), result.features.shape[1])
     order = "lower" if result.mode == "pretrain" else "higher"
     paragraphs = [
-        "SCORES: ridge leverage scores, 0 to 1: how poorly the other domains explain a domain; "
-        f"{order} scores give more weight. Size: share of the squared norms"
-        f"{' after centering' if recipe.center else ''}. Nearest: domains with the largest "
-        "100 x cosine. Effective dimension (sum of the scores): "
-        f"{result.effective_dimension:.3g} of {rank}, with ridge {result.effective_ridge:.3g}; "
-        "near 0 the scores follow the sizes, near the maximum they are all alike.",
-        f"HYPERPARAMETERS: weights, without --keep and --max-epochs, after one change of --ridge "
-        f"(now {result.effective_ridge:.3g}), --temperature (now "
-        f"{result.effective_temperature:.3g}), --center or --normalize. Last row: the share of the "
-        "weight that moves.",
+        "SCORES: ridge leverage scores, 0 to 1. A domain's score is high if the other domains "
+        f"explain it poorly; {order} scores give more weight. Size: share of the sum of squared "
+        f"norms{' after centering' if recipe.center else ''}. Nearest: domains with the largest "
+        "cosine, times 100. The effective dimension (sum of the scores) is "
+        f"{result.effective_dimension:.3g} of at most {rank}, with ridge "
+        f"{result.effective_ridge:.3g}. If it is near 0, scores are nearly proportional to sizes; "
+        "if it is near the maximum, all scores are similar.",
+        "HYPERPARAMETERS: weights without --keep and --max-epochs. Each column after the first "
+        f"changes one of --ridge (now {result.effective_ridge:.3g}), --temperature (now "
+        f"{result.effective_temperature:.3g}), --center and --normalize. Last row: the share of "
+        "the weight that moves to other domains.",
     ]
     parts = [
         "\n".join([textwrap.fill(paragraph, WIDTH, break_on_hyphens=False), *align_columns(rows)])

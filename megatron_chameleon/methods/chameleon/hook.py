@@ -27,7 +27,8 @@ from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 
-# Decimals of a weight: rounding errors, which differ between layouts, must not change samples.
+# Weights are rounded to this many decimals: rounding errors differ between parallel layouts, and
+# must not change the samples.
 DECIMALS = 6
 
 
@@ -61,9 +62,9 @@ class OnlineChameleon(TrainingHook):
         self._recomputed = 0
         if len(self._names) < 2:
             raise UserError(
-                f"--online-interval {online.online_interval}: requires two domains with a weight, "
-                f"and only '{self._names[0]}' of {plan.data.where} has one; give another domain a "
-                "weight, or leave it out"
+                f"--online-interval {online.online_interval}: requires two domains with a weight "
+                f"above 0, but in {plan.data.where} only '{self._names[0]}' has one; give another "
+                "domain a weight, or omit --online-interval"
             )
         self._windows = {
             domain.name: load_windows(
@@ -74,7 +75,7 @@ class OnlineChameleon(TrainingHook):
         }
 
     def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> list[float] | None:
-        """The weights from ``step`` on; None if they are unchanged.
+        """Return the weights to use from ``step`` on; None if they are unchanged.
 
         If hidden states are not finite, the weights are unchanged, with a warning; the run's guards
         decide whether to stop.
@@ -86,7 +87,8 @@ class OnlineChameleon(TrainingHook):
             warn(f"mixture unchanged at step {step}: {str(error).partition(';')[0]}")
             return None
         before = self._rounded()
-        # On rank 0 only: last digits may differ between processors, but ranks need equal weights.
+        # Computed on rank 0 only: the last digits may differ between processors, but all ranks need
+        # equal weights.
         self._weights = from_main(lambda: self._smoothed(means))
         self._recomputed += 1
         after = self._rounded()
@@ -117,7 +119,7 @@ class OnlineChameleon(TrainingHook):
     def _embed(self, model: Sequence[torch.nn.Module]) -> Array:
         """Mean embedding of each domain with a weight, in the training precision.
 
-        Weights, gradients and random states are unchanged.
+        The model's parameters, gradients and random states are unchanged.
 
         Raises:
             UserError: if hidden states are not finite.
@@ -131,7 +133,7 @@ class OnlineChameleon(TrainingHook):
         first, *later = map(unwrap, model)
         reader, means = Reader(first, self._shape, self._layout, later), []
         try:
-            # Compiled layers would be compiled again for each new shape.
+            # Run eagerly: torch.compile would compile the layers again for each new shape.
             with torch.compiler.set_stance("force_eager"):
                 for name, (tokens, windows) in self._windows.items():
                     self.flops += windows_flops(self._shape, self._layer, windows)
@@ -149,7 +151,7 @@ class OnlineChameleon(TrainingHook):
         return {name: round(weight, DECIMALS) for name, weight in self._weights.items()}
 
     def _smoothed(self, means: Array) -> dict[str, float]:
-        """Smoothed weights of all domains, from the ``means`` of the domains with a weight."""
+        """Compute smoothed weights of all domains; ``means`` are of the domains with a weight."""
         result = weigh_means(means, "pretrain", RECIPES[self._online.online_recipe])
         hint = "try --online-recipe scaled, or a longer --online-interval"
         warn_degenerate(self._names, result, hint)

@@ -1,4 +1,4 @@
-"""Options of tools/discover_domains.py. Importing them loads no torch."""
+"""Options of tools/discover_domains.py. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class DocumentEmbeddingOptions(EmbeddingOptions):
     """Sampling and embedding of the documents' windows."""
 
     windows_per_document: Count = 4
-    """Maximum windows per document, evenly spaced; their mean decides the document's cluster."""
+    """Maximum number of windows per document, evenly spaced. The mean of their embeddings
+    determines the document's cluster."""
     fit_windows: SeveralRepetitions = 20_000
     """Windows sampled from the training text to fit k-means."""
 
@@ -28,32 +29,33 @@ class DiscoverOptions(CheckedOptions):
     The same command resumes an interrupted run.
 
     Raises:
-        UserError: for numbers of clusters below 2, or a number out of range.
+        UserError: for a number of clusters below 2, or another option out of range.
     """
 
     corpus: Path
-    """Folder written by tools/preprocess_data.py; a single domain for all text is enough."""
+    """Folder written by tools/preprocess_data.py; all of its text may be in a single domain."""
     checkpoint: Path
     """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
     discover: str
     """Number of clusters, 2 or more. From a list such as 4,8,16, the number with the best
     silhouette is chosen."""
     output: Path
-    """The corpus folder to write. Documents stay in their split."""
+    """The corpus folder to write. Documents keep their split (train, valid or test)."""
     domains: str | None = None
     """Cluster only these domains, a,b,c; the others are unchanged. Default: all."""
     cluster_name: str = "cluster"
-    """Prefix of the new domains' names: NAME-00 has the most tokens."""
+    """Prefix of the new domains' names. They are called NAME-00, NAME-01, ..., by decreasing number
+    of tokens."""
     store: Path | None = None
-    """Folder of embeddings to reuse and extend; default: OUTPUT.embeddings. The folder is
-    kept, since another number of clusters needs no new embeddings."""
+    """Folder of embeddings to reuse and extend; default: OUTPUT.embeddings. The folder is kept, so
+    that another number of clusters can be tried without embedding again."""
     seed: Seed = 0
     """Random seed of the sampled windows and of k-means."""
     restarts: Repetitions = 10
     """Runs of k-means from different starts; the one with the smallest inertia is kept."""
     min_tokens_per_split: int = 1
-    """Clusters with fewer tokens in train, valid or test are dissolved: their documents go to the
-    nearest other cluster."""
+    """Clusters with fewer tokens than this in train, valid or test are dissolved: their documents
+    go to the nearest other cluster."""
     embedding: DocumentEmbeddingOptions = dataclasses.field(
         default_factory=DocumentEmbeddingOptions
     )
@@ -67,7 +69,7 @@ class DiscoverOptions(CheckedOptions):
         if self.numbers[-1] > self.embedding.fit_windows:
             raise UserError(
                 f"--fit-windows {self.embedding.fit_windows}: fewer than the {self.numbers[-1]} "
-                "clusters of --discover; raise it"
+                "clusters of --discover; raise --fit-windows"
             )
 
     @property

@@ -63,7 +63,7 @@ BATCH_ROWS = 1024
 SILHOUETTE_ROWS = 2048
 NEAREST_SHOWN = 3
 PREVIEW_CHARACTERS = 100
-# Enough tokens for PREVIEW_CHARACTERS in nearly all text.
+# In nearly all text, this many tokens contain at least PREVIEW_CHARACTERS characters.
 _PREVIEW_TOKENS = 4 * PREVIEW_CHARACTERS
 _SHARES_SHOWN = 4
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -103,7 +103,8 @@ def discover_domains(options: DiscoverOptions) -> None:
             warnings.warn(
                 f"{clusters.dissolved} of {len(fit.centroids)} clusters had too little text in "
                 f"train, valid or test (--min-tokens-per-split {options.min_tokens_per_split}); "
-                f"their documents went to the nearest of the other {len(clusters.centroids)}",
+                "their documents were reassigned to the nearest of the other "
+                f"{len(clusters.centroids)}",
                 stacklevel=2,
             )
         print(_summary(plan, _write(plan, store, clusters, cost, stopwatch)))
@@ -111,7 +112,7 @@ def discover_domains(options: DiscoverOptions) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DiscoverPlan(EmbeddingPlan):
-    """Checked options with their artifacts; ``embedding.num_windows`` counts per document.
+    """Validated options with their artifacts. ``embedding.num_windows`` is per document.
 
     Attributes:
         options: options of the tool.
@@ -122,9 +123,9 @@ class DiscoverPlan(EmbeddingPlan):
     provenance: Provenance
 
     def samples(self) -> list[StoreEntry]:
-        """The windows to fit k-means to, one entry per domain.
+        """Return store entries of the windows to which k-means is fitted, one entry per domain.
 
-        The number of windows of a domain is proportional to its tokens, at least one.
+        The number of windows of a domain is proportional to its tokens, but at least 1.
         """
         tokens, seed = self.corpus.train_tokens, self.options.seed
         total = sum(tokens[name] for name in self.names)
@@ -136,7 +137,7 @@ class DiscoverPlan(EmbeddingPlan):
         return entries
 
     def documents(self) -> list[StoreEntry]:
-        """The documents to cluster, as blocks in the order of the corpus."""
+        """Return store entries of the documents to cluster: blocks in the corpus's order."""
         blocks = []
         for name in self.names:
             for split in SPLITS:
@@ -166,11 +167,13 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
     cluster, most, least = options.cluster_name, options.numbers[-1], options.min_tokens_per_split
     if not is_domain_name(cluster) or not cluster.isprintable() or "," in cluster:
         raise UserError(
-            f"--cluster-name {cluster!r}: must be a domain name, on one line and without commas"
+            f"--cluster-name {cluster!r}: must be a valid domain name, on one line and without "
+            "commas"
         )
     if taken := {*cluster_names(cluster, most, most)}.intersection(corpus.names).difference(names):
         raise UserError(
-            f"--cluster-name {cluster}: the corpus keeps a domain '{min(taken)}'; pass another name"
+            f"--cluster-name {cluster}: the new corpus keeps the domain '{min(taken)}'; pass "
+            "another name"
         )
     documents = sum(corpus.domains[name].train.documents for name in names)
     if most > documents:
@@ -183,21 +186,21 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
             if len(lengths) and lengths.min() == 0:
                 raise UserError(
                     f"{corpus.prefix(name, split)}.idx has a document without tokens, which has no "
-                    "embedding; preprocess again"
+                    "embedding; preprocess the corpus again"
                 )
         tokens = sum(corpus.domains[name].split(split).tokens for name in names)
         if tokens < 2 * least:
             raise UserError(
                 f"--min-tokens-per-split {least}: the text to cluster has {tokens} {split} tokens, "
-                "too few for two clusters; lower it, or add text"
+                "too few for two clusters; lower --min-tokens-per-split, or add text"
             )
-    corpus_tokenizer(corpus)  # so that a missing file is found before embedding
+    corpus_tokenizer(corpus)  # called so that a missing file is found before embedding
     made = provenance(options, {"corpus": corpus.hash, "checkpoint": plan.checkpoint.hash})
     return DiscoverPlan(**vars(plan), options=options, provenance=made)
 
 
 def cluster_names(name: str, count: int, most: int) -> list[str]:
-    """``name-00``, ``name-01``, ..., with enough digits for ``most`` names, at least two.
+    """Return ``name-00``, ``name-01``, ..., with at least two digits, enough for ``most`` names.
 
     Names do not depend on the number of clusters that is chosen after embedding.
     """
@@ -215,7 +218,7 @@ class KMeansFit:
     2 - 2 cos.
 
     Attributes:
-        scaling: scales vectors [n, h] for comparison; one that equals the mean becomes zero.
+        scaling: scales vectors [n, h] for comparison; a vector that equals the mean becomes zero.
         centroids: [k, h] float32 means of scaled windows.
         inertia: sum of squared distances of the windows to their centroids.
         silhouettes: number of clusters -> mean silhouette, for each number tried.
@@ -232,14 +235,14 @@ class KMeansFit:
 def fit_clusters(
     vectors: NDArray[np.float32], numbers: list[int], seed: int, restarts: int
 ) -> KMeansFit:
-    """Fit mini-batch k-means (Sculley, 2010) from k-means++ starts, and refine it by Lloyd's.
+    """Fit mini-batch k-means (Sculley, 2010) from k-means++ starts; refine by Lloyd's algorithm.
 
     The result depends on the arguments only.
 
     Args:
         vectors: [n, h].
-        numbers: numbers of clusters to try, increasing. The best mean silhouette (Rousseeuw, 1987)
-            decides; if several are equal, the smallest number.
+        numbers: numbers of clusters to try, increasing. The number with the best mean silhouette
+            (Rousseeuw, 1987) is chosen, the smallest one if several are equal.
         seed: seed of the starts, the mini-batches and the windows sampled for the silhouettes.
         restarts: runs of k-means per number; the one with the smallest inertia is kept.
 
@@ -276,7 +279,8 @@ def fit_clusters(
             centroids = chosen.cluster_centers_
             fitted[number] = KMeans(number, init=centroids, n_init=1).fit(scaled)
             size, labels = min(SILHOUETTE_ROWS, len(scaled)), fitted[number].labels_
-            # Undefined if the sampled windows are all in one cluster, or each in its own.
+            # The silhouette is undefined if all sampled windows are in one cluster, or each is in
+            # its own.
             silhouettes[number] = 0.0
             with contextlib.suppress(ValueError):
                 silhouettes[number] = float(
@@ -288,10 +292,10 @@ def fit_clusters(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DocumentClusters:
-    """The cluster of each document, the largest cluster first.
+    """The cluster of each document; clusters are numbered by decreasing size.
 
     Attributes:
-        fit: the fit, whose clusters include those that were dissolved.
+        fit: the fit of k-means, which includes the clusters that were dissolved afterwards.
         labels: (domain, split) -> [num_documents] cluster of each document.
         centroids: [k, h] centroids of the k remaining clusters.
         tokens: [k, domains, splits] tokens of each cluster.
@@ -308,9 +312,9 @@ class DocumentClusters:
 def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) -> DocumentClusters:
     """Assign every document to the nearest centroid, and dissolve clusters that are too small.
 
-    A document's vector is the mean over its windows, so its nearest centroid has the least sum of
-    squared distances to them (except for the scaling to length 1). Documents are read block by
-    block. The smallest cluster is dissolved first: its documents may be enough for another one.
+    A document's vector is the mean over its windows, so its nearest centroid has the smallest sum
+    of squared distances to these windows (up to the scaling to length 1). Documents are read block
+    by block. The smallest cluster is dissolved first: its documents may be enough for another one.
 
     Raises:
         UserError: if fewer than two clusters have enough text in every split.
@@ -459,7 +463,7 @@ def _preview(plan: DiscoverPlan, domain: str, document: int, tokenizer: Tokenize
     tokens = open_tokens(plan.corpus, domain, "train").get(document)
     # The last token is the end-of-document token.
     text = tokenizer.decode(tokens[:-1][:_PREVIEW_TOKENS].tolist())
-    return repr(text[:PREVIEW_CHARACTERS])[1:-1]  # on one line
+    return repr(text[:PREVIEW_CHARACTERS])[1:-1]  # repr() keeps it on one line
 
 
 def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
@@ -483,7 +487,7 @@ def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
             *described,
             "",
             f"wrote {output}; {plan.options.store_folder} holds the embeddings, which other "
-            "numbers of clusters reuse; delete it when you are done",
+            "numbers of clusters reuse; delete that folder if you do not need it",
             f"next: torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {corpus} "
             f"--checkpoint {proxy} --output MIXTURE.json",
         ]

@@ -16,7 +16,7 @@ from megatron_chameleon.ranges import BelowOne, CheckedOptions, NonNegative, Pos
 if TYPE_CHECKING:
     from megatron_chameleon.mixture.doge import DogeRecipe
 
-# The paper's mu for a target that is trained on, and for one that is not.
+# The paper's values of mu: for a target that is trained on, and for a target that is not.
 MU, MU_OUT_OF_DOMAIN = 0.01, 0.05
 
 
@@ -32,14 +32,14 @@ class DogeRule(CheckedOptions):
     no domain drops out (paper: 0)."""
     doge_dw_min: float = 0.0
     """Lower clipping bound of a domain's alignment, before the learning rate (the authors' code: 0,
-    so that an opposing gradient counts like an orthogonal one)."""
+    so that an opposing gradient has the same effect as an orthogonal gradient)."""
     doge_dw_max: float = 5.0
     """Upper clipping bound of the alignment (the authors' code: 5)."""
     doge_max_norm: NonNegative = 5.0
     """Clip each domain's gradient to this norm; 0 disables clipping (the authors' code: 5)."""
 
     def resolve(self, mu: float = MU) -> DogeRecipe:
-        """The recipe with these values; ``mu`` is the default of ``--doge-mu``.
+        """Return the recipe with these values; ``mu`` is the default of ``--doge-mu``.
 
         Raises:
             UserError: for values that contradict each other.
@@ -58,17 +58,18 @@ class DogeRule(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DogeOptions(ProxyMethodOptions):
-    """Train a proxy that upweights domains by the alignment of their gradients with the target's.
+    """Train a proxy that upweights domains whose gradients align with the target's gradient.
 
     The mixture is the mean of the weights over the proxy's steps. An interrupted command resumes
     when it is run again.
     """
 
     target: str | None = None
-    """Target domains of the corpus, a,b: they are sampled like the others, but not trained on, and
-    get no weight. By default all domains are the target, and all are trained on."""
+    """Target domains of the corpus, such as a,b. Target domains are sampled like other domains, but
+    are not trained on and get no weight. By default all domains are the target, and all are trained
+    on."""
     train_on_target: bool = False
-    """Train on the domains of --target, too, and weigh them."""
+    """Also train on the domains of --target, and give them weights."""
     rule: DogeRule = dataclasses.field(default_factory=DogeRule)
 
     def __post_init__(self) -> None:
@@ -89,10 +90,10 @@ METHOD = Method(
     name="doge",
     options=DogeOptions,
     compute=run,
-    summary="mean weights of a proxy that upweights domains whose gradients align with the target",
+    summary="a proxy's mean weights; it upweights domains whose gradients align with the target's",
     needs="nothing besides the corpus",
     cost="one training run, whose steps take 1.7 times as long for 7 domains and 2.5 times for 17 "
-    "(by Chameleon's paper); memory for a gradient of each domain",
-    good_for="one set of domains; a target domain that is not trained on (--target)",
+    "(measured in Chameleon's paper); memory for one gradient per domain",
+    good_for="a fixed set of domains; a target domain that is not trained on (--target)",
     source="Fan, Pagliardini, Jaggi: DoGE, ICML 2024",
 )

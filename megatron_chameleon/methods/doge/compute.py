@@ -32,7 +32,7 @@ from megatron_chameleon.training.plan import TrainingPlan
 
 
 class GradientAlignment(MeanWeightsHook[DogeState]):
-    """Weigh the gradient of each domain by its alignment with the gradient of the target.
+    """Weight the gradient of each domain by its alignment with the gradient of the target.
 
     Samples always follow the run's mixture; only the weights of their gradients change.
 
@@ -54,9 +54,9 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         self._recipe, self._roles = recipe, roles
 
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
-        """Update the weights by the gradients' inner products, and weigh the gradients by them.
+        """Update the domain weights by the gradients' inner products; weight the gradients by them.
 
-        Products that are not finite are ignored. If they belong to a training domain, the guard
+        Products that are not finite are ignored. If they belong to a training domain, the trainer
         skips the step.
         """
         products = gradients.dot_products().cpu().numpy()
@@ -83,7 +83,8 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         self.roles = roles_of(options, self.corpus)
         is_trained_on = set(self.roles.target) <= set(self.roles.train)
         self.recipe = options.rule.resolve(MU if is_trained_on else MU_OUT_OF_DOMAIN)
-        # A target that is not trained on gets no weight: its tokens do not count.
+        # A target that is not trained on gets no weight, so its tokens do not help to fill the
+        # budget.
         trained = [self.corpus.names[position] for position in self.roles.train]
         epoch_limit(options, self.corpus, trained).check()
         self.check_proxy()
@@ -108,16 +109,16 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
             inputs=inputs,
             paper_flops=paper_flops(self.plan.shape.size, trained_tokens=run.tokens),
             heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights "
-            f"of {run.step:,} steps; score: mean alignment with the target",
+            f"of {run.step:,} steps; the score is the mean alignment with the target",
             hint="use a larger --doge-mu or --doge-eps",
         )
 
 
 def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
-    """Positions of the training domains and of the target domains.
+    """Return the positions of the training domains and of the target domains.
 
     Raises:
-        UserError: for an unknown domain, or fewer than two to weigh.
+        UserError: for an unknown domain, or fewer than two training domains.
     """
     everything = tuple(range(len(corpus.names)))
     if options.target is None:
@@ -129,8 +130,11 @@ def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
         roles = Roles(everything if options.train_on_target else others, target)
     if len(roles.train) < 2:
         subject = f"--target {options.target}" if options.target else f"{corpus.root}"
-        fix = "name fewer, or add --train-on-target" if options.target else "add a domain"
+        fix = "name fewer target domains, or add --train-on-target"
+        if not options.target:
+            fix = "add a domain"
         raise UserError(
-            f"{subject}: DoGE needs at least 2 domains to weigh, there is {len(roles.train)}; {fix}"
+            f"{subject}: DoGE needs at least 2 training domains, but there is "
+            f"{len(roles.train)}; {fix}"
         )
     return roles

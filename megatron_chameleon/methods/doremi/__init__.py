@@ -1,4 +1,4 @@
-"""DoReMi: raise the weight of domains where a proxy's loss exceeds a reference model's.
+"""DoReMi: raise the weight of domains where a proxy's loss exceeds a reference model's loss.
 
 Xie et al.: DoReMi, NeurIPS 2023.
 """
@@ -38,7 +38,7 @@ class DoremiRule(CheckedOptions):
     dominate; unlimited by default."""
 
     def resolve(self) -> DoremiRecipe:
-        """The recipe of the variant, with user-supplied values.
+        """Return the recipe of the variant, with the user-supplied values.
 
         Raises:
             UserError: for values that contradict each other.
@@ -68,13 +68,13 @@ class DoremiOptions(ProxyMethodOptions):
     """
 
     reference: Path | None = None
-    """Finished run to use as the reference, with the same tokenizer and sequence length and of any
-    size; by default one is trained with the options of the proxy."""
+    """Finished run to use as the reference, of any model size, but with the proxy's tokenizer and
+    sequence length. By default, a reference is trained with the proxy's options."""
     reference_mixture: str | None = None
     """Mixture to train the reference with: 'uniform' (default), 'natural' for the domains' shares
     of the tokens, or the path of a mixture.json."""
     reference_model_size: str | None = None
-    """Model size of the reference; the proxy's by default."""
+    """Model size of the reference; default: the proxy's model size."""
     rule: DoremiRule = dataclasses.field(default_factory=DoremiRule)
 
     def __post_init__(self) -> None:
@@ -84,8 +84,8 @@ class DoremiOptions(ProxyMethodOptions):
             value = getattr(self, field)
             if self.reference is not None and value is not None:
                 raise UserError(
-                    f"{flag_of(field)} {value}: --reference {self.reference} is trained "
-                    "already; leave one of them out"
+                    f"{flag_of(field)} {value}: --reference {self.reference} is already trained; "
+                    "omit one of the two options"
                 )
 
 
@@ -102,7 +102,7 @@ METHOD = Method(
     compute=run,
     summary="mean weights of a proxy that upweights domains of high excess loss over a reference",
     needs="nothing besides the corpus; a finished run can be the reference (--reference)",
-    cost="two training runs, and two forward passes over each batch of the second",
-    good_for="one set of domains, with text that a small model can still learn",
+    cost="two training runs, the second with two additional forward passes per batch",
+    good_for="a fixed set of domains, with text that a small model can still learn",
     source="Xie et al.: DoReMi, NeurIPS 2023",
 )

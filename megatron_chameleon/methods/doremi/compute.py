@@ -48,10 +48,11 @@ REFERENCE, NATURAL = "reference", "natural"
 
 
 class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
-    """Weigh the loss of each domain by its excess loss.
+    """Weight the loss of each domain by its excess loss.
 
-    Samples always follow the run's mixture; only their loss weights change. Proxy and reference run
-    forward over the global batch, and the step is trained with the updated weights.
+    Samples always follow the run's mixture; only their loss weights change. In each step, the proxy
+    and the reference first run a forward pass over the global batch; then the proxy trains on it
+    with the updated weights.
 
     Args:
         plan: plan of the proxy's run.
@@ -96,7 +97,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         self._passes = Passes(model, shape, len(self.names))
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
-        """Update the weights by the excess losses of ``batch``, and weigh its tokens by them.
+        """Update the weights by the excess losses of ``batch``; return the loss weight per domain.
 
         Raises:
             UserError: on every rank, if a loss of the reference is not finite.
@@ -109,20 +110,20 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         if recipe.clip_tokens:
             excess = [each.clamp(recipe.floor, recipe.ceiling) for each in excess]
         sums = batch.domain_sums(excess)
-        # Check losses before clipping, which would hide an infinite one. Losses are not negative:
-        # the sum over both models is infinite if either is.
+        # Check losses before clipping, which would hide an infinite one. Losses are not negative,
+        # so the sum of both models' losses is infinite if either loss is.
         losses = batch.domain_sums([mine + theirs for mine, theirs in pairs])
         totals = torch.stack([sums, batch.domain_tokens, losses]).cpu().numpy()
         tokens = totals[1]
         if np.isfinite(totals).all():
             self.state = self.state.after(totals[0], tokens, recipe)
-        else:  # if the loss is the proxy's, the guard skips the step
+        else:  # if only the proxy's loss is not finite, the trainer skips the step
             finite = np.isfinite(batch.domain_sums(reference).cpu().numpy())
             if not finite.all():
                 raise UserError(
                     f"the reference {self._reference.root} has a loss that is not "
-                    f"finite on '{self.names[int(finite.argmin())]}'; use another one, for "
-                    "example trained with a lower --lr"
+                    f"finite on '{self.names[int(finite.argmin())]}'; use another reference, for "
+                    "example one that was trained with a lower --lr"
                 )
         weights = token_weights(self.state.log_weights, self._sampling, tokens)
         return to_device(torch.from_numpy(weights), sums.device)
@@ -142,7 +143,8 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         self.recipe, corpus = options.rule.resolve(), self.corpus
         if len(corpus.names) < 2:
             raise UserError(
-                f"{corpus.root}: DoReMi needs at least 2 domains, there is 1; add another"
+                f"{corpus.root}: DoReMi needs at least 2 domains, but there is only 1; add "
+                "another domain"
             )
         epoch_limit(options, corpus, corpus.names).check()
         self.reference_dir = options.reference or self.work_dir / REFERENCE
@@ -150,7 +152,8 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         if options.reference is not None:
             self.reference = self.load_reference()
             self._warn_reference_differences()
-        elif options.reference_mixture == NATURAL:  # its file is written later
+        # the mixture file is written later, so plan with a uniform mixture
+        elif options.reference_mixture == NATURAL:
             plan_training(dataclasses.replace(self.reference_run, mixture="uniform"))
         else:
             check_run_folder(plan_training(self.reference_run))
@@ -158,7 +161,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
 
     @property
     def reference_run(self) -> PretrainOptions:
-        """Training options of the reference, if it is not user-supplied."""
+        """Training options of the reference, used unless the reference is user-supplied."""
         options = self.options
         size = options.reference_model_size or options.proxy.model_size
         mixture = options.reference_mixture or "uniform"
@@ -185,22 +188,22 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         """Load the last checkpoint of the trained reference.
 
         Raises:
-            UserError: if it is not finished, or has another tokenizer or sequence length.
+            UserError: if its run is not finished, or it has another tokenizer or sequence length.
         """
         folder = self.reference_dir
         name = "--reference" if self.options.reference else "DoReMi's reference"
         if not is_finished(folder):
             raise UserError(
-                f"{name} {folder}: no finished run there; finish it, or choose another "
-                "--reference or --work-dir"
+                f"{name} {folder}: the folder has no finished run; finish the run, or choose "
+                "another --reference or --work-dir"
             )
         record = CheckpointRecord.load(find_checkpoint(folder, name))
         require_tokenizer(record, self.corpus)
         shape = shape_of(record)
         if shape.max_sequence_length != self.run.seq_length:
             raise UserError(
-                f"{record.root} was trained with --seq-length {shape.max_sequence_length}, the "
-                f"proxy has {self.run.seq_length}; use the same, or another --reference"
+                f"{record.root} was trained with --seq-length {shape.max_sequence_length}, but "
+                f"the proxy uses {self.run.seq_length}; use the same length, or another --reference"
             )
         check_model_layout(shape.size, self.run.parallel, shape.max_sequence_length)
         return record
@@ -225,7 +228,8 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         if differences:
             warn(
                 f"--reference {self.reference_dir} was trained with another "
-                f"{' and '.join(differences)}: the excess losses include that difference"
+                f"{' and '.join(differences)}, so the excess losses include the effect of this "
+                "difference"
             )
 
     def write_mixture(self) -> None:
@@ -256,6 +260,6 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
             paper_flops=paper_flops(size, trained_tokens=trained.tokens)
             + paper_flops(self.plan.shape.size, trained_tokens=run.tokens),
             heading=f"\nDoReMi, {variant}, eta {recipe.eta:g}, eps {recipe.eps:g}: mean weights of "
-            f"{run.step:,} steps, reference {trained.root}; score: last excess loss",
+            f"{run.step:,} steps, reference {trained.root}; the score is the last excess loss",
             hint="use a smaller --doremi-eta, a larger --doremi-eps or an --excess-ceiling",
         )

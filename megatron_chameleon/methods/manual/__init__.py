@@ -1,4 +1,4 @@
-"""Known weights as a mixture: from the command line, a file, or a column of Chameleon's tables."""
+"""Known weights: from the command line, a file, or a column of a table in Chameleon's paper."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class ManualOptions(ChosenDomainsOptions):
 
     weights: str | None = None
     """a=0.3,b=0.7, or a file: a mixture (.json), or a table (.csv) with the columns domain and
-    weight. They are normalized to sum to 1."""
+    weight. The weights are normalized to sum to 1."""
     published: str | None = None
     """A column of Chameleon's tables, such as slimpajama/doremi; an unknown name lists them all."""
     rename: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-    """OLD=NEW gives the weight of OLD to domain NEW of the corpus; the weights of several OLD with
-    the same NEW are added. OLD= drops OLD. Can be repeated, or take several values."""
+    """OLD=NEW gives the weight of OLD to domain NEW of the corpus; if several OLD have the same
+    NEW, their weights are added. OLD= drops the weight of OLD. Can be repeated, or take several
+    values."""
 
     @property
     def renames(self) -> list[str]:
-        """The values of all occurrences of ``--rename``."""
+        """Return the values of all occurrences of ``--rename``."""
         return [rename for group in self.rename for rename in group]
 
     def __post_init__(self) -> None:

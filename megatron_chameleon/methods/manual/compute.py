@@ -32,9 +32,9 @@ def compute_manual(options: ManualOptions) -> None:
         if options.published is not None:
             column = published_column(options.published)
             source, total = f"--published {options.published}", column.printed_sum
-            # Printed columns rarely sum to 1: a note instead of a warning.
+            # Printed columns rarely sum to 1, so this is a note instead of a warning.
             known = {name: weight / total for name, weight in column.printed.items()}
-            notes.append(f"the printed weights sum to {total:.4g}: divided by it")
+            notes.append(f"the printed weights sum to {total:.4g}, and were divided by this sum")
             parameters: dict[str, Any] = {
                 "published": options.published,
                 "source": f"{column.source}, table '{column.table}'",
@@ -50,11 +50,11 @@ def compute_manual(options: ManualOptions) -> None:
         kept = np.array([weights.get(name, 0.0) for name in names])
         total = math.fsum(kept)
         if total <= 0:
-            raise UserError(f"{source}: no weight above 0 for any of {format_names(names)}")
+            raise UserError(f"{source}: it has no weight above 0 for any of {format_names(names)}")
         if total < 1.0 - 1e-9:
-            notes.append(f"dropped {1.0 - total:.4f} of the weight")
+            notes.append(f"dropped {1.0 - total:.4f} of the total weight")
         if without := [name for name in names if name not in weights]:
-            notes.append(f"weight 0 for {format_names(without)}, not in {source}")
+            notes.append(f"weight 0 for {format_names(without)}, which {source} does not contain")
         parameters["rename"] = options.renames
         heading = f"Weights from {source}"
         return AssignedWeights(kept / total, heading, parameters, closing=notes, **fields)
@@ -67,12 +67,12 @@ def read_weights(
 ) -> tuple[str, dict[str, float], dict[str, Any], dict[str, Any]]:
     """Read ``--weights``: NAME=WEIGHT pairs, a .csv table, or a mixture.
 
-    The parameter ``made_from`` lists a mixture's file, and the paths that the file itself lists.
-    The report finds the other costs through these paths.
+    If the value is a mixture, the parameter ``made_from`` lists its path and the paths in its own
+    ``made_from``. The report uses these paths to find the other costs.
 
     Args:
         value: value of ``--weights``.
-        output: the mixture to write.
+        output: file of the mixture that will be written.
 
     Returns:
         A description of the source, for messages; the weights, not normalized; parameters of the
@@ -97,8 +97,8 @@ def read_weights(
         if old.get("unknown_costs"):
             parameters["unknown_costs"] = old["unknown_costs"]
         recorded, cost = old.get("total_cost"), None
-        # A Chameleon mixture records only the cost of computing weights; its proxy and its
-        # embedding store record their own.
+        # A Chameleon mixture records only the cost of computing weights; the proxy and the
+        # embedding store record their own costs.
         by_hash = mixture.provenance is not None and "checkpoint" in mixture.provenance.inputs
         if isinstance(recorded, dict):
             cost = Cost(float(recorded["flops"]), float(recorded["device_seconds"]))
@@ -150,7 +150,9 @@ def match_domains(
     renames: Sequence[str],
     corpus_names: Sequence[str],
 ) -> dict[str, float]:
-    """Assign known weights to the domains of a corpus; names with the same domain add up.
+    """Assign known weights to the domains of a corpus.
+
+    If several names map to the same domain, their weights are added.
 
     Args:
         source: source of the weights, for messages.
@@ -177,7 +179,7 @@ def match_domains(
         if not equals or old not in known:
             problem = f"must be OLD=NEW, with OLD one of {format_names(list(known))}"
         elif old in renamed:
-            problem = f"'{old}' is renamed twice; name it once"
+            problem = f"'{old}' is renamed twice; rename it once"
         elif new and new not in in_corpus:
             problem = (
                 f"the corpus has no domain '{new}'; NEW must be one of "
@@ -189,7 +191,7 @@ def match_domains(
         table[old] = new
     if unknown := [name for name in known if name not in table]:
         raise UserError(
-            f"{source}: not in the corpus: {format_names([f'{n!r}' for n in unknown])}; its "
+            f"{source}: the corpus does not have {format_names([f'{n!r}' for n in unknown])}; its "
             f"domains are {format_names(corpus_names)}; add --rename {unknown[0]}=NAME with the "
             f"corpus's name, or --rename {unknown[0]}= to drop it"
         )

@@ -1,4 +1,4 @@
-"""Data Mixing Laws: the best mixture by exponential laws of a few proxies' losses.
+"""Data Mixing Laws: find the best mixture by exponential laws of a few proxies' losses.
 
 Ye et al.: Data Mixing Laws, ICLR 2025.
 """
@@ -22,15 +22,15 @@ from megatron_chameleon.ranges import (
 )
 
 MIN_POINTS = 3
-"""Minimum points of a power law; two points determine no exponent."""
+"""Minimum number of points to fit a power law; two points do not determine the exponent."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LawOptions(CheckedOptions):
-    """The laws, and the search for their optimum."""
+    """Options for fitting the laws, and for the search for their optimum."""
 
     huber_delta: Positive = 0.05
-    """Residuals above this, in nats, count linearly (paper: 0.05)."""
+    """Threshold of the Huber loss, in nats; it is linear for larger residuals (paper: 0.05)."""
     law_ridge: NonNegative = 1e-3
     """Ridge penalty on the exponents, added to the mean Huber loss divided by delta^2."""
     num_starts: Repetitions = 16
@@ -38,19 +38,19 @@ class LawOptions(CheckedOptions):
     fit_seed: Seed = 0
     """Seed of the starting points."""
     max_extrapolation: Share | None = None
-    """Maximum distance of a weight from the range of the trained mixtures; default: the whole
+    """Maximum distance of a weight from the range of the trained weights; default: the whole
     simplex is searched."""
     target_steps: Count | None = None
-    """Predict the losses after this many steps, by a power law over the measurements of
-    --eval-interval, before the laws are fitted."""
+    """Before the laws are fitted, extrapolate the losses to this many steps, by a power law over
+    the measurements taken every --eval-interval steps."""
     fit_steps_from: int | None = None
     """First step whose measurement enters that power law; default: a third of --train-iters
     (paper: 10,000 of 30,000)."""
     model_sizes: tuple[str, ...] = ()
     """Train the proxies at each of these sizes, three or more, instead of --model-size."""
     target_size: str | None = None
-    """Predict the losses of a model of this size, by a power law over --model-sizes, before the
-    laws are fitted."""
+    """Before the laws are fitted, extrapolate the losses to a model of this size, by a power law
+    over --model-sizes."""
 
     def __post_init__(self) -> None:
         """Raise UserError for values out of range, or that exclude each other."""
@@ -58,14 +58,16 @@ class LawOptions(CheckedOptions):
         if self.fit_steps_from is not None and self.target_steps is None:
             raise UserError("--fit-steps-from needs --target-steps; pass both")
         if (self.target_size is None) != (not self.model_sizes):
-            raise UserError("--model-sizes and --target-size need each other; pass both or neither")
+            raise UserError(
+                "--model-sizes and --target-size must be used together; pass both or neither"
+            )
         if self.target_size is None:
             return
         names = set(self.model_sizes)
         if len(set(map(layer_parameters, names))) < max(MIN_POINTS, len(names)):
             raise UserError(
                 f"--model-sizes {' '.join(self.model_sizes)}: a power law needs {MIN_POINTS} or "
-                "more sizes, each with another number of parameters; choose others"
+                "more sizes, all with different numbers of parameters; choose other sizes"
             )
         largest = max(self.model_sizes, key=layer_parameters)
         if layer_parameters(self.target_size) <= layer_parameters(largest):
@@ -76,7 +78,7 @@ class LawOptions(CheckedOptions):
 
 
 def layer_parameters(name: str) -> float:
-    """Parameters of a model size, without its embeddings. Raises UserError for an unknown name."""
+    """Count a model size's parameters, without embeddings. Raises UserError for an unknown name."""
     shape = ModelShape(model_size(name), vocab_size=0, max_sequence_length=0)
     return float(shape.size.num_layers * shape.layer_parameters)
 
@@ -98,8 +100,8 @@ class MixingLawsOptions(FitOptions):
         laws, target = self.laws, self.laws.target_steps
         if self.ratios is not None and (target or laws.model_sizes):
             raise UserError(
-                "--target-steps, --model-sizes and --target-size need proxies trained here; leave "
-                "them out with --ratios"
+                "--target-steps, --model-sizes and --target-size need proxies that this command "
+                "trains; omit these options with --ratios"
             )
         if target is None:
             return
@@ -112,7 +114,7 @@ class MixingLawsOptions(FitOptions):
         if len(used) < MIN_POINTS:
             raise UserError(
                 f"--target-steps needs {MIN_POINTS} measurements from step {self.first_step} on, "
-                f"there are {len(used)}; lower --eval-interval or --fit-steps-from"
+                f"but there are {len(used)}; lower --eval-interval or --fit-steps-from"
             )
 
     @property

@@ -51,7 +51,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
 
     @property
     def model_sizes(self) -> Sequence[str]:
-        """``--model-sizes``, without repetitions; the swarm's size if there are none."""
+        """``--model-sizes``, without repetitions; default: the swarm's model size."""
         return list(dict.fromkeys(self.options.laws.model_sizes)) or super().model_sizes
 
     def losses_to_fit(
@@ -71,7 +71,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
                 if len(steps) > MIN_POINTS:  # predict the last measurement from the others
                     predicted, _ = _power_law(steps[:-1], curves[..., :-1], steps[-1])
                     error = float(np.nanmean(np.abs(predicted - curves[..., -1])))
-                    ahead = f"; backtest error on the last one {error:.4f}"
+                    ahead = f"; error of predicting the last one from the others: {error:.4f}"
                 lines.append(
                     f"losses of {name} at step {target.target_steps:,} by a power law of exponent "
                     f"{exponent:.3g} over the measurements{ahead}"
@@ -97,8 +97,9 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
         unknowns = len(domains) + 2  # a constant, a scale, and an exponent per domain
         if len(table.keys) < unknowns:
             warn(
-                f"{len(table.keys)} runs for laws of {unknowns} unknowns each, mostly set by "
-                "--law-ridge: check the error on held-out runs, or train more proxies"
+                f"{len(table.keys)} runs for laws of {unknowns} unknowns each, so --law-ridge "
+                "mostly determines the laws: check the error on held-out runs, or train more "
+                "proxies"
             )
         settings = LawSettings(
             huber_delta=options.huber_delta,
@@ -121,11 +122,11 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
 
         return Fitted(
             heading=f"Data Mixing Laws: {len(table.metrics)} laws over {len(domains)} domains, "
-            f"minimized by a grid of 1/{optimum.grid_steps} and a descent",
+            f"minimized by a grid search in steps of 1/{optimum.grid_steps} and a local search",
             weights=optimum.weights,
             predict=laws.predict,
             refit=lambda x, y: fit_mixing_laws(x, y, settings, near=laws).predict,
-            # Up to MAX_FOLDS runs, each run is its own fold.
+            # If there are at most MAX_FOLDS runs, each run is its own fold.
             folds=folds_of(len(table.keys), min(len(table.keys), MAX_FOLDS), options.fit_seed),
             parameters={
                 "laws": {
@@ -147,7 +148,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
 def _power_law(x: Array, curves: Array, target: float) -> tuple[Array, float]:
     """Extrapolate ``curves`` [n, k, points] over ``x`` to ``target`` by a power law.
 
-    Curves with a NaN, of members that diverged, are NaN at the target and not fitted.
+    Curves that contain NaN, from diverged members, are not fitted and are NaN at the target.
 
     Returns:
         Losses [n, k] at the target, and the exponent.

@@ -1,4 +1,4 @@
-"""RegMix: the best mixture by a regression over many tiny proxies.
+"""RegMix: find the best mixture by a regression over many tiny proxies.
 
 Liu et al.: RegMix, ICLR 2025.
 """
@@ -22,14 +22,15 @@ from megatron_chameleon.ranges import (
 
 @dataclasses.dataclass(frozen=True)
 class TreeOptions(CheckedOptions):
-    """The regression (LightGBM), and the search for its optimum."""
+    """Options of the regression (LightGBM), and of the search for its optimum."""
 
     num_trees: Count = 1000
     """Trees per regression; there is no early stopping (RegMix: 1000)."""
     tree_learning_rate: PositiveShare = 0.01
     """Learning rate of the trees (RegMix: 0.01)."""
     min_runs_in_leaf: Count | None = None
-    """Minimum runs per leaf; default: an eighth of the runs, at most LightGBM's 20."""
+    """Minimum runs per leaf; default: an eighth of the runs, but at most 20, which is LightGBM's
+    default."""
     fit_seed: Seed = 42
     """Seed of the trees, the folds and the mixtures of the search (RegMix: 42)."""
     folds: SeveralRepetitions = 5
@@ -37,7 +38,7 @@ class TreeOptions(CheckedOptions):
     num_draws: Repetitions = 100_000
     """Mixtures sampled around the domains' token shares to find the best (RegMix: 100k)."""
     num_best: Repetitions = 128
-    """The result is the mean of this many of the best (RegMix: 128)."""
+    """Number of best mixtures to average for the result (RegMix: 128)."""
 
     def __post_init__(self) -> None:
         """Raise UserError for values out of range, or that exclude each other."""

@@ -58,12 +58,12 @@ class Regmix(FitMethod[RegmixOptions]):
         if count < folds or left < needed:
             raise UserError(
                 f"{count} runs are too few for trees: with --folds {folds}, trees are fitted to "
-                f"{max(left, 0)} of them, but two leaves of {needed // 2} runs need {needed}; add "
-                "runs, or lower --min-runs-in-leaf"
+                f"{max(left, 0)} of them, but a split into two leaves of {needed // 2} runs "
+                f"needs {needed}; add runs, or lower --min-runs-in-leaf"
             )
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
-        """Fit trees to every loss; average the sampled mixtures of the lowest predicted target.
+        """Fit trees to every loss; average the sampled mixtures of lowest predicted target loss.
 
         Losses outside the target have separate trees, which the search does not evaluate.
         """

@@ -41,15 +41,16 @@ class SwarmOptions(CheckedOptions):
     global_batch_size: BatchSize = 512
     """Sequences per step and member (RegMix: 512)."""
     micro_batch_size: BatchSize | None = None
-    """Sequences per forward pass; the default follows from --seq-length and the device's memory.
-    Must divide --global-batch-size."""
+    """Sequences per forward pass; default: computed from --seq-length and the device's memory. Must
+    divide --global-batch-size."""
     members_at_once: Count | None = None
     """Members trained concurrently on each device, each in its own process; default: as many as
     memory and CPU cores allow."""
     seed: Seed = 1234
     """Seed of all members; each derives its initial weights and sample order from it."""
     permutation: Permutation = "feistel"
-    """Sample order within a domain, as in tools/pretrain_gpt.py; feistel takes no memory."""
+    """Sample order within a domain, as in tools/pretrain_gpt.py; 'feistel' stores no order in
+    memory."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     deterministic: bool = False
@@ -58,22 +59,22 @@ class SwarmOptions(CheckedOptions):
     lr: Positive = 4e-4
     """Peak learning rate (RegMix: 4e-4)."""
     min_lr: NonNegative = 4e-5
-    """Final learning rate of --lr-decay-style cosine (assumed: a tenth)."""
+    """Final learning rate of --lr-decay-style cosine (assumed: a tenth of --lr)."""
     lr_decay_style: Literal["constant", "cosine"] = "constant"
     """Learning rate after the warm-up: 'constant' (RegMix), or 'cosine', which decays to --min-lr
     at the last step."""
     lr_warmup_iters: int = 100
     """Steps of linear warm-up (RegMix: 100)."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, on matrices only (assumed)."""
+    """Decoupled weight decay, applied to matrices only (assumed; RegMix does not state it)."""
     adam_beta1: BelowOne = 0.9
-    """First-moment decay (assumed)."""
+    """Adam's decay rate of the first moment (assumed; RegMix does not state it)."""
     adam_beta2: BelowOne = 0.95
-    """Second-moment decay (assumed)."""
+    """Adam's decay rate of the second moment (assumed; RegMix does not state it)."""
     adam_eps: NonNegative = 1e-8
-    """Added to the denominator of the update."""
+    """Adam's epsilon, added to the denominator of the update."""
     clip_grad: NonNegative = 1.0
-    """Largest gradient norm; 0 disables clipping (assumed)."""
+    """Maximum gradient norm; 0 disables clipping (assumed)."""
     eval_interval: int = 0
     """Steps between measurements of the held-out losses; 0 measures only after the last step, which
     is always measured."""
@@ -102,13 +103,13 @@ class SwarmOptions(CheckedOptions):
         if self.micro_batch_size and self.global_batch_size % self.micro_batch_size:
             raise UserError(
                 f"--micro-batch-size {self.micro_batch_size} does not divide --global-batch-size "
-                f"{self.global_batch_size}; choose a divisor, or leave it out"
+                f"{self.global_batch_size}; choose a divisor, or omit --micro-batch-size"
             )
         self.optimizer.check_warmup(self.train_iters)
 
     @property
     def optimizer(self) -> OptimizerOptions:
-        """Optimizer options of a member's run; a constant rate is a cosine decay to itself."""
+        """Optimizer options of a member's run; a constant rate is a cosine decay to that rate."""
         fields = dataclasses.fields(OptimizerOptions)
         values = {field.name: getattr(self, field.name) for field in fields}
         if self.lr_decay_style == "constant":
@@ -129,17 +130,18 @@ class MixtureSamplingOptions(CheckedOptions):
     mixture_seed: Seed = 42
     """Seed of the sampled mixtures."""
     prior_exponent: float = 0.5
-    """The mean mixture is the domains' token shares to this power (RegMix: 0.5; 1 keeps the
-    shares, 0 is uniform)."""
+    """The mean mixture is proportional to the domains' token shares, raised to this power (RegMix:
+    0.5; 1 keeps the shares, 0 is uniform)."""
     min_strength: Positive = 0.1
-    """Smallest concentration of the Dirichlet distributions: small values leave few domains
-    (RegMix)."""
+    """Smallest concentration of the Dirichlet distributions: small values give mixtures of few
+    domains (as in RegMix)."""
     max_strength: Positive = 5.0
     """Largest concentration (RegMix)."""
     max_upweighting: Positive = 15.0
     """Maximum weight of a domain as a multiple of its token share (RegMix: 15)."""
     smallest_weight: NonNegative = 2e-4
-    """Smaller weights are set to 0, and all are multiples of it (RegMix: 2e-4)."""
+    """Step of the weights: smaller weights are set to 0, and all weights are multiples of the step
+    (RegMix: 2e-4)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,10 +164,10 @@ class FitOptions(TrainingMethodOptions):
     swarm: SwarmOptions = dataclasses.field(default_factory=SwarmOptions)
 
     def __post_init__(self) -> None:
-        """Raise UserError for one table without the other, or training options next to both."""
+        """Raise UserError if only one table is passed, or training options next to the tables."""
         super().__post_init__()
         if (self.ratios is None) != (self.metrics is None):
-            raise UserError("--ratios and --metrics need each other; pass both tables")
+            raise UserError("--ratios and --metrics must be used together; pass both tables")
         if self.ratios is not None:
             unused = ["num_proxies", "work_dir", "sampling", "swarm"]
             self.reject_changed(unused, "nothing is trained with --ratios")

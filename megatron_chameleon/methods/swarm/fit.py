@@ -48,10 +48,10 @@ from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
-# Warn of a domain that is sampled in fewer runs: its effect on the losses is hardly known.
+# Warn about a domain that fewer runs sample, since its effect on the losses is uncertain.
 MIN_RUNS_PER_DOMAIN = 5
-# Warn of a target whose metrics differ in magnitude by more than this factor. The losses of one
-# model on several domains differ by less.
+# Warn about a target whose metrics differ in magnitude by more than this factor. One model's losses
+# on several domains differ by a smaller factor.
 MAX_METRIC_RATIO = 5.0
 # A domain needs this many held-out tokens: one to predict, and one as its context.
 MIN_HELD_OUT_TOKENS = 2
@@ -60,7 +60,7 @@ Options = TypeVar("Options", bound=FitOptions)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FitRuns:
-    """Runs on mixtures of the corpus's domains, and where they come from.
+    """Runs on mixtures of the corpus's domains, and the source of the runs.
 
     Attributes:
         table: mixtures and losses, without runs that diverged; its domains are the corpus's.
@@ -130,7 +130,7 @@ class FitMethod(abc.ABC, Generic[Options]):
     def losses_to_fit(
         self, swarms: Mapping[str, SwarmResult]
     ) -> tuple[Array, list[str], dict[str, Any]]:
-        """Losses of the members to fit.
+        """Return the losses to which the method is fitted.
 
         Args:
             swarms: model size -> its swarm, all on the same n mixtures.
@@ -146,7 +146,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         """Train or read the runs, fit them, write the mixture. Every rank calls this.
 
         Returns:
-            Whether there is a mixture, the same on every rank; False after a stop request.
+            Whether the mixture was written, the same on every rank; False after a stop request.
 
         Raises:
             UserError: for a mistake in the options or in the files that they name, if possible
@@ -155,7 +155,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         options, corpus = self.options, self.corpus
         is_main = int(os.environ.get("RANK", "0")) == 0
         if len(corpus.names) < 2:
-            raise UserError(f"{corpus.root} has only one domain; add another")
+            raise UserError(f"{corpus.root} has only one domain; add another domain")
         epoch_limit(options, corpus, corpus.names).check()
         check_output(options.output, Mixture.KIND)
         if options.ratios is not None and options.metrics is not None:
@@ -224,7 +224,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         outside = [names[position] for position in reach.outside]
         nearest = table.keys[reach.nearest]
         if reach.extrapolates:
-            where = f"; no run had such weights of {format_names(outside)}" if outside else ""
+            where = f"; no run had such a weight for {format_names(outside)}" if outside else ""
             warn(
                 "the mixture is far from the trained ones: it differs from the nearest run, "
                 f"{nearest}, in {reach.distance:.0%} of the tokens{where}; its predicted losses "
@@ -232,7 +232,7 @@ class FitMethod(abc.ABC, Generic[Options]):
             )
         spent = stopwatch.cost()
         if runs.cost is None:
-            cost, of_what = spent, "the fit alone (that of the runs is unknown)"
+            cost, of_what = spent, "the fit alone (the cost of the runs is unknown)"
         else:
             cost, of_what = runs.cost + spent, "all"
         mixture = Mixture(
@@ -268,22 +268,22 @@ class FitMethod(abc.ABC, Generic[Options]):
             options,
             f"{fitted.heading}\nfitted to {runs.origin}",
             *fitted.closing,
-            f"error on held-out runs ({procedure}; * is in the target):",
+            f"error on held-out runs ({procedure}; * marks a loss in the target):",
             *quality_table(quality, shares),
             *(f"{problem}; {fitted.remedy}" for problem in fit_problems(quality)),
-            f"predicted target {float(predicted @ shares):.4f}, best of the runs "
+            f"predicted target loss {float(predicted @ shares):.4f}, lowest of the runs "
             f"{float((table.losses @ shares).min()):.4f}; distance to the nearest run, {nearest}: "
-            f"{format_weight(reach.distance)} of the tokens (between runs: "
+            f"{format_weight(reach.distance)} of the tokens (usual distance between runs: "
             f"{format_weight(reach.usual)})",
             f"cost of {of_what}: {cost.flops:.2e} FLOPs, {cost.device_seconds:,.1f} device seconds",
         )
 
 
 def token_shares(corpus: Corpus) -> Array:
-    """[k] share of each domain in the training tokens.
+    """Return the share [k] of each domain in the training tokens.
 
     Raises:
-        UserError: if there are none.
+        UserError: if there are no training tokens.
     """
     tokens = np.array(list(corpus.train_tokens.values()), np.float64)
     if tokens.sum() <= 0:
@@ -293,10 +293,10 @@ def token_shares(corpus: Corpus) -> Array:
 
 
 def mixtures_to_train(options: FitOptions, corpus: Corpus) -> Array:
-    """Sample the proxies' mixtures [n, k]; warn of domains that few of them contain.
+    """Sample the proxies' mixtures [n, k]; warn about domains that few mixtures contain.
 
     Raises:
-        UserError: if the sampling options do not allow that many.
+        UserError: if the sampling options do not allow that many distinct mixtures.
     """
     count, shares = options.num_proxies, token_shares(corpus)
     rule = dict(vars(options.sampling))
@@ -367,7 +367,7 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
 
 
 def swarm_runs(swarms: Sequence[SwarmResult], losses: Array) -> FitRuns:
-    """The members that did not diverge in any swarm.
+    """Return the members that did not diverge in any swarm.
 
     Args:
         swarms: swarms that were trained on the same mixtures.
@@ -382,8 +382,8 @@ def swarm_runs(swarms: Sequence[SwarmResult], losses: Array) -> FitRuns:
     origin = f"{len(table.keys)} proxies of {' and '.join(map(str, folders))}"
     if not table.metrics:
         raise UserError(
-            f"{origin}: no finite loss, since all {count} diverged or no domain has held-out text; "
-            "lower --lr or raise --lr-warmup-iters, and choose another --work-dir"
+            f"{origin}: no loss is finite, since all {count} proxies diverged or no domain has "
+            "held-out text; lower --lr or raise --lr-warmup-iters, and choose another --work-dir"
         )
     if diverged:
         warn(
@@ -403,7 +403,7 @@ def swarm_runs(swarms: Sequence[SwarmResult], losses: Array) -> FitRuns:
 def warn_rare_domains(
     domains: Sequence[str], mixtures: Array, where: str, remedy: str = ""
 ) -> None:
-    """Warn of domains that none or few of the runs sample.
+    """Warn about domains that no run samples, or few runs.
 
     Args:
         domains: names of the k domains.
@@ -415,15 +415,17 @@ def warn_rare_domains(
     few = min(MIN_RUNS_PER_DOMAIN, len(mixtures))
     problems = []
     if without := [name for name, count in counts.items() if not count]:
-        problems.append(f"no run has text of {format_names(without)}, which get weight 0")
+        problems.append(f"no run samples {format_names(without)}, so their weight is 0")
     if scarce := [name for name, count in counts.items() if 0 < count < few]:
-        problems.append(f"fewer than {few} runs have text of {format_names(scarce)}")
+        problems.append(f"fewer than {few} runs sample {format_names(scarce)}")
     if problems:
         warn(f"{where}: {'; '.join(problems)}{remedy}")
 
 
 def target_shares(target: str | None, metrics: Sequence[str]) -> Array:
-    """Share [m] of each metric in the target, summing to 1; uniform without ``--target``.
+    """Return the share [m] of each metric in the target; uniform without ``--target``.
+
+    The shares sum to 1.
 
     Raises:
         UserError: for an unknown or repeated name, or a share that is not finite and > 0.
@@ -451,7 +453,7 @@ def check_target(target: str | None, corpus: Corpus) -> None:
 
 
 def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> None:
-    """Warn of a target that averages metrics of very different scales, such as accuracies.
+    """Warn about a target that averages metrics of very different scales, such as accuracies.
 
     There is no warning if the user sets the shares.
     """
@@ -463,7 +465,8 @@ def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> Non
         small, large = (table.metrics[used[at]] for at in (scales.argmin(), scales.argmax()))
         warn(
             f"{where}: the target averages metrics of very different scales, {small} and "
-            f"{large}; all of them are minimized, even accuracies; pass --target a,b or a=2,b=1"
+            f"{large}; all metrics are minimized, even accuracies; select metrics with --target "
+            "a,b or a=2,b=1"
         )
 
 
@@ -483,7 +486,7 @@ def cross_validation(
 
     Returns:
         A row per loss, and the target in the last row, with the columns spearman, mae,
-        mae_of_a_constant (the best one), linear_spearman and linear_mae.
+        mae_of_a_constant (of the best constant), linear_spearman and linear_mae.
     """
     fit, baseline, losses = (
         np.column_stack([values, values @ shares]) for values in (held_out, linear, table.losses)
@@ -500,7 +503,7 @@ def cross_validation(
 
 
 def fit_problems(quality: pd.DataFrame) -> list[str]:
-    """A warning if a constant or a linear fit predicts the target better; empty otherwise."""
+    """Return warnings if a constant or a linear fit predicts the target better."""
     target = quality.iloc[-1]
     if target.mae >= target.mae_of_a_constant:
         return ["the fit predicts the target no better than a constant: the mixture is arbitrary"]
@@ -510,7 +513,7 @@ def fit_problems(quality: pd.DataFrame) -> list[str]:
 
 
 def quality_table(quality: pd.DataFrame, shares: Array) -> list[str]:
-    """Lines of a table of the result of :func:`cross_validation`; * marks losses in the target."""
+    """Format the result of :func:`cross_validation` as a table; * marks losses in the target."""
     rows = [["loss", "Spearman", "error", "linear: Spearman", "error", "error of a constant"]]
     for row, share in zip(quality.itertuples(), [*shares, 0.0], strict=True):
         ranks = [

@@ -93,7 +93,8 @@ TOKENS_ON_CPU, TOKENS_ON_GPU = 1 << 10, 1 << 14
 # Maximum concurrent members on a GPU: more processes do not increase the throughput.
 MEMBERS_ON_GPU = 8
 POLL_SECONDS = 0.2
-# Environment variables that would make a worker a rank, or make it log to Weights & Biases.
+# Environment variables that would make a worker join torchrun's process group, or log to Weights &
+# Biases.
 NOT_FOR_WORKERS = ("RANK", "WORLD_SIZE", "WANDB_API_KEY")
 
 
@@ -138,7 +139,7 @@ class SwarmResult:
 
 @dataclasses.dataclass(frozen=True)
 class Swarm:
-    """A swarm, and how this session trains it.
+    """A swarm, and the settings with which this session trains it.
 
     Attributes:
         options: options of the swarm.
@@ -161,7 +162,7 @@ class Swarm:
     max_loss: float
 
     def member_run(self, member: int) -> PretrainOptions:
-        """Options of a member's run, those of tools/pretrain_gpt.py."""
+        """Options of a member's run, as options of tools/pretrain_gpt.py."""
         options, folder = self.options, member_path(self.folder, member).with_suffix("")
         digest = hashlib.sha256(f"{options.seed}/member/{member}".encode()).digest()
         return PretrainOptions(
@@ -252,7 +253,7 @@ def concurrency(
 
     Both default to the largest numbers that the memory and the CPU cores allow. The micro batch
     size depends on the total memory, not on the free memory, so that a resumed swarm computes the
-    same.
+    same losses.
     """
     on_gpu, ranks_here = device.type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if on_gpu:
@@ -322,8 +323,9 @@ def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder:
         ]
         if differences:
             raise UserError(
-                f"{folder} holds another swarm: {differences[0]}; restore that, choose another "
-                f"--work-dir, or fit its tables with --ratios {ratios} --metrics {metrics}"
+                f"{folder} holds another swarm: {differences[0]}; restore the earlier settings, "
+                "choose another --work-dir, or fit the folder's tables with --ratios "
+                f"{ratios} --metrics {metrics}"
             )
     made_by = provenance(options, {"corpus": corpus.hash})
     SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by).save()
@@ -363,7 +365,8 @@ def _train_members(
                     stopped |= not future.result()
                     finished += 1
                 except BrokenProcessPool:
-                    if not (stopped or stopping):  # otherwise it was terminated while starting
+                    # after a stop request, the worker was terminated while starting
+                    if not (stopped or stopping):
                         error = error or UserError(
                             "a member was killed, probably for lack of memory; run the same "
                             "command again with a smaller --members-at-once"
@@ -383,7 +386,7 @@ def _train_members(
                 stopping = True
                 pending.clear()
                 for process in multiprocessing.active_children():
-                    process.terminate()  # saves a checkpoint first
+                    process.terminate()  # the worker first saves a checkpoint
             bar.update(all_finished - bar.n)
             if not busy:
                 break
@@ -424,7 +427,7 @@ def _start_fork_server() -> None:
     count its workers as dead, and not wait until they have saved their checkpoints.
     """
     multiprocessing.set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    resource_tracker.ensure_running()  # if started later, it would unblock the signals
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         forkserver.ensure_running()
@@ -434,23 +437,23 @@ def _start_fork_server() -> None:
 
 def _start_worker(device: str) -> None:
     """Prepare a worker process, which ends when its parent does, even by SIGKILL."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks these signals
     for name in NOT_FOR_WORKERS:
         os.environ.pop(name, None)
     if device == "cpu":
-        torch.set_num_threads(1)  # so that losses do not depend on the number of concurrent members
+        torch.set_num_threads(1)  # losses must not depend on the number of concurrent members
 
     def exit_with_parent() -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        os._exit(1)  # like SIGKILL, which checkpoints survive
+        os._exit(1)  # as abrupt as SIGKILL, but checkpoints stay valid
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 def train_member(swarm: Swarm, member: int) -> bool:
-    """Train or resume a member and write its result; False if it was stopped before.
+    """Train or resume a member and write its result; False if it was stopped earlier.
 
     Called in a worker process, whose output goes to the member's log.
 
@@ -478,13 +481,13 @@ def train_member(swarm: Swarm, member: int) -> bool:
     except UserError:
         if skipped_step() is None:
             raise
-    except Exception as error:  # any error is reported on every rank, so that none waits
+    except Exception as error:  # every error is reported on every rank, so that no rank waits
         traceback.print_exc()
         raise UserError(
             f"{type(error).__name__}: {first_line(error)}; see {folder / LOG_NAME}"
         ) from error
     run = TrainingRun.load(folder) if TrainingRun.exists(folder) else None
-    if run is None or run.status in ("interrupted", "running"):  # "running" if it was killed
+    if run is None or run.status in ("interrupted", "running"):  # "running": it was killed
         return False
     skipped = skipped_step()
     held_out = {line["step"]: line.get("validation_loss") for line in read_metrics(metrics)}
@@ -518,10 +521,11 @@ def train_member(swarm: Swarm, member: int) -> bool:
 
 
 def own_loss(losses: Mapping[str, float | None], mixture: Mapping[str, float]) -> float:
-    """Mean of a member's held-out losses weighted by its own mixture; NaN if one of them is.
+    """Mean of a member's held-out losses, weighted by its own mixture.
 
-    Domains without weight do not count, since the member is not trained on them. If no domain with
-    a weight is measured, the mean is over the others.
+    The mean is NaN if any of these losses is NaN. Domains without weight do not count, since the
+    member is not trained on them. If no domain with a weight is measured, the mean is over the
+    other domains.
     """
     own = [name for name in losses if mixture[name]] or list(losses)
     weights = [mixture[name] or 1.0 for name in own]
@@ -529,7 +533,7 @@ def own_loss(losses: Mapping[str, float | None], mixture: Mapping[str, float]) -
 
 
 def _collect(swarm: Swarm) -> SwarmResult:
-    """Read the results of the members, and write the tables, without those that diverged.
+    """Read the results of the members, and write the tables, without diverged members.
 
     Raises:
         UserError: for a damaged member file.

@@ -31,7 +31,8 @@ class AxisOptions(CheckedOptions):
     sweep_model_size: tuple[str, ...] | None = None
     """Values of --model-size (paper: 60m 82m 124m 210m)."""
     sweep_ridge: tuple[Positive, ...] | None = None
-    """Values of --ridge (paper: 1 10 100). Nothing is trained or embedded for them."""
+    """Values of --ridge (paper: 1 10 100). These values need no additional training or
+    embedding."""
     sweep_num_windows: tuple[Count, ...] | None = None
     """Values of --num-windows (paper: 2k 4k 8k)."""
 
@@ -41,8 +42,8 @@ class SweepOptions(CheckedOptions):
     """Compute the same mixture several times, with one hyperparameter changed at a time.
 
     If a weight stays the same, it does not depend on that hyperparameter. The other options define
-    the centre of the sweep. The same command resumes an interrupted sweep; with more values it
-    extends a finished one. Existing artifacts are reused.
+    the centre of the sweep. The same command resumes an interrupted sweep; with more values, it
+    extends a finished sweep. Existing artifacts are reused.
     """
 
     corpus: Path

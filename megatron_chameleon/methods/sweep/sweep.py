@@ -117,7 +117,7 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
                 each.relative_to(root).as_posix() for each in (point.mixture, *point.made_from)
             )
             rows.append(SweepPoint(point.values, path, mixture.hash, inputs))
-        spent = Cost()  # each folder counts once
+        spent = Cost()  # the cost of each folder is added once
         for folder in dict.fromkeys(folder for point in points for folder in point.made_from):
             kind = TrainingRun if TrainingRun.exists(folder) else EmbeddingStore
             spent += kind.load(folder).cost
@@ -132,7 +132,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
     """Plan the axes and the points; validate them and the files that they name. Writes nothing.
 
     Returns:
-        Hyperparameter to vary -> its sorted distinct values, including the centre's; and the
+        Hyperparameter to vary -> its sorted distinct values, including that of the centre; and the
         points: the centre first, then the others axis by axis.
 
     Raises:
@@ -155,14 +155,14 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
             continue
         flag = name.replace("_", "-")
         if not values:
-            raise UserError(f"--sweep-{flag}: needs at least one value; or leave it out")
+            raise UserError(f"--sweep-{flag}: pass at least one value, or omit the option")
         if name not in centre:
             raise UserError(
-                f"--sweep-{flag}: --method {method} has no --{flag}, or these options determine no "
-                f"absolute value of it; leave --sweep-{flag} out, or set --{flag} for the centre"
+                f"--sweep-{flag}: --method {method} has no --{flag}, or these options determine "
+                f"no absolute value for it; omit --sweep-{flag}, or set --{flag} for the centre"
             )
         distinct = dict.fromkeys([centre[name], *values])
-        if name == "model_size":  # sorted by parameters without the embedding
+        if name == "model_size":  # sort by the number of parameters without the embedding
             axes[name] = sorted(
                 distinct, key=lambda size: ModelShape(model_size(str(size)), 0, 0).num_parameters
             )
@@ -188,7 +188,7 @@ def format_values(values: Values) -> str:
 
 
 def point_of(options: SweepOptions, values: Values) -> Point:
-    """A point of the sweep: its files, and how to compute them.
+    """Construct a point of the sweep: its files, and the function that computes them.
 
     Chameleon's proxy and DoReMi's reference are both plain runs on a uniform mixture, so sweeps of
     the two methods in one folder share them.
@@ -205,7 +205,7 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     rule = options.doge if options.method == "doge" else options.doremi
     recipe, default = (dataclasses.asdict(each.resolve()) for each in (rule, type(rule)()))
     name = f"{options.method}-{name}"
-    if recipe != default:  # so that sweeps of several rules can share a folder
+    if recipe != default:  # sweeps of several rules can share a folder
         name = f"{name}-{sha256_of_json(recipe)[:RULE_DIGITS]}"
     mixture, work_dir = options.output / MIXTURES / f"{name}.json", options.output / PROXIES / name
     shared: dict[str, Any] = {
