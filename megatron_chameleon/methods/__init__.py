@@ -1,1 +1,1 @@
-"""Mixing methods: one module or folder each, discovered by its ``METHOD``."""
+"""Mixing methods. Each method is a module or folder that defines ``METHOD``."""

@@ -55,7 +55,7 @@ def compute_equal(options: UniformOptions | UnimaxOptions) -> None:
 
     name, heading = "uniform", "Uniform: equal weights"
     if isinstance(options, UnimaxOptions):
-        limit = f"--max-epochs {options.max_epochs:g} in {options.token_budget:,} tokens"
+        limit = f"--max-epochs {options.max_epochs:g} for {options.token_budget:,} tokens"
         name, heading = "unimax", f"UniMax: as uniform as possible within {limit}"
 
     def assign(_corpus: Corpus, names: list[str]) -> AssignedWeights:
@@ -92,7 +92,7 @@ METHODS = (
         summary="the same weight for every domain",
         needs="nothing besides the corpus",
         cost="nothing",
-        good_for="a first run, and the baseline of every other mixture",
+        good_for="a first run; the baseline for all other mixtures",
         source="",
     ),
     Method(

@@ -320,9 +320,9 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             )
         if last_from_mean > UNSETTLED_DISTANCE:
             warn(
-                f"the weights have not converged: the total-variation distance of the last ones "
-                f"from their mean is {last_from_mean:.2f} ('{farthest}': {last[farthest]:.3f}, "
-                f"mean {mean[farthest]:.3f}); {hint}, or train for more steps"
+                "the weights have not converged: the total-variation distance of the last weights "
+                f"from the mean weights is {last_from_mean:.2f} ('{farthest}': "
+                f"{last[farthest]:.3f}, mean {mean[farthest]:.3f}); {hint}, or train for more steps"
             )
         logged = {
             line["step"]: line["hook"]["weights"]

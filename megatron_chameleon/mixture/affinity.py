@@ -27,7 +27,8 @@ def center_embeddings(embeddings: npt.ArrayLike) -> Array:
         [k, h] float64, a new array; its columns sum to zero.
 
     Raises:
-        ValueError: not two-dimensional, empty, or not finite (the row is named).
+        ValueError: if ``embeddings`` is not two-dimensional, is empty, or is not finite (the
+            message names the row).
     """
     original = as_matrix(embeddings)
     centered: Array = original - original.mean(axis=0)
@@ -51,8 +52,8 @@ def affinity_matrix(embeddings: npt.ArrayLike, center: bool) -> Array:
         [k, k] float64, symmetric and positive semi-definite. With ``center`` its rows sum to zero.
 
     Raises:
-        ValueError: embeddings not two-dimensional, empty, not finite (the row is named), or so
-            large that their inner products overflow.
+        ValueError: if ``embeddings`` is not two-dimensional, is empty, is not finite (the message
+            names the row), or is so large that inner products overflow.
     """
     features = center_embeddings(embeddings) if center else as_matrix(embeddings)
     return gram_matrix(features)
@@ -86,7 +87,8 @@ def squared_norms(features: Array) -> Array:
 def unit_rows(features: Array) -> Array:
     """Divide each row of the features [k, h] by its norm; rows of zeros are unchanged."""
     largest = np.abs(features).max(axis=1, keepdims=True)
-    scaled = features / np.where(largest > 0, largest, 1.0)  # squares stay in range
+    # Scale before squaring, so that squares do not overflow.
+    scaled = features / np.where(largest > 0, largest, 1.0)
     norms = np.linalg.norm(scaled, axis=1, keepdims=True)
     return scaled / np.where(norms > 0, norms, 1.0)
 

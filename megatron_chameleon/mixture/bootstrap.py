@@ -63,8 +63,8 @@ def bootstrap_weights(
         confidence: in (0, 1).
 
     Raises:
-        ValueError: no domain, a domain without windows, windows of differing width, a value that
-            is not finite (domain and window are named).
+        ValueError: if there is no domain, a domain has no windows, windows differ in width, or a
+            value is not finite (the message names domain and window).
 
     Warns:
         DegenerateScoreWarning: once, with the number of resamples in which ``weight_fn`` warned.
@@ -85,7 +85,7 @@ def bootstrap_weights(
     if num_degenerate:
         warnings.warn(
             f"leverage scores were clipped in {num_degenerate} of {num_resamples} "
-            "resamples, so the intervals are partly bounds: use more windows per domain",
+            "resamples, so the intervals are partly based on bounds: use more windows per domain",
             DegenerateScoreWarning,
             stacklevel=2,
         )
@@ -120,7 +120,7 @@ def _resampled_means(
 
 
 def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArray[np.floating]]:
-    """Check the windows and return them as arrays; keeping their dtype saves memory."""
+    """Check the windows and return them as arrays; the dtype is kept to save memory."""
     if len(window_vectors) == 0:
         raise ValueError("window_vectors is empty: pass one array of windows per domain")
     windows: list[npt.NDArray[np.floating]] = []

@@ -31,8 +31,8 @@ class Recipe:
     How the embeddings were made (layer, windows, sampling) is not part of a recipe.
 
     Raises:
-        ValueError: a ridge or temperature not above 0, limits out of range, or a relative
-            temperature without normalised scores.
+        ValueError: if a ridge or temperature is not above 0, a limit is out of range, or a relative
+            temperature is combined with scores that are not normalised.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Recipe:
     """Temperature tau in softmax(S / tau); applies to k * S if ``temperature_relative``."""
 
     temperature_relative: bool
-    """Measure scores against their mean 1 / k, so that a temperature means the same at any k."""
+    """Measure scores relative to their mean 1 / k, so that temperatures do not depend on k."""
 
     score_floor: float = SCORE_FLOOR
     """Lower clipping limit of scores, as a fraction of the mean score (pretraining only)."""
@@ -157,8 +157,8 @@ def resolve_recipe(recipe: str | Recipe = DEFAULT_RECIPE, **overrides: Any) -> R
         overrides: fields of ``Recipe`` to replace; None keeps the recipe's own value.
 
     Raises:
-        ValueError: unknown recipe, or a value that ``Recipe`` rejects.
-        TypeError: unknown field.
+        ValueError: if the recipe is unknown, or ``Recipe`` rejects a value.
+        TypeError: if a field is unknown.
     """
     if isinstance(recipe, str):
         if recipe not in RECIPES:

@@ -74,7 +74,8 @@ def as_scores(scores: npt.ArrayLike) -> Array:
             "pass leverage_scores(affinity, ridge)"
         )
     low = -AFFINITY_TOLERANCE * np.fmax.reduce(np.abs(vector))
-    valid = (vector >= low) & (vector <= np.finfo(np.float64).max / vector.size)  # NaN fails both
+    # NaN fails both comparisons
+    valid = (vector >= low) & (vector <= np.finfo(np.float64).max / vector.size)
     if not valid.all():
         bad = int(valid.argmin())
         raise ValueError(

@@ -32,7 +32,7 @@ class DogeRecipe:
         max_norm: maximum norm of each domain's gradient; 0 disables clipping.
 
     Raises:
-        ValueError: 1 / mu overflows, or the clipping bounds are not in order.
+        ValueError: if 1 / mu overflows, or ``dw_min`` is not below ``dw_max``.
     """
 
     mu: float = 0.01
@@ -43,7 +43,7 @@ class DogeRecipe:
 
     def __post_init__(self) -> None:
         if not math.isfinite(1.0 / self.mu):
-            raise ValueError(f"mu is {self.mu!r}: 1 / mu overflows; use a larger one, such as 0.01")
+            raise ValueError(f"mu is {self.mu!r}: 1 / mu overflows; use a larger mu, such as 0.01")
         if not self.dw_min < self.dw_max:
             raise ValueError(f"dw_min is {self.dw_min!r}: must be below dw_max, {self.dw_max:g}")
 

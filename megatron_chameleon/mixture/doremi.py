@@ -27,7 +27,7 @@ class DoremiRecipe:
         count_first: include the initial weights in the running mean.
 
     Raises:
-        ValueError: the ceiling is not above the floor.
+        ValueError: if the ceiling is not above the floor.
     """
 
     eta: float = 1.0

@@ -41,7 +41,7 @@ class WeightState:
         return weights / weights.sum()
 
     def with_weights(self, log_weights: Array, **others: Any) -> Self:
-        """Return the next step's state, with these ``log_weights`` and values of ``others``."""
+        """Return the next step's state, with new ``log_weights`` and new values of other fields."""
         counted = self.counted + 1
         new = dataclasses.replace(self, log_weights=log_weights, counted=counted, **others)
         distance = float(np.abs(self.weights - new.weights).sum() / 2)

@@ -52,10 +52,13 @@ def folds_of(count: int, folds: int, seed: int) -> list[Array]:
     """Partition 0 to ``count`` - 1 at random into ``folds`` arrays of about equal size.
 
     Raises:
-        ValueError: fewer than 2 folds, or more folds than numbers.
+        ValueError: if there are fewer than 2 folds, or more folds than numbers.
     """
     if not 2 <= folds <= count:
-        raise ValueError(f"{folds} folds of {count} runs: must be between 2 and the number of runs")
+        raise ValueError(
+            f"{folds} folds of {count} runs: the number of folds must be between 2 "
+            "and the number of runs"
+        )
     return np.array_split(np.random.default_rng(seed).permutation(count), folds)
 
 
@@ -98,7 +101,8 @@ class Reach:
     distance: float
     """Total variation distance to the nearest trained mixture: the share of tokens that differ."""
     usual: float
-    """Distance within which 95% of the trained mixtures have another trained mixture."""
+    """95th percentile of the distances from trained mixtures to their nearest trained
+    neighbours."""
     outside: tuple[int, ...]
     """Positions of the domains whose weight is outside the range of the trained weights."""
 

@@ -37,8 +37,8 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
         [k] float64 scores in [0, 1).
 
     Raises:
-        ValueError: affinity not square, not symmetric, not finite or not a Gram matrix; k = 0;
-            ridge not above 0.
+        ValueError: if ``affinity`` is empty, not square, not symmetric, not finite or not a Gram
+            matrix, or ``ridge`` is not above 0.
     """
     kernel = as_affinity(affinity)
     shift = kernel.shape[0] * check_positive(ridge, "ridge")
@@ -82,7 +82,8 @@ def feature_ridge_leverage(features: npt.ArrayLike, ridge: float) -> Array:
         [k] float64 scores in [0, 1).
 
     Raises:
-        ValueError: features not two-dimensional, empty or not finite; ridge not above 0.
+        ValueError: if ``features`` is not two-dimensional, is empty or is not finite, or ``ridge``
+            is not above 0.
     """
     matrix = as_matrix(features, "features")
     shift = matrix.shape[0] * check_positive(ridge, "ridge")

@@ -86,7 +86,7 @@ def fit_mixing_laws(
         near: m laws to start from.
 
     Raises:
-        ValueError: a loss is not finite and > 0, so no law can equal it.
+        ValueError: if a loss is not finite or not above 0, so that no law can equal it.
     """
     if not (np.isfinite(losses).all() and (losses > 0).all()):
         raise ValueError("losses must be finite and above 0")
@@ -247,7 +247,7 @@ def law_optimum(
     )
     weights = np.clip(found.x, low, high)
     weights /= weights.sum()
-    if value(weights) > value(begin):  # after rounding or a failed search
+    if value(weights) > value(begin):  # possible after rounding or a failed search
         weights = begin
     return LawOptimum(
         weights=weights,
@@ -296,14 +296,15 @@ class PowerLaws:
 
 
 def fit_power_laws(x: Array, losses: Array) -> PowerLaws:
-    """Fit all curves by least squares, exact in c and x0 for each exponent (variable projection).
+    """Fit all curves by least squares; c and x0 are exact for each exponent (variable projection).
 
     Args:
         x: [points] training steps or parameters, increasing, > 0.
         losses: [curves, points], finite.
 
     Raises:
-        ValueError: fewer than three points, which any exponent fits, or x not increasing.
+        ValueError: if there are fewer than three points, which any exponent fits, or x is not
+            increasing.
     """
     if len(x) < MIN_POINTS:
         raise ValueError(f"{len(x)} points: a power law needs {MIN_POINTS} or more")

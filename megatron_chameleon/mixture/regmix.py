@@ -27,7 +27,7 @@ class SamplingRule:
 
     prior_exponent: float = 0.5
     """Exponent of the prior: the Dirichlet's mean is prior^exponent, renormalised. An exponent
-    below 1 makes it flatter than the prior."""
+    below 1 makes the mean flatter than the prior."""
     min_strength: float = 0.1
     max_strength: float = 5.0
     """The Dirichlet's concentration, the sum of its parameters, is one of ``num_strengths`` values
@@ -50,8 +50,8 @@ class SamplingRule:
             raise ValueError(f"prior exponent {self.prior_exponent}: must be finite and >= 0")
         if not 0 < self.min_strength <= self.max_strength < math.inf:
             raise ValueError(
-                f"min_strength {self.min_strength:g}, max_strength {self.max_strength:g}: must be "
-                "> 0 and finite, the first not above the second"
+                f"min_strength {self.min_strength:g}, max_strength {self.max_strength:g}: must "
+                "be finite and > 0, and min_strength <= max_strength"
             )
         if not 0 < self.smallest_weight <= 1:
             raise ValueError(f"smallest_weight {self.smallest_weight}: must be > 0 and <= 1")
@@ -83,7 +83,7 @@ def sample_mixtures(
         [count, k] float64; rows sum to 1 up to rounding.
 
     Raises:
-        ValueError: the samples contain fewer than ``count`` distinct mixtures.
+        ValueError: if the samples contain fewer than ``count`` distinct mixtures.
     """
     shares = prior / prior.sum()
     present = np.flatnonzero(shares)
@@ -97,7 +97,8 @@ def sample_mixtures(
         found = drop_near_duplicates(quantize(allowed, rule.smallest_weight), rule.near_duplicate)
         known = np.concatenate([chosen, left])
         if len(known) and len(found):
-            beyond = np.nextafter(rule.near_duplicate, np.inf)  # the bound is exclusive
+            # the upper bound of query() is exclusive
+            beyond = np.nextafter(rule.near_duplicate, np.inf)
             nearest, _ = cKDTree(known).query(found, p=1, distance_upper_bound=beyond)
             found = found[np.isinf(nearest)]
         left = np.concatenate([left, found])
@@ -218,7 +219,7 @@ def fit_trees(
         "min_data_in_leaf": runs_in_leaf(settings, len(losses)),
         "seed": settings.seed,
         "deterministic": True,
-        "force_row_wise": True,  # the default would depend on timings
+        "force_row_wise": True,  # LightGBM would otherwise choose the layout by timing
         "verbosity": -1,
     }
     boosters = []

@@ -62,7 +62,7 @@ def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> A
     target = np.asarray(shares, dtype=np.float64)
     if target.min() == target.max():
         return np.ones_like(target)
-    target = target / target.max()  # keeps the sum finite
+    target = target / target.max()  # so that the sum is finite
     return (1.0 - strength) + strength * target.size * (target / target.sum())
 
 
@@ -84,7 +84,7 @@ def similarity_shares(embeddings: npt.ArrayLike, target: npt.ArrayLike) -> Array
         [k] float64, not negative, not all zero.
 
     Raises:
-        ValueError: the shapes do not match, or a value is not finite.
+        ValueError: if the shapes do not match, or a value is not finite.
     """
     domains = as_matrix(embeddings)
     text = as_matrix(np.asarray(target, dtype=np.float64)[None])
@@ -97,12 +97,12 @@ def scaled_prior(prior: npt.ArrayLike, num_domains: int) -> Array | None:
     """Return the prior [k] scaled to mean 1, or None if all entries are equal.
 
     Raises:
-        ValueError: the shape is not [k], or a value is not finite and > 0.
+        ValueError: if the shape is not [k], or a value is not finite or not above 0.
     """
     eta = np.asarray(prior, dtype=np.float64)
     if eta.shape != (num_domains,):
         raise ValueError(f"prior has shape {eta.shape}, but there are {num_domains} domains")
-    for value in (eta.min(), eta.max()):  # both are NaN if any entry is NaN
+    for value in (eta.min(), eta.max()):  # minimum and maximum are NaN if any entry is NaN
         check_positive(float(value), "prior")
     if eta.min() == eta.max():
         return None

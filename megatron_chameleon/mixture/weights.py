@@ -59,8 +59,8 @@ def domain_weights(
         [k] float64 weights, not negative, summing to 1.
 
     Raises:
-        ValueError: scores not a vector, empty, not finite or negative; unknown mode; temperature
-            not above 0; limits out of range.
+        ValueError: if ``scores`` is not a vector, is empty, is not finite or is negative, ``mode``
+            is unknown, ``temperature`` is not above 0, or a limit is out of range.
     """
     vector = as_scores(scores)
     check_mode(mode)
@@ -92,7 +92,9 @@ def check_score_limits(score_floor: float, score_ceiling: float) -> None:
     if not 0.0 < score_floor < 1.0:
         raise ValueError(f"score_floor is {score_floor!r}: it must lie between 0 and 1")
     if not score_ceiling > 1.0:
-        raise ValueError(f"score_ceiling is {score_ceiling!r}: it must be above 1 (inf for none)")
+        raise ValueError(
+            f"score_ceiling is {score_ceiling!r}: it must be above 1 (inf for no ceiling)"
+        )
 
 
 def clip_scores(
@@ -137,7 +139,7 @@ def natural_weights(tokens: npt.ArrayLike, temperature: float = 1.0) -> Array:
         [k] float64, summing to 1.
 
     Raises:
-        ValueError: no domain has tokens.
+        ValueError: if no domain has tokens.
     """
     counts = np.asarray(tokens, dtype=np.float64)
     if not (counts > 0).any():
@@ -164,7 +166,7 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
         [k] float64, summing to 1; a weight at its cap equals it exactly.
 
     Raises:
-        ValueError: the caps of the domains with a positive weight sum to less than 1.
+        ValueError: if the caps of the domains with a positive weight sum to less than 1.
     """
     target, upper = (np.asarray(values, dtype=np.float64) for values in (weights, caps))
     target = target / target.sum()
@@ -202,7 +204,7 @@ def placed_weights(weights: npt.ArrayLike, before: npt.ArrayLike, is_old: npt.Ar
         [k] float64, summing to 1.
 
     Raises:
-        ValueError: no old domain has a weight.
+        ValueError: if no old domain has a weight.
     """
     new = np.asarray(weights, dtype=np.float64)
     old = np.asarray(is_old, dtype=bool)

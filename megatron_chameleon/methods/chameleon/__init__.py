@@ -35,7 +35,7 @@ class EmbeddingOptions(CheckedOptions):
     window_length: Count | None = None
     """Maximum tokens per window; default: the proxy's sequence length."""
     embedding_batch_size: Count = 32
-    """Windows per forward pass and rank; does not change the result."""
+    """Windows per forward pass and rank; the weights do not depend on this number."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -135,9 +135,10 @@ METHOD = Method(
     name="mixing-laws",
     options=MixingLawsOptions,
     compute=compute,
-    summary="the best mixture for a target by fitted laws of the losses over the weights",
+    summary="the mixture with the lowest target loss, predicted by laws of the losses over the "
+    "weights",
     needs="nothing besides the corpus; or results of runs on many mixtures (--ratios, --metrics)",
     cost="tens of proxies (--num-proxies), at each of --model-sizes",
-    good_for="few domains; predicting larger models and longer runs from small ones",
+    good_for="few domains; predictions for larger models and longer runs from small proxies",
     source="Ye et al.: Data Mixing Laws, ICLR 2025",
 )

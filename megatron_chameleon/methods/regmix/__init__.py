@@ -70,9 +70,10 @@ METHOD = Method(
     name="regmix",
     options=RegmixOptions,
     compute=compute,
-    summary="the best mixture for a target by a regression over many tiny proxies",
+    summary="the mixture with the lowest target loss, predicted by a regression over many tiny "
+    "proxies",
     needs="nothing besides the corpus; or results of runs on many mixtures (--ratios, --metrics)",
     cost="hundreds of tiny proxies (--num-proxies), several trained concurrently",
-    good_for="a known target, a few dozen domains at most; reusing existing runs",
+    good_for="a known target and at most a few dozen domains; reuse of existing runs",
     source="Liu et al.: RegMix, ICLR 2025",
 )

@@ -64,7 +64,7 @@ class FitRuns:
 
     Attributes:
         table: mixtures and losses, without runs that diverged; its domains are the corpus's.
-        origin: description of the source of the runs, printed.
+        origin: printed description of the source of the runs.
         parameters: description of the source of the runs, for the mixture file.
         inputs: name of each file read -> its hash.
         cost: cost of the runs; None if unknown.
@@ -172,7 +172,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         return trained is not None
 
     def train(self) -> FitRuns | None:
-        """Train the swarms; None after a stop request. Every rank calls this."""
+        """Train the swarms; return None after a stop request. Called on every rank."""
         options, swarms = self.options, dict[str, SwarmResult]()
         mixtures = mixtures_to_train(options, self.corpus)
         for size in self.model_sizes:

@@ -50,7 +50,7 @@ def tokens_of(corpus: Corpus) -> np.ndarray:
 
 
 def unimax_of_the_paper(tokens: np.ndarray, budget: float, max_epochs: float) -> np.ndarray:
-    """Algorithm 1: each domain, smallest first, takes at most an equal share of the rest."""
+    """UniMax, Algorithm 1: each domain, smallest first, gets at most an equal share of the rest."""
     left, shares = budget, np.zeros(len(tokens))
     for done, domain in enumerate(np.argsort(tokens)):
         part = left / (len(tokens) - done)

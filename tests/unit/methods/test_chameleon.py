@@ -58,7 +58,7 @@ from tests.small_corpus import (
 
 WINDOWS, RESAMPLES = 60, 100
 EVERY_WINDOW = ExtractionOptions(num_windows=10**6)
-# Scores of a barely trained proxy are near zero with the reference's ridge.
+# Scores of a barely trained proxy are near zero with the reference recipe's ridge.
 SCALED = RecipeOptions(recipe="scaled", bootstrap_resamples=RESAMPLES)
 TARGETED = RecipeOptions("reference", ridge=0.01, bootstrap_resamples=RESAMPLES)
 
@@ -136,7 +136,7 @@ def test_mixture_is_computed_from_the_mean_embeddings(compute, text_corpus, inpu
     }
     assert {key: mixture.parameters[key] for key in expected_parameters} == expected_parameters
     embedding = mixture.parameters["embedding"]
-    assert (embedding["layer"], embedding["window_length"]) == (2, 32)  # defaults
+    assert (embedding["layer"], embedding["window_length"]) == (2, 32)  # the defaults
 
 
 def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs):
@@ -180,7 +180,7 @@ def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path):
 
 
 def test_uninformative_weights_raise_warnings(compute):
-    # Two domains are symmetric about their mean, so centered ones have equal weights.
+    # Two domains are symmetric about their mean, so centered embeddings give equal weights.
     with pytest.warns(UserWarning, match="uniform"):
         compute(domains=f"{DOMAINS[0]},{DOMAINS[1]}")
     with pytest.warns(UserWarning, match="one domain"):

@@ -46,7 +46,7 @@ ONLINE = OnlineOptions(
 
 @pytest.fixture
 def options(pretrain_options, tmp_path):
-    """``options(**changes)``: a run of six steps; a checkpoint and new weights after three."""
+    """``options(**changes)``: a run of six steps, with a checkpoint and new weights after three."""
 
     def make(name="run", **changes):
         settings = {"seed": SEED, "data": EPOCH, "online": ONLINE, "log_interval": 1, **changes}

@@ -205,7 +205,7 @@ def test_a_swarm_is_trained_fitted_and_costed(compute, tmp_path, capsys):
     assert mixture.parameters["total_cost"]["flops"] == SwarmRecord.load(swarm).cost.flops > 1e8
     assert mixture.parameters["made_from"] == ["mixture/swarm"]
     tokens = SWARM.train_iters * SWARM.global_batch_size * SWARM.seq_length
-    paper_flops = 6 * (12 * 4 * 64**2) * tokens * 6  # 6 N D of six nano proxies
+    paper_flops = 6 * (12 * 4 * 64**2) * tokens * 6  # 6 N D for each of six nano proxies
     assert mixture.parameters["paper_flops"] == pytest.approx(paper_flops)
 
     again = compute(RegmixOptions, num_proxies=6, sampling=SAMPLING)

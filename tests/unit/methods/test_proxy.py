@@ -107,7 +107,8 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def options_in(name, corpus, finished_run):
-    """``options_in(folder, **changes)``: ``changes`` to the options of the method or its proxy."""
+    """``options_in(folder, **changes)``: options with ``changes`` to those of the method or its
+    proxy."""
     options_type, rule, proxy = METHODS[name]
     own = {field.name for field in dataclasses.fields(options_type)}
 
@@ -160,7 +161,8 @@ def test_the_mixture_is_the_mean_of_the_logged_weights(name, found, corpus):
     mixture, hooks, run = Mixture.load(found), hooks_of(found), proxy_run(found)
     parameters, uniform = mixture.parameters, dict.fromkeys(DOMAINS, 1 / 3)
     path = [hook["weights"] for hook in hooks]
-    averaged = [uniform, *path] if name == "doremi" else path  # DoReMi counts both
+    # DoReMi's mean includes the initial weights.
+    averaged = [uniform, *path] if name == "doremi" else path
     for domain in DOMAINS:
         own = [weights[domain] for weights in path]
         assert mixture.weights[domain] == pytest.approx(np.mean([w[domain] for w in averaged]))
@@ -174,7 +176,7 @@ def test_the_mixture_is_the_mean_of_the_logged_weights(name, found, corpus):
     assert parameters["last_weights"] == pytest.approx(path[-1])
     assert parameters["steps_averaged"] == len(averaged) == STEPS + (name == "doremi")
     assert parameters["moved_per_step"] == pytest.approx(moves_of(hooks).mean())
-    assert run.mixture == pytest.approx(uniform)  # sampling stays uniform
+    assert run.mixture == pytest.approx(uniform)  # domains are sampled uniformly
     assert mixture.provenance is not None
     inputs = {"corpus": corpus.hash, "proxy": record_of(found).hash}
     assert inputs.items() <= mixture.provenance.inputs.items()
@@ -213,7 +215,7 @@ def test_an_interrupted_run_resumes_with_the_same_result(
 
 @for_method(("name", "factor"), [("doremi", math.nan), ("doge", math.nan), ("doge", 1e4)])
 def test_a_skipped_step_moves_no_weight(name, options, monkeypatch, factor):
-    """The step has a gradient that is not finite, or a spike of the norm with finite products."""
+    """A gradient in the step is not finite, or its norm spikes while the products are finite."""
     rule = {} if name == "doremi" else {"rule": DogeRule(0.2, doge_max_norm=0.0)}  # no clipping
     made = options(guards=GuardOptions(spike_factor=50, spike_window=4), **rule)
     before_steps(monkeypatch, {4: poison(factor)})
@@ -279,7 +281,7 @@ def test_a_damaged_state_is_an_error(copied, options, damage):
     ],
 )
 def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes, problem):
-    if not isinstance(changes, dict):  # it is a hook state, written to the checkpoint
+    if not isinstance(changes, dict):  # ``changes`` is then a hook state, written to the checkpoint
         dataclasses.replace(record_of(copied), hook=changes).save()
         changes = {}
     with pytest.raises(UserError, match=problem) as error:
@@ -406,7 +408,7 @@ def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatc
     made = options(rule=rule, train_iters=3, boundaries=boundaries)
     assert compute(made)
     assert Checked.steps == 3
-    assert Checked.apart > 1e-3  # otherwise the variants would not differ
+    assert Checked.apart > 1e-3  # otherwise both variants would give the same result
     assert Checked.highest > 0.3  # otherwise the ceiling would have no effect
     if rule.doremi_variant == "fork":
         mixture = Mixture.load(made.output)
@@ -501,7 +503,8 @@ def test_a_target_is_trained_on_only_if_requested(options, train_on_target):
     assert mixture.parameters["rule"]["mu"] == mu
     assert mixture.parameters["target_domains"] == ["poems"]
     assert mixture.parameters["trained_on"] == trained
-    assert 0 < mixture.parameters["paper_flops"] < run.cost.flops  # only layers count
+    # The paper's formula counts the parameters of the layers only.
+    assert 0 < mixture.parameters["paper_flops"] < run.cost.flops
     # The target is sampled, since its gradients are needed.
     assert run.domain_tokens["poems"].actual == STEPS * 2 * 32
     first = hooks_of(made.output)[0]
@@ -524,7 +527,7 @@ def passes(one_rank):
 
 
 def clipped_gradients(passes, batches, max_norm):
-    """Clipped gradients [k, n] float64 of the domains, by autograd; zero for the absent one."""
+    """Clipped gradients [k, n] float64 of the domains, by autograd; zero for the absent domain."""
     found = {}
     for domain in PRESENT:
         masks = [domain_mask(batch, domain) for batch in batches]

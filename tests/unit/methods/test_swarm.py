@@ -99,7 +99,7 @@ def test_results_tables_and_cost(whole, corpus):
     result, folder = whole
     assert (result.steps, result.diverged) == ([4, STEPS], [])
     last = result.losses[:, -1]
-    assert last[1].argmin() == 0  # a member is best at the domain it is trained on
+    assert last[1].argmin() == 0  # a member's loss is lowest on the domain it is trained on
     assert last[3].argmin() == 2
     ratios, metrics = rows_of(folder / "ratios.csv"), rows_of(folder / "metrics.csv")
     np.testing.assert_array_equal(np.array(ratios[1:], float)[:, 1:], MIXTURES)
@@ -153,7 +153,7 @@ def main():
         result = train_swarm(swarm_options(), Corpus.load(corpus), MIXTURES, folder)
     except UserError as error:
         print(f"failed: {error}", flush=True)
-        time.sleep(2)  # torchrun ends the other rank once this one has ended
+        time.sleep(2)  # torchrun terminates the other rank as soon as this rank has exited
         sys.exit(1)
     sys.exit(0 if result else 75)
 
@@ -168,7 +168,7 @@ if __name__ == "__main__":
 def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, number):
     """SIGTERM goes to every process, as from a scheduler, and members save a checkpoint.
 
-    After it, the swarm is resumed on two ranks, one of which fails at first.
+    Afterwards, the swarm is resumed on two ranks; one rank fails in the first attempt.
     """
     result, _ = whole
     folder, script = without(whole, tmp_path / "killed", 2, 3), tmp_path / "swarm.py"
@@ -187,12 +187,13 @@ def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, 
     if number == signal.SIGTERM:
         assert TrainingRun.load(running.parent).status in ("interrupted", "finished")
         shutil.rmtree(folder / "members" / "00003", ignore_errors=True)
-        member_path(folder, 3).unlink(missing_ok=True)  # it may have finished before the signal
+        # member 3 may have finished before the signal
+        member_path(folder, 3).unlink(missing_ok=True)
         broken = folder / "members" / "00003" / "run.json"
         broken.parent.mkdir()
         broken.write_text("{")
         assert finish(start(torchrun(2, *arguments), log), 240) == 1
-        assert log.read_text().count("failed: member 3: ") == 2  # on both ranks
+        assert log.read_text().count("failed: member 3: ") == 2  # both ranks report the failure
         broken.unlink()
         assert finish(start(torchrun(2, *arguments), log), 240) == 0, log.read_text()
     same(train_swarm(swarm_options(), corpus, MIXTURES, folder), result)

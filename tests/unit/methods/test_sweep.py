@@ -56,7 +56,7 @@ def proxy_options(**changes) -> ProxyOptions:
 
 
 def sweep_options(corpus, output, axes=SMALL, **changes) -> SweepOptions:
-    """Options of a Chameleon sweep; ``changes`` to those of the proxy."""
+    """Options of a Chameleon sweep, with ``changes`` to the options of its proxy."""
     return SweepOptions(
         corpus=corpus.root,
         output=output,
@@ -131,7 +131,7 @@ def test_axes_are_sorted_and_points_distinct(options):
     assert points[0] == centre
     assert len(points) == 1 + 2 + 2 + 1
     assert all(sum(p[name] != centre[name] for name in centre) == 1 for p in points[1:])
-    scaled = RecipeOptions(recipe="scaled")  # its ridge is relative
+    scaled = RecipeOptions(recipe="scaled")  # the recipe's ridge is relative
     with pytest.raises(UserError, match="--sweep-ridge"):
         plan_sweep(dataclasses.replace(options(), weighting=scaled))
 
@@ -228,7 +228,7 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
     ],
 )
 def test_each_rule_has_its_own_proxies(hooked, method, rules):
-    """The names for the default rule, listed twice, have no digest."""
+    """The default rule is listed twice; the names of its proxies contain no digest."""
     values: dict[str, Any] = {"model_size": "nano", "train_iters": 4}
     points = [point_of(hooked(method, **{method: rule}), values) for rule in rules]
     names = [point.made_from[-1].parent.name for point in points]
