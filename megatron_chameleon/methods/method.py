@@ -63,8 +63,8 @@ class DiscoveredMethods:
 def discover_methods() -> DiscoveredMethods:
     """Import every module and collect its ``METHOD``, or its tuple of ``METHODS``.
 
-    A module that fails to import disables no other. If two modules define the same name, neither is
-    usable: choosing one would silently replace the other.
+    A module that fails to import does not disable other modules. If two modules define the same
+    name, neither is usable: choosing one would silently replace the other.
     """
     found: dict[str, list[tuple[str, Method]]] = collections.defaultdict(list)
     unusable = []

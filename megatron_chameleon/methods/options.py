@@ -22,8 +22,8 @@ class MethodOptions(CheckedOptions):
     """Token budget of the target run. The resulting epochs of each domain are printed and
     stored."""
     max_epochs: Positive | None = None
-    """Maximum epochs of each domain's training tokens within --token-budget. The mixture is the
-    nearest one within this limit (smallest Kullback-Leibler divergence)."""
+    """Maximum epochs of each domain's training tokens within --token-budget. The result is the
+    nearest mixture within this limit (smallest Kullback-Leibler divergence)."""
 
     def __post_init__(self) -> None:
         """Raise UserError for an epoch limit without a token budget."""
@@ -37,7 +37,7 @@ class ChosenDomainsOptions(MethodOptions):
     """Options of a method that can weigh a subset of the corpus's domains."""
 
     domains: str | None = None
-    """Domains to weigh, a,b,c; the others get weight 0. Default: all."""
+    """Domains to weigh, such as a,b,c; all other domains get weight 0. Default: all domains."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ProxyOptions(TrainingOptions):
     """Training of a proxy as in tools/pretrain_gpt.py, from random weights on a uniform mixture."""
 
     model_size: str = "82m"
-    """Model size of the proxy; an unknown name lists them all."""
+    """Model size of the proxy; the error for an unknown name lists all sizes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from megatron_chameleon.mixture.weights import capped_weights
 MAX_ROWS = 40
 HEAVIEST, LIGHTEST = 25, 10
 SMALL_WEIGHT = 1e-3
-# A mixture with a weight above this consists almost only of that domain.
+# If a weight exceeds this value, the mixture consists almost entirely of one domain.
 ONE_HOT = 0.95
 MAX_NAMES = 10
 
@@ -95,7 +95,7 @@ def parse_shares(
     Args:
         target: value of the option; the share of an item without a number is 1.
         names: the k names to choose from, which may contain an equals sign.
-        match: returns the one of ``names`` that the user means; None for an unknown one.
+        match: maps the user's name to one of ``names``, or an unknown name to None.
         hint: end of the message on a name that is unknown or repeated.
 
     Raises:
@@ -302,7 +302,8 @@ def format_weight(weight: float) -> str:
 def mixture_table(mixture: Mixture) -> str:
     """A table of scores, weights and epochs, with one row per domain.
 
-    Of more than ``MAX_ROWS`` domains, it shows the heaviest and the lightest, sorted by weight.
+    Of more than ``MAX_ROWS`` domains, it shows those with the largest and the smallest weights,
+    sorted by weight.
     """
     names = list(mixture.weights)
     hidden = len(names) - HEAVIEST - LIGHTEST if len(names) > MAX_ROWS else 0

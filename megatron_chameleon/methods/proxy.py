@@ -299,7 +299,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
 
         Args:
             hook: the proxy's hook, in its final state.
-            steps: number of steps, without skipped ones.
+            steps: number of steps, without skipped steps.
             runs: runs trained for the mixture, the proxy last.
             settings: parameters of the method, for the mixture file.
             scores: [k] score of each domain.

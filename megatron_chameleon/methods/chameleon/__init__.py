@@ -111,7 +111,7 @@ class ChameleonOptions(ChosenDomainsOptions):
     checkpoint: Path
     """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
     mode: Literal["pretrain", "finetune"] = "pretrain"
-    """'pretrain' upweights broad domains, 'finetune' distinct ones."""
+    """'pretrain' upweights broad domains; 'finetune' upweights distinct domains."""
     store: Path | None = None
     """Embedding store to reuse and extend; default: the folder 'embeddings' next to the output."""
     keep: Path | None = None

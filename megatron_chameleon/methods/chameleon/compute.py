@@ -320,7 +320,7 @@ def read_text(path: Path, corpus: Corpus) -> TokenFile:
     """
     texts = []
     try:
-        size_and_time(str(path))  # raises unless it is a regular file
+        size_and_time(str(path))  # raises unless the path is a regular file
         if path.suffix == ".txt":
             texts = [path.read_text(encoding="utf-8")]
         else:
@@ -508,8 +508,8 @@ def _warn_uninformative(
         )
     if several and np.median(bootstrap.weights.max(axis=1)) > ONE_HOT:
         warn(
-            "one domain has nearly all of the weight, as with an undertrained proxy: train it for "
-            "longer, or use --recipe scaled or a higher --temperature"
+            "one domain has nearly all of the weight, as with an undertrained proxy: train the "
+            "proxy for longer, or use --recipe scaled or a higher --temperature"
         )
     if plan.target is None:
         return

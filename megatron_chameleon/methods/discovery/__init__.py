@@ -42,7 +42,8 @@ class DiscoverOptions(CheckedOptions):
     output: Path
     """The corpus folder to write. Documents keep their split (train, valid or test)."""
     domains: str | None = None
-    """Cluster only these domains, a,b,c; the others are unchanged. Default: all."""
+    """Cluster only these domains, such as a,b,c; all other domains are unchanged. Default: all
+    domains."""
     cluster_name: str = "cluster"
     """Prefix of the new domains' names. They are called NAME-00, NAME-01, ..., by decreasing number
     of tokens."""
@@ -52,7 +53,7 @@ class DiscoverOptions(CheckedOptions):
     seed: Seed = 0
     """Random seed of the sampled windows and of k-means."""
     restarts: Repetitions = 10
-    """Runs of k-means from different starts; the one with the smallest inertia is kept."""
+    """Number of k-means runs from different starts; the run with the smallest inertia is kept."""
     min_tokens_per_split: int = 1
     """Clusters with fewer tokens than this in train, valid or test are dissolved: their documents
     go to the nearest other cluster."""

@@ -314,7 +314,8 @@ def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) 
 
     A document's vector is the mean over its windows, so its nearest centroid has the smallest sum
     of squared distances to these windows (up to the scaling to length 1). Documents are read block
-    by block. The smallest cluster is dissolved first: its documents may be enough for another one.
+    by block. The smallest cluster is dissolved first: its documents may make another cluster large
+    enough.
 
     Raises:
         UserError: if fewer than two clusters have enough text in every split.

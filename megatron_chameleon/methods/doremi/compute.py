@@ -56,8 +56,8 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
 
     Args:
         plan: plan of the proxy's run.
-        layout: layout of the ranks; the reference is sharded like the proxy. None to read a saved
-            state.
+        layout: layout of the ranks; the reference is sharded like the proxy. None if only a saved
+            state is read.
         reference: last checkpoint of the reference, which computes in the precision of the proxy.
         recipe: parameters of the update rule.
     """
@@ -110,7 +110,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         if recipe.clip_tokens:
             excess = [each.clamp(recipe.floor, recipe.ceiling) for each in excess]
         sums = batch.domain_sums(excess)
-        # Check losses before clipping, which would hide an infinite one. Losses are not negative,
+        # Check losses before clipping, which would hide an infinite loss. Losses are not negative,
         # so the sum of both models' losses is infinite if either loss is.
         losses = batch.domain_sums([mine + theirs for mine, theirs in pairs])
         totals = torch.stack([sums, batch.domain_tokens, losses]).cpu().numpy()

@@ -20,7 +20,8 @@ class ManualOptions(ChosenDomainsOptions):
     """a=0.3,b=0.7, or a file: a mixture (.json), or a table (.csv) with the columns domain and
     weight. The weights are normalized to sum to 1."""
     published: str | None = None
-    """A column of Chameleon's tables, such as slimpajama/doremi; an unknown name lists them all."""
+    """A column of Chameleon's tables, such as slimpajama/doremi; the error for an unknown name
+    lists all names."""
     rename: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """OLD=NEW gives the weight of OLD to domain NEW of the corpus; if several OLD have the same
     NEW, their weights are added. OLD= drops the weight of OLD. Can be repeated, or take several

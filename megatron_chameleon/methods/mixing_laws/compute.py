@@ -71,7 +71,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
                 if len(steps) > MIN_POINTS:  # predict the last measurement from the others
                     predicted, _ = _power_law(steps[:-1], curves[..., :-1], steps[-1])
                     error = float(np.nanmean(np.abs(predicted - curves[..., -1])))
-                    ahead = f"; error of predicting the last one from the others: {error:.4f}"
+                    ahead = f"; error at the last one, predicted from the others: {error:.4f}"
                 lines.append(
                     f"losses of {name} at step {target.target_steps:,} by a power law of exponent "
                     f"{exponent:.3g} over the measurements{ahead}"

@@ -33,7 +33,7 @@ class SwarmOptions(CheckedOptions):
     """
 
     model_size: str = "1m"
-    """Name of a member's model size (RegMix: 1m); an unknown name lists them all."""
+    """Name of a member's model size (RegMix: 1m); the error for an unknown name lists all sizes."""
     train_iters: Count = 1000
     """Optimizer steps of each member (RegMix: 1000)."""
     seq_length: Count = 2048
@@ -54,8 +54,8 @@ class SwarmOptions(CheckedOptions):
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
     deterministic: bool = False
-    """Use only bit-reproducible algorithms, some of which are slower on a GPU. On a CPU, all are
-    reproducible."""
+    """Use only bit-reproducible algorithms, some of which are slower on a GPU. On a CPU, all
+    algorithms are reproducible."""
     lr: Positive = 4e-4
     """Peak learning rate (RegMix: 4e-4)."""
     min_lr: NonNegative = 4e-5
@@ -83,7 +83,7 @@ class SwarmOptions(CheckedOptions):
     split."""
     save_interval: int = 100
     """Steps between checkpoints of a member in progress, from which an interrupted swarm resumes;
-    0 writes one only on a stop request."""
+    0 writes a checkpoint only on a stop request."""
     log_interval: Count = 10
     """Steps between lines of a member's log and metrics."""
     max_loss: Positive | None = None
@@ -151,9 +151,9 @@ class FitOptions(TrainingMethodOptions):
     num_proxies: Repetitions
     """Proxies to train, each on its own mixture."""
     ratios: Path | None = None
-    """Fit existing runs and train none: a CSV table with a row per run, its name (run, run_id,
-    index or name) and its share of each domain, as RegMix and Olmix write them. Needs
-    --metrics."""
+    """Fit existing runs, and train no proxies: a CSV table with one row per run. A row contains the
+    run's name (column run, run_id, index or name) and its share of each domain, as in the files of
+    RegMix and Olmix. Requires --metrics."""
     metrics: Path | None = None
     """Results of those runs: a CSV table with the same names and a column per loss or other metric
     to be minimized."""

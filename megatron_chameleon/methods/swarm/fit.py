@@ -226,9 +226,9 @@ class FitMethod(abc.ABC, Generic[Options]):
         if reach.extrapolates:
             where = f"; no run had such a weight for {format_names(outside)}" if outside else ""
             warn(
-                "the mixture is far from the trained ones: it differs from the nearest run, "
-                f"{nearest}, in {reach.distance:.0%} of the tokens{where}; its predicted losses "
-                "are extrapolated"
+                f"the mixture is far from all trained mixtures: {reach.distance:.0%} of its tokens "
+                f"differ from the nearest run, {nearest}{where}; the predicted losses are "
+                "extrapolated"
             )
         spent = stopwatch.cost()
         if runs.cost is None:
@@ -318,8 +318,8 @@ def mixtures_to_train(options: FitOptions, corpus: Corpus) -> Array:
 def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
     """Read runs from the user's tables, and map their columns to the domains of ``corpus``.
 
-    Metrics that match a domain get its name; others, such as tasks, keep theirs. Renamed columns
-    are reported.
+    A metric that matches a domain gets the domain's name; other metrics, such as tasks, keep their
+    names. Renamed columns are reported.
 
     Raises:
         UserError: for tables that cannot be read, or a domain that the corpus does not have.

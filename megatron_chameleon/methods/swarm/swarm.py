@@ -286,15 +286,15 @@ def _unfinished(folder: Path, count: int) -> list[int]:
 
 
 def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path) -> list[int]:
-    """Write ``swarm.json``; an existing one must describe the same swarm.
+    """Write ``swarm.json``; an existing file must describe the same swarm.
 
-    Members may be added; finished ones are kept.
+    Members may be added; finished members are kept.
 
     Returns:
         Members to train.
 
     Raises:
-        UserError: naming the first difference.
+        UserError: if the file describes another swarm; the message names the first difference.
     """
     plain = {"members": MEMBERS, **json_values(options)}
     settings = {name: value for name, value in plain.items() if name not in FREE_SETTINGS}
@@ -373,7 +373,7 @@ def _train_members(
                         )
                 except UserError as failure:
                     error = error or UserError(f"member {member}: {failure}")
-                except Exception as failure:  # every rank raises it, once all members have saved
+                except Exception as failure:  # raised on every rank after all members have saved
                     what = f"{type(failure).__name__}: {first_line(failure)}"
                     error = error or UserError(f"member {member}: {what}")
             busy = len(pending) + len(running)
@@ -403,7 +403,7 @@ def _worker_pool(size: int, layout: Layout) -> Iterator[ProcessPoolExecutor]:
     """Processes that train members on this rank's device; killed if the block raises.
 
     On the CPU they are forked from a process that has imported this module, since the imports take
-    several seconds. A GPU needs new processes: CUDA may not be used in forked ones.
+    several seconds. A GPU needs new processes, because CUDA may not be used in forked processes.
     """
     device = layout.device.type
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")

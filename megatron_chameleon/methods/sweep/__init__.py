@@ -49,12 +49,12 @@ class SweepOptions(CheckedOptions):
     corpus: Path
     """Folder written by tools/preprocess_data.py."""
     output: Path
-    """Run folder: proxies, embeddings, mixtures and the report go into its stages, and sweep.json
-    lists them."""
+    """Run folder. Proxies, embeddings, mixtures and the report are written to its stage folders,
+    and sweep.json lists the results."""
     method: MethodName = "chameleon"
     """The method that computes the mixtures."""
     mode: Literal["pretrain", "finetune"] = "pretrain"
-    """'pretrain' upweights broad domains, 'finetune' distinct ones."""
+    """'pretrain' upweights broad domains; 'finetune' upweights distinct domains."""
     axes: AxisOptions = dataclasses.field(default_factory=AxisOptions)
     proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)

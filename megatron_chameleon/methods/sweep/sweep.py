@@ -133,7 +133,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
 
     Returns:
         Hyperparameter to vary -> its sorted distinct values, including that of the centre; and the
-        points: the centre first, then the others axis by axis.
+        points: the centre first, then the other points axis by axis.
 
     Raises:
         UserError: for the first mistake found.
@@ -265,7 +265,7 @@ def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions
         check_model_layout(plan.shape.size, method.parallel, recipe.window_length)
         if EmbeddingStore.exists(store):
             stored = EmbeddingStore.load(store)
-            # The hash of the proxy is known once it is trained.
+            # The hash of the proxy is known only after its training.
             model_hash = stored.recipe.model_hash
             stored.require_recipe(dataclasses.replace(recipe, model_hash=model_hash))
         require_training_tokens(corpus, corpus.names, "to embed")
