@@ -16,7 +16,8 @@ def at_offset(array: NDArray[Scalar], offset: int) -> NDArray[Scalar]:
 
     Args:
         array: C-contiguous, any shape and dtype.
-        offset: a multiple of its item size below 64, so that single elements stay aligned.
+        offset: offset in bytes, below 64; a multiple of the item size, so that elements stay
+            aligned.
     """
     memory = np.empty(array.nbytes + 2 * LINE_BYTES, np.uint8)
     first = -memory.ctypes.data % LINE_BYTES + offset

@@ -1,4 +1,4 @@
-"""Settings of all tests: single-threaded processes, marks and groups by folder, a time limit."""
+"""Configure pytest for all tests: one thread per process, marks, groups and a time limit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from typing import Any
 # These variables are set before torch and numpy are imported. Workers and ranks share a few cores,
 # and the tests of bit-identity need one thread per process for a fixed order of additions.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# With more threads, spinning on shared cores would take minutes.
+# If the user sets more threads, waiting threads must not spin, which would take minutes on shared
+# cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 
-# Processes that a shell starts in the background ignore SIGINT, and so would the commands that
-# they start; tests interrupt such commands.
+# A shell starts background processes with SIGINT ignored, and their child processes inherit this.
+# Some tests interrupt commands with SIGINT, so restore the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
@@ -30,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--start-until",
         type=float,
         metavar="EPOCH_SECONDS",
-        help="skip tests that would start later; CI limits the slow tests to its time budget",
+        help="skip tests that would start after this time; CI limits the slow tests this way",
     )
 
 
@@ -41,14 +42,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/gpu as ``gpu``."""
+    """Add the mark ``gpu`` to every test in tests/gpu."""
     for item in items:
         if item.path.is_relative_to(TESTS / "gpu"):
             item.add_marker(pytest.mark.gpu)
 
 
 def group_of(nodeid: str) -> str:
-    """Return the file of a test in tests/unit, and the folder of any other test."""
+    """Return the group of a test: its file in tests/unit, its folder elsewhere."""
     path = nodeid.partition("::")[0]
     folder = path.split("/")[1]
     return path if folder == "unit" else folder
@@ -56,11 +57,11 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run a group on one worker, which sets up fixtures and launches ranks only once.
+    """Run each group on a single worker, which sets up fixtures and launches ranks only once.
 
     xdist 3.8 ignores ``--dist loadgroup`` under pytest 9.2, which has no ``Node._nodeid``. Groups
-    start in the order of collection: those of many launches come first, so that the workers finish
-    together.
+    start in the order of collection. The groups with many launches come first, so that all workers
+    finish at about the same time.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class ReadsOfValues(TorchDispatchMode):
-    """Counts operations after which the host waits for a value."""
+    """Count the operations after which the host waits for a value."""
 
     def __init__(self):
         super().__init__()
@@ -32,10 +32,10 @@ def device_reads(
     monkeypatch: pytest.MonkeyPatch,
     on_host: Sequence[torch.Tensor] = (),
 ) -> int:
-    """Number of host synchronizations during ``step``, if its tensors were on a GPU.
+    """Return the number of host synchronizations that ``step`` would cause on a GPU.
 
-    Dispatch does not see ``torch.tensor(tensors)`` and ``tolist``, so they are counted separately.
-    Tensors that share memory with ``on_host`` count as host tensors.
+    A dispatch mode does not intercept ``torch.tensor(tensors)`` and ``tolist``, so these calls are
+    counted separately. Tensors that share memory with ``on_host`` count as host tensors.
     """
     construct, as_list = torch.tensor, torch.Tensor.tolist
     here = {part.untyped_storage().data_ptr() for part in on_host}

@@ -1,4 +1,4 @@
-"""Simulate a full disk: files cannot grow."""
+"""Simulate a full disk by limiting the size of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def largest_file_size(size: int) -> Iterator[None]:
     """Limit files to ``size`` bytes in this process and its children.
 
-    Writing more fails with EFBIG, where a full disk raises ENOSPC.
+    Writing beyond this size fails with EFBIG; on a full disk, it would fail with ENOSPC.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

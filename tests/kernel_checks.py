@@ -1,4 +1,4 @@
-"""Run Triton kernels in the interpreter and compile them for GPUs, on a machine without one."""
+"""Run Triton kernels in the interpreter and compile them for GPUs on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def interpreted(module: str) -> None:
 
 
 def _interpret(module: str) -> None:
-    """Import Triton and the kernels again: both read the variable when they are imported."""
+    """Run ``module`` after Triton and the kernels are imported again, with TRITON_INTERPRET=1.
+
+    Triton and the kernels read this variable only when they are imported.
+    """
     import torch
 
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
@@ -49,8 +52,8 @@ class CompiledKernel:
     Attributes:
         ptx: the PTX assembly.
         registers: registers per thread.
-        stack_bytes: local memory per thread; registers are spilled to it.
-        shared_bytes: shared memory per block.
+        stack_bytes: bytes of local memory per thread, to which registers are spilled.
+        shared_bytes: bytes of shared memory per block.
     """
 
     ptx: str
@@ -70,8 +73,8 @@ def compile_kernel(
 ) -> CompiledKernel:
     """Compile ``kernel`` for arguments of ``types`` and constexpr ``constants``.
 
-    At a launch Triton finds the arguments that are divisible by 16; here ``aligned`` names them.
-    ``options`` are those of Triton's compiler.
+    ``aligned`` lists the arguments that are divisible by 16; at a real launch, Triton detects them.
+    ``options`` are passed to Triton's compiler.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -24,7 +24,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
     torch's profiler records every allocation and release, but only in the thread that started it.
     Buffers sent to other ranks are sometimes released by a gloo thread. Blocks without a recorded
-    release and without a live tensor are therefore ignored; otherwise they would add up to a fifth.
+    release and without a live tensor are therefore ignored; otherwise, they would increase the
+    result by up to 20%.
     """
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -53,7 +54,7 @@ def _held() -> set[int]:
 
 
 def _changes(events: list[Any], held: set[int]) -> dict[int, int]:
-    """Changes of the total in bytes by the index of the event.
+    """Return index of each counted event -> change of the allocated memory in bytes.
 
     Args:
         events: allocator events; a negative size is a release.
@@ -72,7 +73,7 @@ def _changes(events: list[Any], held: set[int]) -> dict[int, int]:
 
 
 def peak_of_training(setup: TrainingSetup, layout: Layout) -> int:
-    """Measured bytes on this rank, from building the model to the end of the second step."""
+    """Peak bytes on this rank, measured from building the model to the end of the second step."""
     return peak_bytes(lambda: _train(setup, layout))
 
 
@@ -83,7 +84,7 @@ def _train(setup: TrainingSetup, layout: Layout) -> None:
 
 
 def training_step(setup: TrainingSetup, layout: Layout) -> Callable[[], None]:
-    """Build model and optimizer; each call of the returned function trains them for one step."""
+    """Build a model and its optimizer, and return a function that trains the model for one step."""
     from tests.random_training import RandomTraining, random_batches
 
     rows, length = setup.micro_batch_size, setup.shape.max_sequence_length

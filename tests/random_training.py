@@ -28,7 +28,7 @@ OPTIMIZER = OptimizerOptions(lr=1e-4, min_lr=1e-5, lr_warmup_iters=0)
 def random_batches(
     vocab_size: int, rows: int, length: int, num_domains: int = 1
 ) -> Iterator[Batch]:
-    """Endless micro-batches of random tokens [rows, length], with the domains in turn."""
+    """Yield random micro-batches [rows, length] without end; samples cycle through the domains."""
     generator = torch.Generator().manual_seed(0)
     first = 0
     while True:
@@ -47,8 +47,8 @@ class RandomTraining:
     """Build a model with its optimizer and scheduler.
 
     Args:
-        shape: of the model.
-        layout: of the ranks.
+        shape: shape of the model.
+        layout: layout of the ranks.
         bf16: train in bfloat16 with main weights in float32.
         compiled: backend of torch.compile for the layers; None trains eagerly.
         optimizer: the optimizer's options.

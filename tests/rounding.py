@@ -1,8 +1,9 @@
 """Tolerances that hold on every processor.
 
-The order of a float32 sum depends on the vector width, the BLAS and the number of threads, and its
-rounding error with it. A bound measured on one machine fails on the next; the error of a reference
-of the same precision, measured where the test runs, does not.
+The order in which float32 numbers are added depends on the vector width, the BLAS library and the
+number of threads, and the rounding error depends on this order. A bound measured on one machine may
+therefore fail on another. The bound used here is the error of a reference of the same precision,
+measured on the machine that runs the test.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ def assert_as_near(
 ) -> None:
     """Assert that ``result``'s largest error is at most ``factor`` times ``reference``'s.
 
-    The reference's error counts as at least one rounding of the largest value.
+    The reference's error is taken to be at least one rounding error of the largest value.
 
     Args:
         result: any shape and precision.
-        reference: [the same], an independent computation at the precision under test.
-        exact: [the same], in float64.
-        factor: small enough that a step in a lower precision fails.
+        reference: same shape; an independent computation at the precision under test.
+        exact: same shape; the exact result in float64.
+        factor: maximum ratio of the errors; small enough that a computation step in a lower
+            precision fails the test.
 
     Raises:
-        AssertionError: naming the element with the largest error.
+        AssertionError: if the error is larger; the message names the element with the largest
+            error.
     """
     rounding = torch.finfo(reference.dtype).eps * float(exact.abs().max())
     error = float((reference.double() - exact).abs().max())

@@ -36,7 +36,9 @@ STATES, NOISE = 12, 0.1
 
 
 def ring_document(number: int, rng: np.random.Generator) -> NDArray[np.integer]:
-    """A walk around a ring of ``STATES`` tokens in steps of ``number`` + 1, with random jumps.
+    """Return tokens of a walk around a ring of ``STATES`` tokens, with random jumps.
+
+    Each step of the walk moves ``number`` + 1 tokens ahead.
 
     The tokens of the rings are spread over the whole vocabulary.
     """
@@ -83,7 +85,7 @@ def write_corpus(root: Path, documents: Documents, tokenizer_hash: str = TOKENIZ
 
 
 def without_checksums(corpus: Corpus) -> Corpus:
-    """Write the corpus in the format of an earlier release, which has no checksums."""
+    """Write the corpus without checksums, in the format of an earlier release."""
     domains = {
         name: Domain(
             **{

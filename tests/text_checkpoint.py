@@ -1,4 +1,4 @@
-"""A checkpoint of random weights that reads text, with its tokenizer and a Hugging Face copy."""
+"""A checkpoint with random weights, its tokenizer and a Hugging Face copy, to score text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fixtures.task_data import Words
 
 EOD_TOKEN, POSITIONS = "<|endoftext|>", 256
 SMALL: dict[str, Any] = {"vocab_size": 601, "n_positions": POSITIONS, "n_layer": 4, "n_head": 4}
-# The weights are large enough that answers differ.
+# The weights are so large that the model scores different answers differently.
 SMALL |= {"n_embd": 64, "initializer_range": 0.1}
 
 

@@ -13,7 +13,7 @@ from megatron_chameleon.training.plan import TrainingPlan
 
 
 class WeightsHook(TrainingHook):
-    """Weights [k] that sum to 1 and are multiplied by each step's evidence."""
+    """Base of hooks with weights [k] that sum to 1 and have multiplicative updates."""
 
     def __init__(self, plan: TrainingPlan, _layout: Layout) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class WeightsHook(TrainingHook):
 
 
 class LossWeigher(WeightsHook):
-    """Raises the weights of domains with high token losses."""
+    """Increase the loss weights of domains with high token losses."""
 
     bound = 5.0
 
@@ -45,7 +45,7 @@ class LossWeigher(WeightsHook):
 
 
 class MixtureChanger(WeightsHook):
-    """Samples more of the domains with high losses, every four steps."""
+    """Increase the mixture weights of domains with high losses, every four steps."""
 
     mixture_interval = 4
 

@@ -41,7 +41,7 @@ from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.records import Progress, RunRecords
 from megatron_chameleon.training.run_folder import FRESH_START
 
-# Options that affect results, and so must not change on resume. The hashes of the corpus, the
+# These options affect results, so they must not change on resume. The hashes of the corpus, the
 # initial mixture and the pretrained weights are compared too, as are the mixture changes and the
 # hook in the checkpoint.
 FIXED_OPTIONS = (
@@ -90,7 +90,7 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
 
 
 def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
-    """Read run.json, and check that this command may resume its run; None for a new run.
+    """Read run.json, and check that this command may resume the run; return None for a new run.
 
     Raises:
         UserError: if the run in the folder has other options, another corpus or another mixture.
@@ -112,7 +112,7 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
         if inputs_before.get(name) != inputs.get(name):
             hashes = (hashed.get(name, "none")[:8] for hashed in (inputs_before, inputs))
             raise UserError(
-                f"{run.root} holds a run with another {name}, of SHA-256 {', not '.join(hashes)}; "
+                f"{run.root} holds a run with another {name} (SHA-256 {', not '.join(hashes)}); "
                 f"{FRESH_START}"
             )
     before, now = _flat(options_before), _flat(options)
@@ -275,12 +275,12 @@ class CheckpointWriter:
                 self._in_flight = record
             else:
                 request.execute_sync()
-                if not record.guard.get("streak"):  # else keep the checkpoint before the streak
+                if not record.guard.get("streak"):  # during a streak, old checkpoints are kept
                     self._delete_old()
         except SaveError as error:
             if is_last:
                 raise UserError(
-                    f"{error}; free space and run the same command again: it resumes from "
+                    f"{error}; free space and run the same command again, which resumes from "
                     f"{self._records.last_checkpoint() or 'step 0'}"
                 ) from error
             self._report_failure(record, error)

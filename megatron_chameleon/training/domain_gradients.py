@@ -16,8 +16,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_chameleon.blend.sampler import Batch, to_device
 from megatron_chameleon.training.optimizer import is_counted
 
-# Products per chunk of a dot product: each chunk is summed in float32, and the sums of the chunks
-# are added in float64. Larger chunks are less exact and not faster.
+# Number of products in a chunk of a dot product. Each chunk is summed in float32, and the sums of
+# the chunks are added in float64. Larger chunks are less exact and not faster.
 CHUNK = 1 << 10
 
 # Number of chunks that one matrix multiplication sums.
@@ -29,8 +29,8 @@ Span = tuple[int, int]
 class DomainGradients:
     """Gradients of the domains' mean losses over one global batch.
 
-    The storage for a gradient of each domain is allocated once; with the distributed optimizer, a
-    rank stores only its shard of each.
+    The storage for one gradient per domain is allocated once. With the distributed optimizer, a
+    rank stores only its shard of each gradient.
 
     Args:
         model: this rank's chunks, wrapped for data parallelism.
@@ -104,7 +104,7 @@ def micro_batches_by_domain(
         largest: maximum samples of a micro-batch.
         pipeline: number of pipeline stages; with several, all micro-batches of a domain have the
             same size.
-        rounds: the number of micro-batches is a multiple of this, as interleaved stages require.
+        rounds: number that divides the number of micro-batches, as interleaved stages require.
     """
     counts, padded = {}, {}
     for domain, own in rows.items():
@@ -136,8 +136,8 @@ class GradientBucket:
 
     Attributes:
         gradient: [n] float32 view of the bucket, or of this rank's shard of it.
-        spans: ranges of ``gradient`` that this rank counts in dot products; other ranks count the
-            rest.
+        spans: ranges of ``gradient`` that this rank includes in dot products; other ranks include
+            the remaining ranges.
         rows: [k, n] float32; row i is the gradient of the i-th domain of the batch.
     """
 
@@ -178,7 +178,7 @@ def _buckets(model: Sequence[DistributedDataParallel], count: int) -> Iterator[G
             for bucket in buffer.buckets:
                 numel = bucket.grad_data.numel()
                 # ``first`` to ``last`` is this rank's shard. Without the distributed optimizer,
-                # every data-parallel rank holds all gradients, but counts only this range in dot
+                # every data-parallel rank holds all gradients, but includes only this range in dot
                 # products.
                 first, last = (numel * r // group.size() for r in (group.rank(), group.rank() + 1))
                 gradient = bucket.grad_data[first:last] if sharded else bucket.grad_data

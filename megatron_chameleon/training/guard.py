@@ -1,4 +1,4 @@
-"""Skip steps whose loss or gradient norm is NaN, infinite or a spike; stop after too many."""
+"""Skip steps whose loss or gradient norm is NaN, infinite or a spike, or stop the run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SkippedStep:
 
 
 class StepGuard:
-    """Decide which steps to skip, and keep count of them.
+    """Decide which steps to skip, and count the skipped steps.
 
     All ranks make the same calls with the same numbers, and so reach the same decisions.
 
@@ -55,10 +55,10 @@ class StepGuard:
         state: result of :meth:`state` in the checkpoint to resume from; empty for a new run.
 
     Attributes:
-        skipped: skipped steps over the whole run.
-        updates: steps over the whole run that were not skipped.
-        streak: numbers of the consecutive skipped steps up to the last step.
-        unlogged: steps skipped since the last log.
+        skipped: number of skipped steps over the whole run.
+        updates: number of steps over the whole run that were not skipped.
+        streak: step numbers of the consecutive skipped steps up to the last step.
+        unlogged: number of steps skipped since the last log.
         reason: why the last step was skipped, or None.
     """
 
@@ -76,10 +76,10 @@ class StepGuard:
         self.reason: str | None = None
 
     def accepts(self, loss: float | None, grad_norm: float, phase: int = 0) -> bool:
-        """Whether the step may update the model; counts the step either way.
+        """Return whether the step may update the model, and count the step.
 
         Args:
-            loss: mean over the step's tokens; None if none has a loss.
+            loss: mean loss of the step's tokens; None if no token has a loss.
             grad_norm: gradient norm before clipping.
             phase: first sample of the current mixture phase. A new phase empties the windows, since
                 loss and norm shift with the mixture.
@@ -119,7 +119,8 @@ class StepGuard:
     def record(self, step: SkippedStep, *, is_last_step: bool) -> bool:
         """Record a step that was not accepted; return whether to stop the run.
 
-        The run stops if the streak has reached its limit, or if it ends without an accepted step.
+        The run stops if the streak has reached its limit, or after the last step if no step of the
+        run was accepted.
         """
         self.streak.append(step.step)
         self.unlogged.append(step)
@@ -127,7 +128,10 @@ class StepGuard:
         return is_over or (is_last_step and not self.updates)
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON values; a resumed run makes the same decisions."""
+        """State for a checkpoint, as JSON values.
+
+        A run that resumes with this state makes the same decisions.
+        """
         return {
             "skipped": self.skipped,
             "updates": self.updates,
@@ -162,12 +166,13 @@ class StepSync:
         self._host.copy_(mine, non_blocking=True)
 
     def loss(self) -> float | None:
-        """Mean loss of the step's tokens; None if none has a loss. Call this after the norm."""
+        """Mean loss of the step's tokens; None without losses. Call this after the norm is
+        known."""
         loss, tokens = self._host[:2].tolist()
         return loss / tokens if tokens else None
 
     def stop_reasons(self) -> list[str]:
-        """The ``REASONS`` for which any rank wants to stop. Call this after the norm."""
+        """The ``REASONS`` for which any rank wants to stop. Call this after the norm is known."""
         flags = self._host[2:].tolist()
         return [reason for reason, flag in zip(REASONS, flags, strict=True) if flag]
 
@@ -181,7 +186,10 @@ class StepSync:
         return [name for name, flag in zip(SIGNAL_NAMES, mine.tolist(), strict=True) if flag]
 
     def _on_device(self, flags: Sequence[float]) -> torch.Tensor:
-        """The flags as a tensor, filled by kernels: a host-to-device copy would synchronize."""
+        """The flags as a tensor on the device.
+
+        Kernels fill the tensor, since a host-to-device copy would synchronize.
+        """
         tensor = torch.zeros(len(flags), dtype=torch.float64, device=self._layout.device)
         for number, flag in enumerate(flags):
             if flag:

@@ -1,7 +1,7 @@
 """Training hooks: the callback interface for online methods, and the code that calls it.
 
-A method subclasses :class:`TrainingHook` and overrides what it needs. The trainer depends on no
-method; a run without a method has the base class as its hook, which does nothing.
+A method subclasses :class:`TrainingHook` and overrides the callbacks that it needs. The trainer
+does not depend on any method. A run without a method uses the base class, which does nothing.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class TrainingHook:
 
     Attributes:
         combines_gradients: whether :meth:`gradient_weights` is called at every step.
-        mixture_interval: steps between two calls of :meth:`new_mixture`; 0 for none. Requires a
-            sample order that allows mixture changes (``--permutation epoch`` or feistel).
-        flops: floating-point operations in addition to training, since the process started.
+        mixture_interval: steps between two calls of :meth:`new_mixture`; 0 if it is not called.
+            Other values require a sample order that allows mixture changes (``--permutation epoch``
+            or feistel).
+        flops: floating-point operations of the hook, in addition to training, since the process
+            started.
     """
 
     combines_gradients: bool = False
@@ -67,8 +69,9 @@ class TrainingHook:
         """Return per-domain loss weights; called with the global batch before the backward pass.
 
         Returns:
-            [k] weight of the loss of each domain's tokens, or None for 1. The training loss is the
-            sum over tokens of weight times loss, divided by the number of tokens.
+            [k] weight of the loss of each domain's tokens; None means that all weights are 1. The
+            training loss is the sum over tokens of weight times loss, divided by the number of
+            tokens.
         """
         return None
 
@@ -87,8 +90,8 @@ class TrainingHook:
         """Return the mixture after ``step`` steps, before the next batch is sampled.
 
         Args:
-            step: steps done; a multiple of ``mixture_interval``, not 0.
-            model: this rank's chunks of the model, which may be run forward.
+            step: number of steps done; a positive multiple of ``mixture_interval``.
+            model: this rank's chunks of the model, for forward passes.
 
         Returns:
             Domain weights from this step on, or None to keep the current ones.
@@ -123,9 +126,9 @@ class GlobalBatch:
     over them are identical on every rank.
 
     Attributes:
-        step: steps done before this one.
+        step: number of steps done before this step.
         micro_batches: this rank's micro-batches.
-        passes: passes of the trained model.
+        passes: forward and backward passes of the trained model.
         shape: shape of that model.
         layout: layout of the ranks.
         hook: the training hook, whose FLOPs are counted.
@@ -152,7 +155,7 @@ class GlobalBatch:
     def token_losses(
         self, other: Passes | None = None, other_shape: ModelShape | None = None
     ) -> list[torch.Tensor]:
-        """Compute the losses of all tokens by the trained model, or another one, forward only.
+        """Compute the losses of all tokens by a forward pass of the trained model or another model.
 
         Args:
             other: passes of another model in the same layout, such as a reference model; by default
@@ -221,8 +224,8 @@ def load_hook(hook: TrainingHook, checkpoint: CheckpointRecord | None) -> None:
     before, now = saved.name if saved else None, hook_name(hook)
     if before != now:
         raise UserError(
-            f"{checkpoint.root} was written by a run with {before or 'no'} hook, not "
-            f"{now or 'none'}; {FRESH_START}"
+            f"{checkpoint.root} was written by a run with the training hook {before or 'none'}, "
+            f"not {now or 'none'}; {FRESH_START}"
         )
     if saved:
         hook.load_state_dict(saved.state)
@@ -254,7 +257,8 @@ class HookRunner:
     def change_mixture(self, step: int, samples: BlendedTokens, global_batch_size: int) -> bool:
         """Call ``new_mixture`` if it is due after ``step`` steps; return whether it was called.
 
-        The change belongs to the next step: a checkpoint before that step does not include it.
+        The new mixture starts with the next step, so a checkpoint before that step does not include
+        it.
         """
         interval = self._hook.mixture_interval
         if not interval or not step or step % interval:
@@ -290,7 +294,7 @@ class HookRunner:
     def undo_step(self) -> None:
         """Restore the hook's state from before the last step, which was skipped.
 
-        The loss or gradient of that step may have been NaN, and may have made the state NaN.
+        A NaN loss or gradient of that step may have made the state NaN.
         """
         self._hook.load_state_dict(self._before_step)
 

@@ -27,8 +27,9 @@ MEMORY_HINT = (
     "--bf16, or more ranks with a larger --tensor-model-parallel-size"
 )
 
-# Attributes of megatron's bucket groups that a step changes: the gradient counts that complete a
-# bucket, which the first batch measures, and whether parameters have been gathered.
+# A step changes these attributes of megatron's bucket groups. The first two belong to the gradient
+# counts that complete a bucket, which are measured in the first batch. The last records whether
+# parameters have been gathered.
 BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_gather_dispatched")
 
 
@@ -78,7 +79,7 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
         print(f"  {name.replace('_', ' '):<14}{size / GB:10.2f} GB{size / total:7.0%}")
     others = [f"stage {n} {size / GB:.2f}" for n, size in enumerate(totals) if n != fullest]
     if others:
-        print(f"pipeline stage {fullest} needs most; the others, in GB: {', '.join(others)}")
+        print(f"pipeline stage {fullest} needs the most; other stages, in GB: {', '.join(others)}")
     if options.device_memory_gb is None:
         return 0
     left = options.device_memory_gb - total / GB
@@ -102,7 +103,7 @@ def explain_out_of_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"out of memory: {MEMORY_HINT}; tools/estimate_memory.py prints what takes the memory"
+            f"out of memory: {MEMORY_HINT}; tools/estimate_memory.py prints the memory by component"
         ) from error
 
 
@@ -127,8 +128,8 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
     """Run one step without an update, to allocate its peak memory. Collective.
 
     Weights, gradients, optimizer, schedule and random states are unchanged afterwards, but not
-    after an error, which ends the run. The hook's memory is already allocated; its forward passes
-    need less memory than a step, and are not run.
+    after an error, which ends the run. The hook has already allocated its memory. Its forward
+    passes are not run, since they need less memory than a step.
 
     Raises:
         torch.OutOfMemoryError: if the device memory does not suffice.
@@ -144,7 +145,8 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
     for part in parts:  # allocates Adam's moments of the parameters that have none yet
         part.init_state_fn(part.optimizer, part.config)
     optimizer.accepts = lambda _grad_norm: False
-    # Two rounds of micro-batches fill a pipeline of interleaved stages, one round any other.
+    # Two rounds of micro-batches fill a pipeline of interleaved stages; one round fills any other
+    # pipeline.
     count = layout.pipeline_size * (2 if len(model.chunks) > 1 else 1)
     count = min(count, model.passes.shape.num_microbatches)
     model.passes.forward_backward(_random_batches(plan, count), count)

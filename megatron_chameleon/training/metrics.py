@@ -50,7 +50,7 @@ class Interval:
         domain_tokens_drawn: all tokens sampled, including skipped steps.
         grad_norm: gradient norm of the last step that was not skipped.
         tokens_per_second: tokens sampled per second, over all ranks.
-        memory_bytes: memory of the rank that uses most, as in :func:`memory_bytes`.
+        memory_bytes: largest memory of any rank, as measured by :func:`memory_bytes`.
     """
 
     loss: float
@@ -70,7 +70,7 @@ class IntervalMeter:
         self._restart()
 
     def add(self, result: StepResult) -> None:
-        """Add a step. Of a skipped step, only the number of sampled tokens is added."""
+        """Add a step. If it was skipped, add only its number of sampled tokens."""
         if result.skipped:
             self._sums[:, 2] += result.domain_sums[:, 2]
             return
@@ -99,7 +99,7 @@ class IntervalMeter:
         return mean_losses(self._names, losses, tokens)
 
     def restart_clock(self) -> None:
-        """Leave the time up to now out of the measured speed."""
+        """Exclude the time up to now from the measured speed."""
         self._start = time.perf_counter()
 
     def _counts(self, numbers: list[float]) -> dict[str, int]:
@@ -207,8 +207,8 @@ def build_profiler(
 ) -> torch.profiler.profile | None:
     """Build the profiler of rank 0; None on other ranks and without ``--profile``.
 
-    Enter it before the first step, and call its ``step`` after each step. It writes the trace even
-    if the run ends early; if it cannot, it warns.
+    Enter the profiler as a context before the first step, and call its ``step`` after each step.
+    The profiler writes the trace even if the run ends early; if writing fails, it warns.
 
     Args:
         options: options of the run.
@@ -244,7 +244,7 @@ def build_profiler(
 class JsonLinesLogger:
     """Append one line of JSON per interval to metrics.jsonl.
 
-    Lines that cannot be written to a full disk are kept and written later.
+    If the disk is full, lines are kept in memory and written later.
     """
 
     def __init__(self, path: Path) -> None:
@@ -255,7 +255,7 @@ class JsonLinesLogger:
         """Append a line with the step and ``figures``; NaN and infinities are written as null.
 
         Raises:
-            OSError: if the line cannot be written; later calls write it if they can.
+            OSError: if the line cannot be written; the next call tries again.
         """
         line = json.dumps(finite({"step": step, **figures}), ensure_ascii=False, allow_nan=False)
         self._unwritten += line.encode() + b"\n"
@@ -276,11 +276,12 @@ class JsonLinesLogger:
 class TensorBoardLogger:
     """Write event files for TensorBoard.
 
-    Metrics that cannot be written to a full disk are lost; later ones go to a new file.
+    If the disk is full, metrics are lost; later metrics are written to a new file.
 
     Args:
         folder: folder of the event files.
-        first_step: steps done; hides metrics of later steps, which an interrupted run logged.
+        first_step: number of steps done; metrics that an interrupted run logged for later steps are
+            hidden.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -306,7 +307,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Log to a Weights & Biases run, also after training is resumed.
+    """Log to a Weights & Biases run; after a resume, log to the same run.
 
     Raises:
         UserError: if Weights & Biases rejects the run.

@@ -2,8 +2,8 @@
 
 Without Transformer Engine and Apex, megatron-core updates parameters, clips gradients and computes
 their norm tensor by tensor, and copies every tensor's norm to the host: hundreds of
-synchronizations per step. Here one fused kernel updates, a few kernels clip, and one norm is
-copied.
+synchronizations per step. Here, one fused kernel updates all parameters, a few kernels clip all
+gradients, and only the global norm is copied.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def build_optimizer(
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
     )
-    # The distributed optimizer keeps views of the parameters. With gradients they would form a
-    # reference cycle invisible to Python, and the model would never be freed in this process.
+    # The distributed optimizer keeps views of the parameters. If autograd recorded these views,
+    # they would form a reference cycle that Python cannot detect, and this process would never free
+    # the model.
     with torch.no_grad():
         wrapped = get_megatron_optimizer(
             config,
@@ -157,8 +158,8 @@ class GuardedOptimizer(ChainedOptimizer):
 def is_counted(parameter: torch.nn.Parameter) -> bool:
     """Whether megatron's gradient norm counts this rank's copy of the gradient.
 
-    One copy of a replicated parameter is counted: that of the first tensor-parallel rank for
-    replicated vectors, and that of the first pipeline stage for tied embeddings.
+    The norm counts one copy of each replicated parameter: the copy on the first tensor-parallel
+    rank for replicated vectors, and on the first pipeline stage for tied embeddings.
     """
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
@@ -166,7 +167,7 @@ def is_counted(parameter: torch.nn.Parameter) -> bool:
 def use_fused_kernels(optimizer: GuardedOptimizer) -> None:
     """Use torch's fused kernels in ``optimizer`` and in megatron's gradient clipping.
 
-    Functions of Transformer Engine or Apex are kept.
+    If megatron uses functions of Transformer Engine or Apex, they are kept.
     """
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
@@ -185,7 +186,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group.update(fused=True, foreach=False)
     for parameter, state in optimizer.state.items():
-        if "step" in state:  # the fused kernel reads it on the parameter's device
+        if "step" in state:  # the fused kernel reads the step count on the parameter's device
             state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
@@ -236,8 +237,8 @@ class TrainedModel:
                 ``domain_sums`` of :class:`StepResult`.
         """
         self.zero_gradients()
-        # Before the update, so that the first step does not run at rate 0; and before the passes,
-        # because a hook may need the learning rate of their update.
+        # The schedule advances before the update, so that the first step does not run at rate 0. It
+        # also advances before the passes, because a hook may need the learning rate of the update.
         self.scheduler.step(1)
         domain_sums = forward_backward()
         updated, grad_norm, _ = self.optimizer.step()
@@ -279,9 +280,10 @@ def build_trained_model(
         # Losses are summed, not averaged: ranks have different numbers of samples of a domain.
         per_token_loss=options.boundaries.eod_mask_loss or combines_gradients,
         recompute=options.parallel.recompute,
-        # The CPU is always deterministic; there the option should not change any bit.
+        # The CPU is always deterministic, so the option must not change its results.
         deterministic=options.deterministic and on_gpu,
-        # Megatron's default, except that the compiler cannot trace Apex's kernel.
+        # This is Megatron's default, except for compiled layers: the compiler cannot trace Apex's
+        # kernel.
         gradient_accumulation_fusion=layers._grad_accum_fusion_available
         and on_gpu
         and not options.compile_layers,

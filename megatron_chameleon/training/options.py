@@ -49,17 +49,17 @@ class CheckpointingOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class GuardOptions(CheckedOptions):
-    """When a step is skipped: the model is not updated, but data and learning rate advance."""
+    """When to skip a step, so that data and learning rate advance, but the model is unchanged."""
 
     max_consecutive_skipped_steps: Count = 10
     """Stop after this many consecutive skipped steps, counted across resumes. A step is skipped if
-    its loss or gradient norm is NaN, infinite or, by --spike-factor, a spike."""
+    its loss or gradient norm is NaN, infinite or a spike (--spike-factor)."""
     spike_factor: NonNegative = 0.0
     """A loss or gradient norm is a spike if it exceeds the mean of the last --spike-window steps by
     this many standard deviations; 0 disables the check (OLMo 2 uses 6)."""
     spike_window: SeveralRepetitions = 128
-    """Steps over which --spike-factor takes the mean and the standard deviation. The check begins
-    after half as many steps, counted from the start or the last mixture change."""
+    """Number of steps whose mean and standard deviation --spike-factor uses. The check begins after
+    half as many steps, counted from the start or the last mixture change."""
 
     def __post_init__(self) -> None:
         """Raise UserError for --spike-window without --spike-factor."""
@@ -75,8 +75,8 @@ class LoggingOptions(CheckedOptions):
     tensorboard: bool = True
     """Also write TensorBoard event files, to the folder 'tensorboard' of the run."""
     wandb_project: str | None = None
-    """Also log to this Weights & Biases project; if WANDB_API_KEY is set, to WANDB_PROJECT by
-    default."""
+    """Also log to this Weights & Biases project. The default is $WANDB_PROJECT if WANDB_API_KEY is
+    set."""
     wandb_exp_name: str | None = None
     """Name of the Weights & Biases run; by default the name of the run folder."""
 
@@ -107,7 +107,7 @@ class OnlineOptions(CheckedOptions):
     """Average the hidden states after this many layers, before the final norm; by default half of
     the layers."""
     online_recipe: Literal["reference", "paper", "scaled"] = "reference"
-    """How embeddings become weights, as for --recipe of tools/compute_mixture.py."""
+    """How weights are computed from embeddings, as for --recipe of tools/compute_mixture.py."""
     online_smoothing: BelowOne = 0.5
     """Weight of the previous mixture in the new one (assumed: the paper leaves online mixing to
     later work)."""
@@ -122,7 +122,7 @@ class OnlineOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ProfilingOptions(CheckedOptions):
-    """Which steps torch's profiler records on rank 0."""
+    """The steps that torch's profiler records on rank 0."""
 
     profile: bool = False
     """Write a trace of some steps to the folder 'profile' of the run, for chrome://tracing or
@@ -147,10 +147,10 @@ class ProfilingOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ValidationOptions(CheckedOptions):
-    """How often the loss on the valid split of every domain is measured, and on how much."""
+    """When, and on how many tokens, the loss on the valid split of every domain is measured."""
 
     eval_interval: int = 1000
-    """Steps between two validations; 0 for none."""
+    """Steps between two validations; 0 disables validation."""
     eval_iters: Count = 100
     """Maximum global batches of one validation, divided equally among the domains."""
     eval_tokens: LargeCount | None = None
@@ -211,8 +211,8 @@ class ModelOptions(CheckedOptions):
     """Model, batch and parallel layout, which determine the memory of a training run."""
 
     model_size: str | None = None
-    """Name of a model size; an unknown one lists all. Default: that of --pretrained-checkpoint, or
-    82m."""
+    """Name of a model size; an unknown name prints all names. Default: the size of
+    --pretrained-checkpoint, or 82m."""
     seq_length: Count = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
     global_batch_size: BatchSize = 128
@@ -232,14 +232,14 @@ class EstimateMemoryOptions(ModelOptions):
     """
 
     model_size: str = "82m"
-    """Name of a model size; an unknown one lists all."""
+    """Name of a model size; an unknown name prints all names."""
     vocab_size: Count = 50257
-    """Tokens of the tokenizer, without padding."""
+    """Number of tokens of the tokenizer, without padding."""
     world_size: Count = 1
     """Number of ranks, over all nodes."""
     device_memory_gb: Positive | None = None
-    """Memory of each device in GB (10^9 bytes): report whether the run fits, with exit status 1
-    otherwise."""
+    """Memory of each device in GB (10^9 bytes), to report whether the run fits; the exit status is
+    1 if it does not."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -292,8 +292,8 @@ class PretrainOptions(TrainingOptions, RunOptions):
     """
 
     pretrained_checkpoint: Path | None = None
-    """Fine-tune these weights: a run folder (its latest checkpoint), a checkpoint folder or a
-    Hugging Face GPT-2 folder. Optimizer and schedule start from scratch."""
+    """Weights to fine-tune: a run folder (its latest checkpoint), a checkpoint folder or a Hugging
+    Face GPT-2 folder. Optimizer and schedule start from scratch."""
     overwrite: bool = False
     """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
@@ -333,7 +333,7 @@ class PretrainOptions(TrainingOptions, RunOptions):
             self.data.reject_changed(["verify_corpus"], "needs --corpus, which has hashes")
             self.reject_changed(["mixture"], "--data-path has its own weights")
             if self.data.tokenizer_model is None:
-                raise UserError("--data-path needs --tokenizer-model, which made its tokens")
+                raise UserError("--data-path needs --tokenizer-model, the tokenizer of its tokens")
         if self.data.permutation != "megatron":
             why = f"--permutation {self.data.permutation} has no indices to cache"
             self.data.reject_changed(["data_cache_path"], why)

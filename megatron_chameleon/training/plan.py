@@ -1,4 +1,4 @@
-"""Read and check everything that a training run starts from, before anything is written."""
+"""Read and check all inputs of a training run, before anything is written."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     """Read and check the artifacts that ``options`` name.
 
     Raises:
-        UserError: if an option or an artifact is invalid, or they do not fit together.
+        UserError: if an option or an artifact is invalid, or if some of them are incompatible.
     """
     check_overwrite(options)
     if options.model_size is not None:
-        model_size(options.model_size)  # rejects an unknown name before anything is read
+        model_size(options.model_size)  # raises for an unknown name, before anything is read
     if options.compile_layers:
         check_compile(options.parallel)
     data, mixture, weights, by_size = load_data(options)
@@ -119,8 +119,8 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         size = model_size(options.model_size or DEFAULT_SIZE)
         shape = ModelShape(size, data.tokenizer.vocab_size, options.seq_length)
     check_model_layout(shape.size, options.parallel, options.seq_length)
-    # Name the size if it has a name, so that records do not depend on whether --model-size was
-    # passed.
+    # Record the name of the model size if it has one, so that records do not depend on whether
+    # --model-size was passed.
     options = dataclasses.replace(options, model_size=name_of(shape.size))
     inputs = {"corpus": data.hash, "mixture": mixture.hash}
     if pretrained:
@@ -141,9 +141,8 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
     """Read the corpus or ``--data-path``.
 
     Returns:
-        The tokens, the initial mixture, its weights as specified (the blend normalizes them, as
-        Megatron does), and whether these are the sizes of the data sets, which Megatron uses if no
-        weights are passed.
+        The tokens, the initial mixture, its weights before normalization, and whether these weights
+        are the sizes of the data sets, which Megatron uses if no weights are passed.
 
     Raises:
         UserError: if a file is missing, damaged or does not fit.
@@ -161,7 +160,7 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
         options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
     )
     data = data_path_tokens(path, options.data.split, tokenizer.identity)
-    if path.weights is None:  # weights are sizes, and a small domain would get 0
+    if path.weights is None:  # weights are sizes in samples: a small domain would get 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
     weights = [float(weight) for weight in path.weights or sizes]
@@ -182,8 +181,8 @@ def load_schedule(
     """Build the schedule that starts with ``weights`` and applies every ``--mixture-change``.
 
     Raises:
-        UserError: if a change is outside the run, two have the same step, or the sample order is
-            Megatron's.
+        UserError: if a change is outside the run, if two changes have the same step, or if the
+            sample order is Megatron's.
     """
     changes: dict[int, str] = {}
     for value in options.data.mixture_changes:
@@ -196,7 +195,7 @@ def load_schedule(
             )
         if step in changes:
             raise UserError(
-                f"--mixture-change {value}: step {step} has another change; pass only one"
+                f"--mixture-change {value}: step {step} has two changes; pass only one of them"
             )
         changes[step] = name
     if not all(options.data.mixture_change):

@@ -111,15 +111,15 @@ def _from_huggingface(path: Path, options: PretrainOptions, data: TokenData) -> 
         )
     check_tokenizer(path, options, data)
     weights = dataclasses.replace(weights, vocab_size=needed)
-    weights.read()  # rejects tensors that do not fit, before anything is written
+    weights.read()  # raises for missing or unsuitable tensors, before anything is written
     return Pretrained(path, weights.shape, weights.hash(), weights.load, weights.left_out)
 
 
 def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> None:
     """Check that the corpus tokenizer matches the Hugging Face model's.
 
-    Files of the same vocabulary may differ in format and added tokens, so they are compared token
-    by token. A folder without a tokenizer is not checked.
+    Two tokenizer files with the same vocabulary may differ in format and added tokens, so the ids
+    are compared token by token. A folder without a tokenizer is not checked.
 
     Raises:
         UserError: if a token has another id.

@@ -146,7 +146,7 @@ class RunRecords:
         return self._stopwatch.cost(flops, self.layout.world_size)
 
     def last_checkpoint(self, before_step: int | None = None) -> str | None:
-        """Folder of the last checkpoint, or the last before ``before_step``; None without one."""
+        """Folder of the last checkpoint (before step ``before_step``); None if there is none."""
         run_dir = self.plan.options.run_dir
         end = step_folder(run_dir, before_step or self.step + 1)
         folders = [folder for folder in checkpoint_folders(run_dir) if folder < end]
@@ -160,12 +160,12 @@ class RunRecords:
         return interval
 
     def log(self, interval: Interval, lr: float, validation_loss: Mapping[str, float]) -> None:
-        """Print and log an interval, on rank 0; its time is excluded from the speed.
+        """Print and log an interval, on rank 0; exclude the time for this from the measured speed.
 
         Args:
             interval: measurements since the last log.
             lr: learning rate of the last step.
-            validation_loss: domain -> loss; empty without a validation after this step.
+            validation_loss: domain -> loss; empty if this step has no validation.
         """
         plan, layout, guard, step = self.plan, self.layout, self.guard, self.step
         phase_seconds, skipped = self.phases.read(), guard.unlogged
@@ -173,7 +173,7 @@ class RunRecords:
         flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
         tokens_per_second = interval.tokens_per_second / layout.world_size
         tflops = flops_per_token * tokens_per_second / 1e12
-        # Peak FLOP/s are known for bfloat16 only.
+        # The device's peak FLOP/s are known for bfloat16 only.
         peak = DENSE_BF16_PEAK.get(device_name(layout.device)) if plan.options.bf16 else None
         mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
         seconds = self._stopwatch.seconds()
@@ -340,7 +340,7 @@ class RunRecords:
             warnings.warn(f"{error}; the previous record is kept", stacklevel=2)
 
     def _phases(self) -> list[MixturePhase]:
-        """Mixture phases that the steps so far have used."""
+        """Mixture phases that have started up to the current step."""
         names = self.plan.data.names
         return [
             MixturePhase(phase.first_sample, dict(zip(names, phase.weights, strict=True)))

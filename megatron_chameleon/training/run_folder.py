@@ -21,8 +21,9 @@ FRESH_START = (
     "(tools/pretrain_gpt.py: --overwrite)"
 )
 """Hint at the end of messages about a run folder that holds another run."""
-# --overwrite moves the old run to this folder inside of the run folder, which may be a mount point
-# or a link. run.json is moved last and restored first: once it has moved, the move is complete.
+# --overwrite moves the old run to this folder inside the run folder, since the run folder itself
+# may be a mount point or a link. run.json is moved last and restored first: once it has moved, the
+# move is complete.
 _REPLACED = ".replaced"
 
 
@@ -43,7 +44,7 @@ def locked_run_folder(folder: Path) -> Iterator[None]:
     """Lock ``folder`` against other jobs during the block.
 
     The folder is created if needed; a created folder is removed if the block leaves it empty. On a
-    file system without locks, other jobs are not kept out.
+    file system without locks, other jobs are not excluded.
 
     Raises:
         UserError: if another job holds the lock, or the folder cannot be created.
@@ -68,7 +69,7 @@ def locked_run_folder(folder: Path) -> Iterator[None]:
             pass
         if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
             raise UserError(f"{folder} was in use by another job, which has just ended; try again")
-        with contextlib.suppress(OSError):  # disk full; the lock is held anyway
+        with contextlib.suppress(OSError):  # if the disk is full, the lock is held anyway
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         try:
@@ -123,7 +124,7 @@ def _restore(folder: Path) -> None:
         return
     if TrainingRun.exists(replaced):
         if TrainingRun.exists(folder):
-            with contextlib.suppress(OSError):  # deletion is retried at the next lock
+            with contextlib.suppress(OSError):  # deletion is retried when the folder is next locked
                 for path in sorted(replaced.iterdir(), key=_is_record):
                     _remove(path)
                 replaced.rmdir()

@@ -156,8 +156,9 @@ class Passes:
         forward_only: bool,
         micro_batch_size: int | None = None,
     ) -> list[Any]:
-        # Megatron's schedules need an iterator per model chunk over the same micro-batches. Every
-        # chunk reads all micro-batches of a step, so the next step may tee ``batches`` again.
+        # Megatron's schedules need one iterator over the same micro-batches for each model chunk.
+        # Every chunk reads all micro-batches of a step, so the next step may call ``tee`` on
+        # ``batches`` again.
         chunks = len(self.model)
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=functools.partial(_forward_step, loss),
@@ -192,7 +193,7 @@ def micro_batch_loss(
     *,
     per_token: bool,
 ) -> Loss:
-    """Loss of a micro-batch in the form of Megatron's schedules, and per-domain sums for the log.
+    """Loss of a micro-batch as Megatron's schedules expect it, and per-domain sums for the log.
 
     Args:
         batch: a micro-batch, with loss_mask [b, s] and domain [b].
@@ -200,10 +201,11 @@ def micro_batch_loss(
         num_domains: number of domains (k).
         loss_weights: [k] weight of a token's loss by its domain; by default 1. The logged sums are
             unweighted.
-        per_token: return the summed loss and the number of tokens, possibly 0: Megatron divides the
-            gradient by the number over all micro-batches and data-parallel ranks. Otherwise return
-            the mean; without masked tokens, all micro-batches have the same number of tokens, so
-            the mean over micro-batches is the mean over the global batch.
+        per_token: whether to return the summed loss and the number of tokens, which may be 0.
+            Megatron then divides the gradient by the number of tokens of all micro-batches and
+            data-parallel ranks. If False, the mean is returned; without masked tokens, all
+            micro-batches have the same number of tokens, so the mean over micro-batches is the mean
+            over the global batch.
     """
     masked = token_losses.float() * batch["loss_mask"]  # [b, s]
     logged = {"domain_sums": domain_sums(batch, num_domains, masked)}
@@ -233,7 +235,7 @@ def finalize_gradients(
 ) -> None:
     """Bitwise equivalent of megatron's ``finalize_model_grads`` without device synchronization.
 
-    megatron's function checks on the host, once per chunk, whether the token count is zero.
+    For each chunk, megatron's function checks on the host whether the token count is zero.
 
     Args:
         model: this rank's model chunks.
@@ -254,5 +256,8 @@ def finalize_gradients(
 
 
 def counts_losses(layout: Layout) -> bool:
-    """Whether sums over ranks include this rank's losses, which tensor-parallel ranks repeat."""
+    """Whether sums over ranks include this rank's losses.
+
+    Tensor-parallel ranks have identical losses, so only the first of them is included.
+    """
     return layout.is_last_stage and layout.tensor_rank == 0

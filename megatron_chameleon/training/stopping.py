@@ -23,7 +23,7 @@ class StopRequests:
     """Handle stop signals within a ``with`` block, and check the time limit.
 
     The first signal only sets a flag: the step is finished, and all ranks stop together. A second
-    one raises KeyboardInterrupt. The time limit starts when this object is constructed.
+    signal raises KeyboardInterrupt. The time limit starts when this object is constructed.
 
     Python allows signal handlers in the main thread only.
     """
@@ -48,7 +48,7 @@ class StopRequests:
             signal.signal(number, handler)
 
     def flags(self) -> list[float]:
-        """For each of ``REASONS``: 1.0 if this rank wants to stop for it, else 0.0."""
+        """One number per reason in ``REASONS``: 1.0 if this rank wants to stop for it, else 0.0."""
         late = self._deadline is not None and time.monotonic() >= self._deadline
         return [float(reason in self._signals) for reason in REASONS[:-1]] + [float(late)]
 

@@ -1,4 +1,4 @@
-"""Train or resume a run: from its options to its last checkpoint."""
+"""Train or resume a run that is described by its options."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Trainer:
             self.records.write_run("running")
 
     def _train(self) -> None:
-        """Run the remaining steps, or until all ranks agree to stop."""
+        """Run the remaining steps; end earlier if all ranks agree to stop."""
         records, device = self.records, self.records.layout.device
         with read_ahead(self.batches, device, self.prefetched) as batches:
             self.batches = self.phases.timed(batches, "data")
@@ -195,13 +195,13 @@ class Trainer:
         return sums
 
     def _accepts(self, grad_norm: float) -> bool:
-        """Whether a step with this gradient norm may update the model; called by the optimizer."""
+        """Return whether the step may update the model; the optimizer calls this function."""
         records, schedule = self.records, self.records.samples.schedule
         phase = schedule.phases[schedule.phase_at(records.samples_at(records.step))]
         return self.guard.accepts(self.sync.loss(), grad_norm, phase.first_sample)
 
     def _record_skipped(self, result: StepResult) -> None:
-        """Report a skipped step and undo what it changed in the hook.
+        """Report a skipped step, and undo its changes of the hook's state.
 
         Raises:
             UserError: if too many consecutive steps were skipped.
@@ -231,8 +231,9 @@ class Trainer:
     def _log_and_save(self) -> None:
         """Log, validate and save if they are due after this step.
 
-        No checkpoint is written during a streak of skipped steps, so that the one before the streak
-        is kept. The exception is the run's last checkpoint, which deletes no other.
+        No checkpoint is written during a streak of skipped steps, so that the checkpoint before the
+        streak is kept. The exception is the run's last checkpoint, which does not delete other
+        checkpoints.
         """
         records, options, step = self.records, self.options, self.records.step
         self.save_is_due |= step % options.save_interval == 0
@@ -269,13 +270,13 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
 
     scaled_dot_product_attention then skips its nondeterministic backends, and operations without a
     deterministic implementation raise RuntimeError. Enter it before CUDA is initialized: cuBLAS and
-    NCCL read their environment variables once. Variables that the user has set are kept. See
-    torch.use_deterministic_algorithms.
+    NCCL read their environment variables once. Environment variables that the user has set are
+    kept. See torch.use_deterministic_algorithms.
     """
     if not enabled:
         yield
         return
-    # The larger of the two workspaces that make cuBLAS deterministic.
+    # This is the larger of the two workspace settings for which cuBLAS is deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Rings reduce in a fixed order. By default, NCCL may choose another algorithm in each run.
     os.environ.setdefault("NCCL_ALGO", "Ring")

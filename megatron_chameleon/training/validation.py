@@ -25,9 +25,9 @@ from megatron_chameleon.training.step import Passes, domain_sums
 class Validation:
     """Loss on fixed windows of every domain's valid split.
 
-    Windows are numbered and batched as training samples are. They ignore document boundaries and
-    are scored as by tools/evaluate.py. Validation uses no random numbers and reads no training
-    samples.
+    Windows are numbered and batched like training samples. They ignore document boundaries, and
+    tokens are scored as in tools/evaluate.py. Validation uses no random numbers and reads no
+    training samples.
 
     Args:
         texts: windows of each domain; None for a domain without text.
@@ -58,7 +58,7 @@ class Validation:
         return math.ceil(len(self._rows) / self._global_batch_size) * self._global_batch_size
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Stack the windows with these numbers; past the last window, samples have no loss."""
+        """Stack the windows with these numbers; numbers past the last window yield no losses."""
         count, length = len(indices), self._passes.shape.seq_length
         batch = {
             "tokens": torch.zeros(count, length, dtype=torch.int64),
@@ -104,7 +104,7 @@ class Validation:
 def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:
     """Build the run's validation; None if --eval-interval is 0 or exceeds the number of steps.
 
-    A domain without text in its valid split is skipped with a warning.
+    Domains without text in their valid split are skipped with a warning.
 
     Raises:
         UserError: if files are damaged, or no domain has a valid split.
@@ -138,7 +138,7 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
 
 
 def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
-    """Windows at even distances in the text of ``domain``; None without a token to predict."""
+    """Evenly spaced windows in the text of ``domain``; None if it has no token to predict."""
     if domain.tokens < 2:
         return None
     file = domain.open()

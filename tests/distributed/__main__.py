@@ -1,9 +1,9 @@
-"""Launch the ranks of all sections, and of all faults, forked from this process.
+"""Fork the ranks of all sections, and of all launches in faults.py, from this process.
 
     python -m tests.distributed ROOT
 
-This process imports the package once for all ranks, which takes longer than most launches. ROOT has
-a corpus and gets the results; cases.Places lists them.
+This process imports the package once for all ranks, which takes longer than most launches. ROOT
+contains a corpus, and the results are written there; cases.Places lists the paths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layouts, options and result paths of the sections: ranks.py runs them, the tests check them.
+"""Layouts, options and result paths of the sections that ranks.py runs and the tests check.
 
 This module does not import torch: the process that runs pytest reads the results with numpy.
 """
@@ -31,9 +31,9 @@ from tests.small_corpus import VOCAB_SIZE
 
 TRAIN_ITERS, SAVE_INTERVAL = 12, 6
 MAX_RANKS = 4
-# Layouts and processors add the same float32 numbers in different orders. These tolerances are in
-# units of the last place: absolute for losses, which are at most about the logarithm of the
-# vocabulary size, and relative for gradient norms. A real error changes some loss by more than
+# The order in which float32 numbers are added depends on the layout and the processor. The
+# tolerance of losses is absolute, since losses are at most about the logarithm of the vocabulary
+# size; the tolerance of gradient norms is relative. A real error changes some loss by more than
 # SMALLEST_ERROR.
 EPSILON = float(np.finfo(np.float32).eps)
 LOSS_ROUNDING, NORM_ROUNDING = 16 * EPSILON * math.log(VOCAB_SIZE), 128 * EPSILON
@@ -43,17 +43,17 @@ assert SMALLEST_ERROR > 50 * LOSS_ROUNDING
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A parallel layout, its number of ranks, and options that differ from the other runs."""
+    """A parallel layout, its number of ranks, and the options in which runs differ."""
 
     ranks: int
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     micro_batch_size: int = 2
-    """Samples per micro-batch; 4 in layouts dominated by communication, where a batch still has two
-    micro-batches."""
+    """Samples per micro-batch. Layouts dominated by communication use 4, which still leaves two
+    micro-batches per batch."""
     bf16: bool = False
     permutation: Permutation = "megatron"
-    """Sample order; with another one than Megatron's, the mixture weights change twice."""
+    """Sample order. If it is not 'megatron', the mixture weights change twice during the run."""
     dry_first_step: DryFirstStep = "auto"
 
 
@@ -125,7 +125,7 @@ RUNS_CHANGING = {
     "one-changing": Case(1, permutation="epoch"),
     "dp2-changing": Case(2, permutation="epoch"),
 }
-"""Runs whose mixture weights change before and after the checkpoint in their middle."""
+"""Runs whose mixture weights change once before and once after the checkpoint in the middle."""
 UNINTERRUPTED = {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING}
 
 DRY_RUN = "dp2-sharded-dry"
@@ -151,7 +151,7 @@ RESUMED: Again = {
 
 # Runs with validation, and with a NaN gradient on one rank in two steps.
 BAD = {f"{name}-bad": RUNS[name] for name in ("one", "vpp2", "dp2")}
-"""Each run equals the one without "-bad" up to its first bad step."""
+"""Up to the first bad step, each run equals the run whose name lacks "-bad"."""
 EVAL_INTERVAL = 4
 BAD_STEPS = (6, 7)
 """Steps with a NaN gradient; a checkpoint is due at the first of these steps."""
@@ -167,10 +167,10 @@ def one_rank(name: str) -> str:
     return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
 
-# Disturbed saves: the disk of one rank is full.
+# Runs in which the disk of one rank is full during a save.
 SAVING_INTERVAL = 3
 FULL_FROM, FULL_UNTIL = 6, 9
-"""The disk is full from step FULL_FROM until before step FULL_UNTIL: one save fails."""
+"""The disk is full from step FULL_FROM to the step before FULL_UNTIL, so that one save fails."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,8 @@ ONLINE = {
 }
 ONLINE_AGAIN: Again = {"online-one-to-vpp2": ("online-one", VPP2)}
 ONLINE_LAYER = 3
-"""A layer of the last pipeline stage; with interleaving, of the first rank's second chunk."""
+"""A layer of the last pipeline stage or, with interleaved stages, of the first rank's second
+chunk."""
 ONLINE_INTERVAL = 4
 
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
@@ -215,20 +216,21 @@ PEAKS = {f"peak-{name}": RUNS[name] for name in ("sp2", "pp2", "dp2-sharded")}
 """Layouts whose peak memory is measured on every rank."""
 
 NARROW = "tp2-narrow"
-"""TP2 with an embedding padded to an even number of rows; in other layouts it has 256 rows."""
+"""TP2 whose embedding is padded to an even number of rows; other layouts pad it to 256 rows."""
 NARROW_MULTIPLE = 2
 REWRITTEN = {"vpp2": VPP2, NARROW: TP2}
 """Layouts that load the checkpoint converted from the Hugging Face folder, and save it again."""
 TUNED = {"tuned-vpp2": VPP2}
 """Runs that start from the Hugging Face folder, with rows added to its vocabulary."""
 TUNED_FROM_CHECKPOINT = "tuned-from-checkpoint"
-"""A run from the checkpoint converted from the Hugging Face folder, without added rows."""
+"""A run that starts from the converted checkpoint of the Hugging Face folder, without added
+rows."""
 ADDED_ROWS = 61
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Layout and batch size in which the run 'one' is embedded and evaluated."""
+    """Layout and batch size for embedding and evaluating with the run 'one'."""
 
     case: Case
     batch_size: int
@@ -252,7 +254,8 @@ DOWNSTREAM = {
     "tp2-sp-pp2": ParallelOptions(2, 2, sequence_parallel=True),
 }
 
-# faults.py: a run whose second rank is killed, one that is stopped, and user errors.
+# faults.py launches a run whose second rank is killed, a run that is stopped, and commands with
+# user errors.
 KILLED_RUN, STOPPED_RUN = "killed", "stopped"
 KILLS = ("in-save", "in-async-save", "never")
 STOPS = ("SIGUSR1", "SIGTERM", "--exit-duration-in-mins")
@@ -261,7 +264,7 @@ MISTAKES = {
     "heads": ("--model-size", "1.2b", "--run-dir", "{root}/runs/mistake"),
     "unwritable": ("--model-size", "nano", "--run-dir", "{root}/corpus/corpus.json/run"),
 }
-"""User errors: all ranks detect the first, and only rank 0 detects the second."""
+"""User errors. All ranks detect the first error; only rank 0 detects the second error."""
 MORE_BYTES = 256 << 20
 
 COMPILED = {
@@ -319,7 +322,7 @@ class Places:
         return self.root / "downstream"
 
     def done(self, section: str) -> Path:
-        """Marker file of a section that is done."""
+        """File that exists once the section is finished."""
         return self.root / "done" / section
 
     @property
@@ -352,8 +355,9 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
             min_lr=1e-3,
             lr_warmup_iters=2,
             weight_decay=0.1,
-            # Where the exact gradient is zero, as for the keys' biases, AdamW would divide one
-            # rounding error by another, and take full steps that differ between layouts.
+            # The exact gradient of the keys' biases is zero. With a small epsilon, AdamW would
+            # divide one rounding error by another, and make large updates that differ between
+            # layouts.
             adam_eps=1e-4,
         ),
         parallel=case.parallel,
@@ -361,7 +365,7 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
 
 
 def tuning_options(places: Places, name: str) -> PretrainOptions:
-    """Options of a run from trained weights, which differ from the initial weights of its seed."""
+    """Options of a run that starts from trained weights, not from random weights of its seed."""
     is_folder = name in TUNED
     start = places.huggingface("one-padded") if is_folder else places.from_huggingface("one")
     return dataclasses.replace(
@@ -407,6 +411,6 @@ def online_options(places: Places, name: str, case: Case) -> PretrainOptions:
 
 
 def reading_layout(case: Case) -> ParallelOptions:
-    """The options of a layout that evaluation and embedding also have."""
+    """Return the layout options that evaluation and embedding support, too."""
     fields = dataclasses.fields(ParallelOptions)
     return ParallelOptions(**{field.name: getattr(case.parallel, field.name) for field in fields})

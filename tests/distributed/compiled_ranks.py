@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The launcher sets this variable for ranks that compile nothing.
+# The launcher disables torch.compile for all ranks by this variable; these ranks need it.
 os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
 import torch
@@ -69,7 +69,7 @@ def compare(parallel: TrainingParallelOptions, backend: str) -> dict[str, Any]:
         plain = train(parallel, layout, None)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        # The stand-in's function returns a constant of the process, as torch's does.
+        # The simulated device replaces this function, which torch.compile must treat as a constant.
         constant_fold_functions[torch.cuda.current_device] = None  # type: ignore[call-overload]
         graphs = CompileCounterWithBackend(backend)
         with torch.compiler.set_stance("default"):

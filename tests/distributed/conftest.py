@@ -29,7 +29,10 @@ CLOCK_FIELDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Results of the ranks; to read results of an unfinished section fails and shows the log."""
+    """Results of the ranks.
+
+    If a section is unfinished, reading its results fails and shows the end of the log.
+    """
 
     places: Places
 
@@ -48,7 +51,10 @@ class Results:
         return {**json.loads(path.read_text()), "log": path.with_suffix(".log").read_text()}
 
     def run(self, name: str) -> TrainingRun:
-        """The run ``name``; SECTION/proxy is the proxy run of a method."""
+        """Return the run ``name``.
+
+        The name SECTION/proxy means the proxy run of a method's section.
+        """
         self.require(name.partition("/")[0])
         return TrainingRun.load(self.places.run(name))
 

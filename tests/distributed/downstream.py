@@ -25,7 +25,7 @@ def write_and_answer(places: Places) -> None:
 
 
 def make_questions() -> list[Question]:
-    """Contexts of many lengths, some with a common prefix, and three choices after each."""
+    """Contexts of many lengths, some with a common prefix, each with three continuations."""
     rng = np.random.default_rng(0)
 
     def sample(length: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Launches of ranks that are killed, stopped or started with wrong options.
 
-``places.root/NAME.log`` gets the output of a launch, and NAME.json its exit status and the state of
-its run folder.
+The output of a launch is written to ``places.root/NAME.log``. Its exit status and the state of its
+run folder are written to NAME.json.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ def run_tool(tool: str, arguments: Sequence[str]) -> None:
     runpy.run_path(str(REPOSITORY / "tools" / tool), run_name="__main__")
 
 
-# Runs in which a rank is killed.
+# Runs with a rank that is killed.
 
 
 def kill_at(places: Places, moment: str) -> None:
     """Start or resume the run, and kill rank 1 with SIGKILL at ``moment``.
 
-    "in-save": rank 1 has written its files of the checkpoint of step 6, but not their hashes.
-    "in-async-save": before step 10, while the checkpoint of step 9 is being written.
+    "in-save" means that rank 1 has written its files of the checkpoint of step 6, but not their
+    hashes. "in-async-save" is the moment before step 10, while the checkpoint of step 9 is being
+    written.
     """
     status = launch(places, f"killed-{moment}", partial(train_and_be_killed, places, moment))
     run = TrainingRun.load(places.run(cases.KILLED_RUN))

@@ -1,4 +1,4 @@
-"""Launch ranks by torchrun or by fork, and kill ranks that remain."""
+"""Launch ranks by torchrun or by fork, and kill all remaining processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def flags(options: Any) -> list[str]:
 
 
 def start(command: list[str], log: Path, folder: Path = REPOSITORY) -> subprocess.Popen[bytes]:
-    """Start ``command`` in ``folder`` as the leader of a process group; ``log`` gets its output."""
+    """Start ``command`` in ``folder`` as a process group's leader, with its output in ``log``."""
     with log.open("ab") as stream:
         return subprocess.Popen(
             command,
@@ -82,9 +82,10 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment() -> Mapping[str, str]:
-    """This process's environment without a launcher's variables; one thread per rank, no GPU.
+    """Return the environment for a new launch: one thread per rank, no GPU.
 
-    torch.compile is disabled: nothing is compiled on CPUs, and importing it takes a second.
+    It is this process's environment without the variables of a launcher. torch.compile is disabled,
+    since importing its modules takes a second and these ranks do not need it.
     """
     kept = {
         name: value

@@ -1,4 +1,4 @@
-"""Sections: small runs that ranks do one after another in the same processes.
+"""Run sections: small runs that the ranks execute one after another in the same processes.
 
 A section with fewer ranks runs on the first processes, while the others proceed to the next section
 that needs them. Each section sets up and destroys its own process groups.
@@ -123,7 +123,7 @@ def train(places: Places, name: str, case: Case) -> None:
 def cut_run(origin: Path, target: Path, step: int = cases.SAVE_INTERVAL) -> None:
     """Copy a finished run on rank 0, as if it had been killed after saving ``step``.
 
-    The metrics are copied whole: a killed run leaves lines beyond its last checkpoint.
+    All metrics are copied, because a killed run leaves metrics of steps after its last checkpoint.
     """
     if not is_first_rank():
         return
@@ -151,7 +151,10 @@ def train_bad(places: Places, name: str) -> None:
 
 @contextlib.contextmanager
 def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator[None]:
-    """Call ``before(model)`` before each step in the block; remove the hook it returns after it."""
+    """Call ``before(model)`` before each step within the block.
+
+    ``before`` returns the handle of a hook, which is removed after the step.
+    """
     original = TrainedModel.step
 
     def step(model: TrainedModel, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
@@ -166,7 +169,7 @@ def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator
 
 
 def train_saving(places: Places, name: str) -> None:
-    """Train while the disk of one rank is full from FULL_FROM until before FULL_UNTIL."""
+    """Train; the disk of one rank is full from step FULL_FROM to the step before FULL_UNTIL."""
     saving = cases.SAVING[name]
     is_mine = saving.full_rank == int(os.environ["RANK"])
     steps = itertools.count(1)
@@ -185,7 +188,7 @@ def train_saving(places: Places, name: str) -> None:
 
 
 def peak_setup(name: str) -> TrainingSetup:
-    """Setup of a model whose layers and logits take more memory than its parameters."""
+    """Setup of a model whose activations and logits take more memory than its parameters."""
     parallel = cases.PEAKS[name].parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     size = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=128, ffn_hidden_size=512)
@@ -234,8 +237,8 @@ def is_first_rank() -> bool:
 class Ranks:
     """Connect the processes of this launch that take part in a section.
 
-    torchrun's store serves only one process group: a second group would find the addresses of the
-    first. So each section gets its own store at a port that rank 0 chooses.
+    torchrun's store serves only one process group, because a second group would read the addresses
+    of the first group from it. So each section gets its own store at a port that rank 0 chooses.
     """
 
     def __init__(self) -> None:
@@ -249,7 +252,7 @@ class Ranks:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
     def join(self, section: Section) -> bool:
-        """Set this process's environment for the section; return False if it takes no part."""
+        """Set the environment for the section; return whether this process takes part."""
         if self.rank >= section.ranks:
             return False
         if self.rank == 0:
@@ -266,8 +269,8 @@ def free_port() -> int:
 
 
 def run_sections(places: Places) -> None:
-    """Run this rank's part of all sections."""
-    open_output()  # tools do this, too: a rank with a full disk cannot write its log
+    """Run all sections that this rank takes part in."""
+    open_output()  # as tools do, since a rank with a full disk cannot write its log
     ranks = Ranks()
     for section in all_sections():
         if not ranks.join(section):

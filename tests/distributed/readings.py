@@ -185,7 +185,10 @@ def mean_loss(model: GPTModel, corpus: Corpus, name: str, length: int) -> float:
 
 
 def document_sums(model: GPTModel, corpus: Corpus, name: str, length: int) -> NDArray[np.floating]:
-    """Sums of losses and tokens, [2, d], of test documents, each after an end-of-document token."""
+    """Sums of losses and of tokens, [2, d], of d test documents.
+
+    Each document is preceded by an end-of-document token.
+    """
     documents = IndexedDataset(str(corpus.prefix(name, "test")))
     sums = []
     for number in range(len(documents)):

@@ -1,4 +1,4 @@
-"""Compiled layers in every kind of layout: equal losses, and one graph per layer.
+"""Test that compiled layers have equal losses and one graph per layer in every kind of layout.
 
 The graphs run eagerly, or on the CPU by inductor; their speed on a GPU is not measured. The case of
 one rank is in tests/unit/model/test_gpt.py.
@@ -22,7 +22,8 @@ GRAPHS = {
     for name, parallel in COMPILED.items()
 }
 NUM_RANKS = 2
-# Tolerances of losses and norms: aot_eager runs the operations of eager mode, inductor fuses them.
+# Tolerances of losses and norms. The backend aot_eager runs the operations of eager mode; inductor
+# fuses operations.
 AOT_TOLERANCE, INDUCTOR_TOLERANCE = 1e-6, 1e-4
 
 

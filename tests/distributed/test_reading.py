@@ -32,7 +32,7 @@ def test_embeddings_equal_plain_means_and_weights_equal_one_rank(results, readin
     for name, vectors in results.vectors(reading, layer).items():
         expected = reference[f"{name}/{layer}"]
         assert len(expected) == cases.NUM_WINDOWS
-        assert expected.std(axis=0).max() > 100 * TOLERANCE  # windows differ far more
+        assert expected.std(axis=0).max() > 100 * TOLERANCE  # different windows differ far more
         np.testing.assert_allclose(vectors, expected, rtol=0, atol=TOLERANCE)
     one, other = results.mixture("one", layer), results.mixture(reading, layer)
     assert max(one.weights.values()) - min(one.weights.values()) > 0.01

@@ -57,14 +57,14 @@ def test_every_step_equals_that_of_one_rank(results, name):
 
 
 def test_bf16_losses_equal_those_of_one_rank_in_bf16(results):
-    """bfloat16 has 8 bits: sums in another order differ far more than in float32."""
+    """bfloat16 has 8 significant bits, so sums in another order differ far more than in float32."""
     one, other = (results.metrics(name) for name in cases.RUNS_BF16)
     losses = [step["loss"] for step in one]
     assert [step["loss"] for step in other] == pytest.approx(losses, rel=0, abs=BF16_TOLERANCE)
 
 
 def assert_identical(results, name, origin, steps=(TRAIN_ITERS,)):
-    """Metrics, weights and moments are equal to the last bit; the hash covers the last two."""
+    """Metrics, weights and moments are bit-identical; the hash covers weights and moments."""
     assert results.metrics(name) == results.metrics(origin)
     for step in steps:
         assert results.checkpoint(name, step).hash == results.checkpoint(origin, step).hash
@@ -102,7 +102,8 @@ def test_resumed_run_continues_each_domain_after_mixture_changes(results):
     name = "one-changing-to-dp2"
     before, after = (results.checkpoint(run) for run in ("one-changing", name))
     assert before.domain_samples == after.domain_samples
-    # Four steps by thirds, five without news, three by thirds: each of 8 samples.
+    # Four steps with weights of 1/3, five without news, three with weights of 1/3; each step has 8
+    # samples.
     assert before.domain_samples["news"] == 11 + 8
     assert [phase.first_sample for phase in after.mixture_phases] == [0, 32, 72]
     assert results.checkpoint(name, SAVE_INTERVAL).mixture_phases == after.mixture_phases[:2]

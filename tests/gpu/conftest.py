@@ -23,7 +23,8 @@ from tests.small_corpus import word_tokenizer, write_small_corpus
 ROOT = Path(__file__).resolve().parents[2]
 IS_PRETENDED = os.environ.get("PRETENDED_CUDA") == "1"
 STEPS = 12
-# Adam's epsilon is far above the gradients' rounding, so updates differ as little as gradients.
+# Adam's epsilon is much larger than the gradients' rounding errors, so updates differ as little as
+# gradients.
 TRAINING_FLAGS = (
     *("--model-size", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
     *("--global-batch-size", "8", "--micro-batch-size", "4"),
@@ -33,7 +34,7 @@ PRETRAINING_FLAGS = (*TRAINING_FLAGS, "--log-interval", "1", "--save-interval", 
 
 
 class Tools:
-    """Runs tools as a user would; pretraining runs on the CPU are cached by their flags."""
+    """Run tools like a user; pretraining runs on the CPU are cached by their flags."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -47,7 +48,7 @@ class Tools:
         return write_small_corpus(folder, tokenizer_hash=sha256_of_files(tokenizer))
 
     def run(self, tool: str, *flags: str | Path, ranks: int = 1, on_cpu: bool = False) -> None:
-        """Run a tool, which must succeed; ``on_cpu`` hides the devices.
+        """Run a tool, and check that it succeeds; ``on_cpu`` hides the devices.
 
         A test with more ranks than GPUs is skipped.
         """
@@ -87,7 +88,7 @@ def require_gpus(count: int) -> None:
     """Skip the test on a machine with fewer GPUs."""
     there = count if IS_PRETENDED else torch.cuda.device_count()
     if there < count:
-        pytest.skip(f"needs {count} GPUs; there are {there}")
+        pytest.skip(f"needs {count} GPUs; this machine has {there}")
 
 
 def losses(run: TrainingRun) -> list[float]:
@@ -97,9 +98,9 @@ def losses(run: TrainingRun) -> list[float]:
 
 @pytest.fixture(autouse=True)
 def clean_torch_state() -> Iterator[None]:
-    """Disable TF32, which NVIDIA's containers allow, and destroy a failed test's process groups.
+    """Disable TF32, which NVIDIA's containers enable; destroy a failed test's process groups.
 
-    On CUDA, `distributed` leaves its groups only if its block raises nothing.
+    On CUDA, `distributed` destroys its process groups only if its block raises no exception.
     """
     torch.set_float32_matmul_precision("highest")
     yield

@@ -1,4 +1,4 @@
-"""Attention on a GPU against float64 on the CPU: head dimensions that are padded, and masks."""
+"""Attention on a GPU equals float64 on the CPU, with padded head dimensions and with masks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def document_mask() -> torch.Tensor:
-    """Mask [b, 1, s, s]: True where a token may not attend, ahead and in other documents."""
+    """Mask [b, 1, s, s] that is True for later tokens and for tokens of other documents."""
     documents = torch.randint(3, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     documents = documents.sort(dim=1).values
     others = documents[:, :, None] != documents[:, None, :]

@@ -1,4 +1,4 @@
-"""The cross entropy's kernels on a device against float64, at a real vocabulary."""
+"""Cross-entropy kernels on a device equal float64, for a vocabulary of real size."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def test_the_batch_is_never_whole_in_float32() -> None:
     before = torch.cuda.memory_allocated()
     chunked.chunked_cross_entropy(made, labels, 50_257).mean().backward()
     beyond = torch.cuda.max_memory_allocated() - before
-    # Only the gradient of the logits is as large as the batch.
+    # The gradient of the logits is the only allocation as large as the logits.
     assert beyond < 1.2 * made.numel() * made.element_size()

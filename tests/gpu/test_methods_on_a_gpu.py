@@ -1,4 +1,4 @@
-"""Embedding, evaluation and methods that train proxies, on a GPU and on the CPU."""
+"""Embedding, evaluation and methods that train proxies give the CPU's results on a GPU."""
 
 from __future__ import annotations
 

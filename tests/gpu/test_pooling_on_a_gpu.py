@@ -1,4 +1,4 @@
-"""The pooling kernels on a device against float64, at the shapes of the paper's models."""
+"""Pooling kernels on a device equal float64, at the shapes of the paper's models."""
 
 from __future__ import annotations
 

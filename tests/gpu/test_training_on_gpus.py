@@ -1,4 +1,4 @@
-"""Pretraining on one and on several GPUs against the CPU of the same machine."""
+"""Pretraining on one or several GPUs gives the losses of the CPU of the same machine."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.gpu.conftest import IS_PRETENDED, STEPS, Tools, losses
 from tests.peak_memory import STEPS as MEASURED_STEPS
 from tests.peak_memory import training_step
 
-# The devices sum in different orders, and 12 steps amplify the difference; bf16 rounds every
-# activation to 8 bits.
+# GPU and CPU add numbers in different orders, and 12 steps amplify the difference; bf16 rounds
+# every activation to 8 significant bits.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 2e-2
 
 BF16, MASKS = ("--bf16",), ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
@@ -32,8 +32,8 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 
-# Flags and ranks of the run on GPUs, and the flags among them that change losses, which the
-# reference on the CPU has too.
+# Flags and number of ranks of the run on GPUs, and those of the flags that change losses; the
+# reference run on the CPU has only the latter.
 CASES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "fp32": ((), 1, ()),
     "bf16": (BF16, 1, BF16),
@@ -67,7 +67,7 @@ def test_losses_are_those_of_the_cpu(
     assert len(losses(run)) == STEPS
     assert losses(run)[0] - losses(run)[-1] > tolerance
     for line, other in zip(run.metrics(), expected.metrics(), strict=True):
-        for name in (name for name in other if "loss" in name):  # total, per domain, and held-out
+        for name in (name for name in other if "loss" in name):  # total, per domain, validation
             assert line[name] == pytest.approx(other[name], abs=tolerance), name
     CheckpointRecord.load(step_folder(run.root, STEPS)).verify()
 
@@ -108,7 +108,7 @@ def setup_of(shape: ModelShape, *, bf16: bool, micro_batch_size: int) -> Trainin
 def test_the_memory_estimate_is_near_the_allocators_peak(
     size: str, bf16: bool, micro_batch_size: int
 ) -> None:
-    """Head dimensions 48 (210m) and 50 (684m) are among them."""
+    """The models include head dimensions 48 (210m) and 50 (684m)."""
     shape = ModelShape(model_size(size), 50_257, 1024)
     setup = setup_of(shape, bf16=bf16, micro_batch_size=micro_batch_size)
     gc.collect()

@@ -54,7 +54,7 @@ def test_interrupted_comparison_resumes(environment):
                 break
         time.sleep(1.0)
         jobs = psutil.Process(first.pid).children()
-        first.send_signal(signal.SIGTERM)  # sent to the script alone, as by a scheduler
+        first.send_signal(signal.SIGTERM)  # only the script gets the signal, as from a scheduler
         assert first.wait(timeout=SECONDS) == 130
         assert jobs
         assert not any(job.is_running() for job in jobs)
@@ -81,7 +81,7 @@ def test_interrupted_comparison_resumes(environment):
 
 
 def test_evaluation_of_other_weights_is_repeated(environment):
-    """This test runs after the one above, in the same folder."""
+    """Resume in the folder of the test above, which must run first."""
     path = Path(environment["RUN"]) / "6-evaluation/chameleon-seed2.json"
     ours = EvaluationResult.load(path)
     others = path.with_name("uniform-seed2.json")

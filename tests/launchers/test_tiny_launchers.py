@@ -219,7 +219,7 @@ def test_sweep_trains_each_proxy_once(launchers):
 
 @pytest.mark.slow
 def test_slurm_job_on_two_nodes_is_requeued_until_done(launchers):
-    """The first job stops at its first step; --overwrite applies to the first start only."""
+    """The first job stops after its first step; --overwrite applies only to the first job."""
     name, margin = "pretrain_124m_proxy", 600
     folder = launchers.folder(name) / "2-proxy/tiny-seed1"
     flags = ("--", "--overwrite", "--exit-duration-in-mins")

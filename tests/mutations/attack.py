@@ -12,8 +12,8 @@ tool that reads that file. A case is good if it is
                data made elsewhere
     fallback   status 0, and another result, of an older checkpoint that a warning names
 
-Everything else fails: a traceback, another status, more than one line, a hang, a silently different
-result.
+Every other outcome is a failure: a traceback, another status, more than one line, a hang, or a
+different result without a warning.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOMAINS = ("news", "code", "poems")
 SECONDS_PER_CASE = 240.0  # a case takes seconds, but longer on a busy machine
 MEMORY_BYTES = 12 << 30  # limit on data (RLIMIT_DATA) of each tool
-HANG = 1000  # exit status of a tool that does not end
+HANG = 1000  # exit status recorded for a tool that does not end
 OUTCOMES = ("rejected", "unchanged", "edited", "fallback")
 
 TRAIN = (
@@ -176,7 +176,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "sweep": ("sweep/**/*.json", "sweep"),
     "Hugging Face": ("huggingface/*", "fine-tune from-huggingface"),
 }
-# Kinds of files that users may edit, so that another result is not a failure.
+# Kinds of files that users may edit; after a mutation, another result is not a failure.
 EDITABLE = {"text", "tokenizer", "foreign tokens", "mixture", "Hugging Face"}
 
 
@@ -196,7 +196,7 @@ def write_text(folder: Path) -> None:
 
 
 def build_workspace(folder: Path) -> None:
-    """Write every kind of artifact below ``folder``, by the tools themselves."""
+    """Write every kind of artifact below ``folder`` with the real tools."""
     folder.mkdir(parents=True)
     write_text(folder / "text")
 
@@ -227,7 +227,7 @@ def build_workspace(folder: Path) -> None:
 
 
 def run_tool(command: str, folder: Path) -> CompletedProcess[str]:
-    """Run ``tools/COMMAND`` in ``folder``, in a fork of this process, which has the imports."""
+    """Run ``tools/COMMAND`` in ``folder``, in a fork of this process, which has imported torch."""
     with tempfile.TemporaryDirectory() as logs:
         out, err = Path(logs, "out"), Path(logs, "err")
         child = multiprocessing.get_context("fork").Process(
@@ -295,9 +295,9 @@ def copy_of(workspace: Path) -> Iterator[Path]:
 
 
 def run_case(number: int, seed: int, workspace: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Mutate a copy of ``workspace`` by ``seed`` and ``number``, run a reader; return the verdict.
+    """Mutate a copy of ``workspace``, run a reader, and return the verdict.
 
-    The verdict's ``problem`` is empty if the outcome is good.
+    ``seed`` and ``number`` determine the mutation and the reader. The verdict's ``problem`` is empty if the outcome is good.
     """
     rng = random.Random(f"{seed}-{number}")
     kind = list(KINDS)[number % len(KINDS)]
@@ -331,7 +331,7 @@ def expected_results(workspace: Path) -> dict[str, Any]:
 
 
 def preload() -> None:
-    """Import what the tools import, once for all forks; no thread may be started here."""
+    """Import the modules of all tools once, before any fork. This must not start a thread."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # loading the compiler takes longer than a case
     import megatron_chameleon.checkpoint.huggingface
     import megatron_chameleon.evaluation.perplexity

@@ -1,4 +1,4 @@
-"""Mutations of files and JSON records, each a function of a seed."""
+"""Mutate files and JSON records by a random generator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE_VALUES: tuple[Any, ...] = (
 
 
 def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
-    """Return ``data`` with one kind of damage at a random position."""
+    """Return ``data`` with the given kind of damage at a random position."""
     changed = bytearray(data)
     start = rng.randrange(max(len(data), 1))
     if damage == "flip_bit" and data:
@@ -47,7 +47,7 @@ def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
 
 
 def replace_file(path: Path, kind: str) -> None:
-    """Replace the file at ``path`` by nothing or by something that is not a file."""
+    """Delete the file at ``path``, or replace it by something other than a regular file."""
     path.unlink()
     if kind == "folder":
         path.mkdir()
@@ -114,7 +114,7 @@ SIBLING = "copy of sibling"
 def mutate(path: Path, rng: random.Random) -> str:
     """Mutate the file at ``path`` in place; returns the mutation's name.
 
-    JSON files are mutated in their structure two times out of three.
+    With probability 2/3, the structure of a JSON file is mutated instead of its bytes.
     """
     if path.suffix in (".json", ".jsonl") and rng.random() < 2 / 3:
         mutate_json(path, rng)

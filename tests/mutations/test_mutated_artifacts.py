@@ -1,4 +1,4 @@
-"""Mutated artifacts through the real tools; ``python -m tests.mutations.attack`` runs thousands."""
+"""Run the real tools on mutated artifacts; tests/mutations/attack.py can run thousands of cases."""
 
 from __future__ import annotations
 

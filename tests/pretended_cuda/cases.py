@@ -7,12 +7,15 @@ from collections.abc import Mapping
 
 STEPS, LOG_INTERVAL, SAVE_INTERVAL = 6, 3, 3
 STEPS_WITHOUT_LOGGING = (2, 3, 5, 6)
-"""Steps that follow neither a logging, a saving nor a dry step, which count in the next step."""
+"""Steps whose preceding step is no logging, saving or dry step.
 
-# The order of sums differs, which changes fp32 losses of about 5 by 1e-7 relatively. --adam-eps is
-# far above the rounding of gradients, so updates differ by as little. bf16 rounds each logit by up
-# to 2^-9 relatively; losses are means over 768 tokens. Real errors, such as a missing mask, change
-# losses by more than 1e-2.
+The host synchronizations after such a step would be counted in the next step.
+"""
+
+# The order of sums differs, which changes fp32 losses, which are about 5, by a relative 1e-7.
+# --adam-eps is much larger than the rounding errors of gradients, so the relative difference of
+# updates is equally small. bf16 rounds each logit with a relative error of up to 2^-9; losses are
+# means over 768 tokens. Real errors, such as a missing mask, change losses by more than 1e-2.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 2e-3
 
 TRAINING_FLAGS = (

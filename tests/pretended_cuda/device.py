@@ -1,10 +1,11 @@
-"""A simulated CUDA device: real numbers in CPU memory, under CUDA's rules.
+"""A simulated CUDA device, which computes on the CPU under CUDA's rules.
 
 After :func:`install`, ``torch.cuda.is_available()`` is True in this process and the project takes
-every CUDA branch, with gloo in place of NCCL. Operations that CUDA rejects fail here too: tensors
-of two devices in an operation, host tensors in NCCL's collectives, ``.numpy()`` of device tensors,
-another rank's device, pinned memory whose elements overlap. Host synchronizations are counted in
-``DEVICE.synchronizations``. CONTRIBUTING.md lists what this cannot show.
+every CUDA branch, with gloo in place of NCCL. Operations that CUDA rejects fail here, too:
+operations on tensors of two devices, NCCL collectives on host tensors, ``.numpy()`` of device
+tensors, the use of another rank's device, and pinning a tensor whose elements overlap. Host
+synchronizations are counted in ``DEVICE.synchronizations``. CONTRIBUTING.md lists the errors that
+this simulation cannot detect.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def interpret_kernels() -> None:
 
 
 def hide_triton() -> None:
-    """Hide Triton, which would look for a CUDA driver."""
+    """Make ``import triton`` fail, since Triton would look for a CUDA driver."""
     sys.modules["triton"] = None  # type: ignore[assignment]
 
 
@@ -115,7 +116,7 @@ def _move_parameters_as_new_ones() -> None:
                 moved = function(old)
             if isinstance(moved, DeviceTensor):
                 new: Any = moved.detach().requires_grad_(old.requires_grad)
-                # Megatron's attributes, such as how the parameter is sharded, are copied too.
+                # Megatron's attributes, such as those that describe sharding, are copied, too.
                 vars(new).update(
                     {**vars(old), "device_index": moved.device_index, "_is_param": True}
                 )
@@ -139,7 +140,7 @@ def _recognize_saving() -> None:
 
 
 def _patch_process_groups() -> None:
-    """Replace NCCL by gloo on the tensors' memory; record which groups really use gloo."""
+    """Replace NCCL by gloo on the tensors' memory; record the groups that requested gloo."""
     init_process_group, new_group = dist.init_process_group, dist.new_group
 
     def init(backend: str | None = None, *arguments: Any, device_id: Any = None, **options: Any):
@@ -166,7 +167,7 @@ def _patch_process_groups() -> None:
     for module in (dist, distributed_c10d):
         module.init_process_group, module.new_group = init, new  # type: ignore[attr-defined]
         module.get_backend = backend_of  # type: ignore[attr-defined]
-    # Objects are pickled into tensors that NCCL takes.
+    # Object collectives pickle objects into tensors, which must be on the device for NCCL.
     distributed_c10d._get_object_coll_device = lambda group=None: device_of(group).type
     distributed_c10d._get_pg_default_device = device_of
     dist.is_nccl_available = lambda: True

@@ -1,6 +1,7 @@
 """A process that has imported torch and megatron, and forks a tool run for each request.
 
-These imports take most of a short run's time. For ``cuda`` the device is installed before them.
+These imports take most of a short run's time. In the process for ``cuda``, the device is installed
+before these imports.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Request:
         command: the tool's path and its arguments.
         log: output file for stdout and stderr of all ranks.
         synchronizations: output file for host synchronizations on the device; see run_tool.py.
-        ranks: number of ranks; one rank runs without a launcher, several run under torchrun's.
+        ranks: number of ranks; one rank runs without a launcher, several ranks run under torchrun's
+            launcher.
         environment: additional environment variables.
     """
 

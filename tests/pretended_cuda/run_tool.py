@@ -1,10 +1,11 @@
-"""Run a tool on the simulated CUDA device, on one rank or as one of several.
+"""Run a tool on the simulated CUDA device, as the only rank or as one of several ranks.
 
     python -m tests.pretended_cuda.run_tool [--synchronizations FILE] tools/TOOL.py OPTIONS...
 
 Under torchrun, as ``python -m torch.distributed.run --nproc-per-node N -m
-tests.pretended_cuda.run_tool ...``, each rank has a device of its own. ``--synchronizations``
-writes the file, line and number of host synchronizations to FILE, for ranks above 0 to FILE.RANK.
+tests.pretended_cuda.run_tool ...``, each rank has a device of its own. With ``--synchronizations``,
+rank 0 writes the source lines and numbers of its host synchronizations to FILE, and each other rank
+to FILE.RANK.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def use_kernels() -> None:
 
 
 def run_on_device(tool: Path, arguments: Sequence[str], synchronizations: Path | None) -> None:
-    """Run ``tool`` as if started with ``arguments``; the device is installed.
+    """Run ``tool`` as if started with ``arguments``; the device must be installed.
 
     Raises:
         SystemExit: with the tool's exit status.

@@ -1,7 +1,8 @@
 """Tensors that report ``cuda:i`` and lie in the CPU's memory.
 
-Every operation passes through :func:`dispatch`. It raises what CUDA would raise, counts where the
-host would wait for the device, and computes the result on the CPU, so that losses are real.
+Every operation passes through :func:`dispatch`. It raises the errors that CUDA would raise, counts
+the operations for which the host would wait, and computes the result on the CPU, so that losses are
+correct.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ RESULT_READ_BY_HOST = {
 
 @dataclasses.dataclass
 class Device:
-    """The device as this process sees it.
+    """State of the simulated device in this process.
 
     Attributes:
         count: number of visible devices.
@@ -106,7 +107,7 @@ class DeviceTensor(torch.Tensor):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype}, cuda:{self.device_index})"
 
     def __reduce_ex__(self, protocol):
-        """Pickle the index of the device, on which any rank unpickles the tensor, as in CUDA."""
+        """Pickle the device index; as in CUDA, any rank unpickles the tensor on this device."""
         with torch._C._DisableTorchDispatch():
             host = on_host(self).clone()
         if DEVICE.is_saving:
@@ -154,7 +155,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def dispatch(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Compute ``function`` on the CPU by CUDA's rules.
+    """Compute ``function`` on the CPU under CUDA's rules.
 
     Raises:
         RuntimeError: if CUDA would raise an error, such as for tensors of two devices.
@@ -191,7 +192,7 @@ def _compute(
 ) -> Any:
     """Call ``function`` with CPU tensors on the arguments' memory; wrap the results.
 
-    Arguments that an operation in place returns remain the same objects.
+    If an in-place operation returns one of its arguments, the result is the same object.
     """
     wrappers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -211,7 +212,7 @@ def _compute(
             return wrappers[id(value)][0]
         if not to_host:
             return DeviceTensor(value, index)
-        # torch copies to pinned memory if it does not wait for the copy.
+        # A non-blocking copy to the host returns a tensor in pinned memory.
         return DEVICE.set_pinned(value) if keywords.get("non_blocking") else value
 
     options = {k: v for k, v in keywords.items() if k != "pin_memory"}
@@ -299,7 +300,7 @@ def _count_waits(
         count(function.name().removeprefix("aten::"))
     elif function in INDEXING:
         value = arguments[2] if len(arguments) > 2 else None
-        # With a host scalar as the value, torch fills by the mask, which does not synchronize.
+        # If the value is a host scalar, torch calls masked_fill, which does not synchronize.
         is_filling = isinstance(value, torch.Tensor) and not isinstance(value, DeviceTensor)
         masks = (i for i in arguments[1] if isinstance(i, DeviceTensor))
         if not is_filling and any(mask.dtype in (torch.bool, torch.uint8) for mask in masks):

@@ -1,4 +1,4 @@
-"""Methods that train proxies on the device: the mixtures equal the CPU's; waits are bounded."""
+"""Methods that train proxies compute the CPU's mixtures on the device, with few host waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding and evaluation on the device: results equal the CPU's; one wait per domain."""
+"""Embedding and evaluation give the CPU's results on the device, with one host wait per domain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(tools: Tools, kind: Kind, name: str, *command: str | Path, **options) -
 
 
 def waits_of_passes(done: Finished) -> list[list[dict[str, int]]]:
-    """For each rank, the waits between consecutive forward passes."""
+    """For each rank, the host synchronizations between consecutive forward passes."""
     found = [waits.intervals[FORWARD_PASS] for waits in done.synchronizations()]
     assert all(len(passes) > 3 * len(DOMAINS) for passes in found)
     return [[dict(counts) for counts in passes] for passes in found]

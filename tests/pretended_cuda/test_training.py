@@ -1,4 +1,4 @@
-"""Pretraining with all CUDA branches: losses equal the CPU's; the host waits once per step."""
+"""Pretraining with all CUDA branches gives the CPU's losses, and the host waits once per step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_device(tools: Tools, name: str) -> Finished:
 
 
 def assert_near(found: Finished, expected: Finished, tolerance: float) -> None:
-    """Check that losses, also by domain and of validation, and gradient norms agree."""
+    """Check that gradient norms, training losses, domain losses and validation losses agree."""
     lines, others = found.metrics(), expected.metrics()
     assert [line["step"] for line in lines] == [line["step"] for line in others]
     for line, other in zip(lines, others, strict=True):
@@ -60,7 +60,7 @@ def test_host_waits_once_per_step(tools: Tools, name: str) -> None:
     done, is_async = on_device(tools, name), "--async-save" in TRAINING[name].flags
     for step in STEPS_WITHOUT_LOGGING:
         if is_async and step > SAVE_INTERVAL:
-            break  # ranks exchange at every step whether the save has ended
+            break  # after a save, ranks check at every step whether it has ended
         for rank, waits in enumerate(done.synchronizations()):
             found = waits.of_step(step)
             assert sum(found.values()) == 1, (rank, step, dict(found))

@@ -1,10 +1,10 @@
-"""The CUDA interfaces that torch's C++ requires, in a CPU build of torch.
+"""Provide the CUDA interfaces that torch's C++ code requires, in a CPU build of torch.
 
 Autograd needs a device guard and an available accelerator to run backward passes of CUDA tensors,
 and pinning needs an allocator; a CPU build of torch has neither. Both are C++ objects with virtual
-functions: this module replaces their tables by copies in which a few slots point to Python. The
-slots are those of torch 2.13, so nothing is replaced if :func:`unsupported_reason` returns a
-reason.
+functions. This module replaces their virtual tables by copies in which a few slots point to Python
+functions. The slots are those of torch 2.13, so nothing is replaced if :func:`unsupported_reason`
+returns a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXCHANGE_DEVICE, GET_DEVICE = 3, 4
 IS_BUILT, IS_AVAILABLE, HAS_PRIMARY_CONTEXT, INIT = 2, 3, 4, 5
 PINNED_MEMORY_ALLOCATOR, HAS_CUDA = 12, 16
 GUARD_SLOTS, HOOKS_SLOTS = 38, 78
-RTTI_SLOTS = 2  # slots before the one that objects point to
+RTTI_SLOTS = 2  # number of slots before the slot to which objects point
 
 _referenced_by_cpp: list[Any] = []
 
@@ -32,11 +32,11 @@ _referenced_by_cpp: list[Any] = []
 def unsupported_reason() -> str | None:
     """Reason that the simulated device is not supported here, or None."""
     if torch.version.cuda is not None or torch.version.hip is not None:
-        return "this torch is built for a GPU"
+        return "this build of torch supports GPUs"
     if torch.__version__.split("+")[0].rpartition(".")[0] != TORCH_VERSION:
-        return f"it relies on internals of torch {TORCH_VERSION}, and this is {torch.__version__}"
+        return f"the simulated device needs torch {TORCH_VERSION}, and this is {torch.__version__}"
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return "it relies on the C++ ABI of Linux on x86-64"
+        return "the simulated device needs the C++ ABI of Linux on x86-64"
     return None
 
 
@@ -58,8 +58,8 @@ def register_cuda(current_device: Callable[[], int]) -> None:
 def _register_guard(c10: ctypes.CDLL, current_device: Callable[[], int]) -> None:
     registry = (ctypes.c_void_p * 22).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
     assert registry[CUDA_DEVICE_TYPE] is None
-    # Register a guard that counts no devices. torch replaces it by its own no-op guard, some of
-    # whose slots are then replaced.
+    # Register a guard that reports no devices, for which torch substitutes its own no-op guard.
+    # Then replace some slots of the no-op guard.
     table = (ctypes.c_void_p * 64)(*[_function(lambda *_: 0)] * 64)
     guard = (ctypes.c_void_p * 1)(ctypes.addressof(table))
     _referenced_by_cpp.extend([table, guard])
@@ -93,7 +93,7 @@ def _function(function: Callable[..., int]) -> int:
 
 
 def _replace_slots(instance: int | None, size: int, slots: Mapping[int, int]) -> None:
-    """Give the C++ object at ``instance`` a copy of its virtual table with other ``slots``."""
+    """Replace the virtual table of the C++ object at ``instance`` by a copy with new ``slots``."""
     assert instance is not None
     pointer = ctypes.cast(instance, ctypes.POINTER(ctypes.c_void_p))
     pointer_bytes = ctypes.sizeof(ctypes.c_void_p)

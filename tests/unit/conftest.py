@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# Unit tests compare with plain loops on the CPU, also on a machine with a GPU.
+# Unit tests compare results with plain loops on the CPU, so hide any GPU of this machine.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import hypothesis
 import pytest
 
-# Cores are shared, and a first call may import or compile, so deadlines would be flaky.
+# Hypothesis's deadlines would be flaky: cores are shared, and a first call may import or compile
+# code.
 hypothesis.settings.register_profile("shared cores", deadline=None)
 hypothesis.settings.load_profile("shared cores")
 
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[Layout]:
-    """Process groups of one rank while a module's tests run.
+    """Set up process groups of one rank while the tests of a module run.
 
-    A module that uses it must not call what sets up process groups itself: ``pretrain``,
-    ``compute_mixture``, ``evaluate_perplexities``, or the fixtures ``finished_run`` and
-    ``trained_run``.
+    These tests must not use functions or fixtures that set up process groups themselves:
+    ``pretrain``, ``compute_mixture``, ``evaluate_perplexities``, or the fixtures ``finished_run``
+    and ``trained_run``.
     """
     from megatron_chameleon.parallel.layout import distributed
     from megatron_chameleon.parallel.options import ParallelOptions
@@ -86,5 +87,5 @@ def finished_run(
 
 @pytest.fixture
 def trained_run(finished_run: Path, tmp_path: Path) -> Path:
-    """A copy of that run that the test may change."""
+    """A copy of ``finished_run`` that the test may change."""
     return Path(shutil.copytree(finished_run, tmp_path / "trained"))

@@ -89,7 +89,7 @@ class Launcher:
             (self.programs / name).chmod(0o755)
 
     def __call__(self, name: str, *arguments: str, **environment: str) -> Launched:
-        """Run examples/NAME.sh with only these choices in the environment."""
+        """Run examples/NAME.sh with only these settings in the environment."""
         path = f"{self.programs}:{os.environ['PATH']}"
         self.calls.unlink(missing_ok=True)
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Benchmarks compare equal numbers of tokens."""
+"""Test that benchmarks compare equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_contestants_train_on_the_same_number_of_tokens(one_rank):
 
 
 class OutOfMemoryFrom:
-    """A contestant that runs out of memory at micro-batches of ``size`` or more."""
+    """An implementation that runs out of memory at micro-batches of ``size`` or more samples."""
 
     def __init__(self, size):
         self.size = size

@@ -50,7 +50,7 @@ class ToolOptions:
 
 @pytest.fixture(autouse=True)
 def _process_state(monkeypatch):
-    """Run on one rank, and restore the global state that run_tool changes."""
+    """Set up one rank, and restore the global state that run_tool changes."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     with warnings.catch_warnings():
@@ -141,7 +141,7 @@ def test_bug_keeps_its_traceback_and_status_1():
 def test_warnings_are_one_line_each_once_on_rank_0(capsys, monkeypatch):
     def tool(_options):
         for text in ("the weights\nsum to 2", "the weights\nsum to 2", "no valid split"):
-            with warnings.catch_warnings():  # libraries do so; it resets Python's registry
+            with warnings.catch_warnings():  # like libraries; resets Python's warning registry
                 warnings.simplefilter("default")
             warnings.warn(text, UserWarning, stacklevel=2)
         for category in (FutureWarning, DeprecationWarning):
@@ -202,7 +202,7 @@ def test_every_tool_has_help_and_rejects_unknown_flags(capsys, monkeypatch, tool
     out, err = printed(0, "--help")
     assert tool.name in out
     assert err == ""
-    # make_report has a positional argument, and would first report that it is missing.
+    # make_report has a positional argument; without it, the error would be about this argument.
     argument = ["a-folder"] if tool.stem == "make_report" else []
     (line,) = printed(2, *argument, "--no-such-flag", "3").err.splitlines()
     assert line.startswith("error: ")

@@ -1,4 +1,4 @@
-"""Output that cannot be written, or that contains terminal controls."""
+"""Test output that cannot be written or that contains terminal control characters."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ def proxy(whole, pretrain_options, tmp_path_factory):
 
 @pytest.fixture
 def run(whole, proxy, tmp_path, monkeypatch, capsys):
-    """``run(tool)``: exit status and stderr of a tool on a copy of the corpus."""
+    """``run(tool)``: run a tool on a copy of the corpus; return its exit status and stderr."""
     shutil.copytree(whole.root, tmp_path / "corpus")
     places = {"CORPUS": tmp_path / "corpus", "PROXY": proxy, "OUTPUT": tmp_path / "output.json"}
-    # Restores it after the test, since the tool replaces it.
+    # The tool replaces warnings.showwarning; this line restores the function after the test.
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     on_sigterm = signal.getsignal(signal.SIGTERM)
 
@@ -73,7 +73,7 @@ def run(whole, proxy, tmp_path, monkeypatch, capsys):
 
 
 def flip_a_bit(corpus):
-    """Change the first token of every file into another one of the vocabulary."""
+    """Replace the first token of every file by another token of the vocabulary."""
     for path in corpus.root.rglob("*.bin"):
         tokens = np.fromfile(path, np.uint16)
         tokens[0] ^= 1

@@ -1,4 +1,4 @@
-"""Launchers of examples/: the commands they start, and the user errors they reject."""
+"""Test the commands that the launchers of examples/ run, and the user errors that they reject."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_downstream_tasks_are_the_papers(launch, tmp_path):
 PROGRAMS = {
     "srun": 'echo "$LASTS" > "$OUT/later"\nexit "$STATUS"',
     "squeue": 'date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S',
-    # After srun, the clock that the script reads is LASTS seconds ahead.
+    # After srun, the time that the script reads is LASTS seconds ahead of the real time.
     "date": """
 [ "$*" = +%s ] || exec /bin/date "$@"
 echo $(($(/bin/date +%s) + $(cat "$OUT/later" 2> /dev/null || echo 0)))
@@ -225,7 +225,7 @@ SCRIPT = str(EXAMPLES / "pretrain_684m.sh")
 def job(tmp_path):
     """Run pretrain.sbatch in a job that ends in two hours: ``job(**environment)``.
 
-    After the fake srun, the script's clock is LASTS seconds ahead.
+    After the fake srun, the time that the script reads is LASTS seconds ahead.
     """
     for name, body in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")

@@ -1,6 +1,6 @@
-"""examples/compare_methods.sh: the paper's settings, failed jobs and rejected choices.
+"""Test examples/compare_methods.sh: the paper's settings, failed jobs and invalid settings.
 
-tests/launchers runs it for real.
+tests/launchers runs the script with the real programs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.unit.launched import (
 
 NAME = "compare_methods"
 CORPUS = "runs/quickstart/1-corpus"
-# Keep the lines of concurrent programs apart.
+# The lock prevents concurrent programs from mixing their lines.
 ONE_AT_A_TIME = '#!/usr/bin/env bash\nexec 9>> "$CALLS.lock"\nflock 9\n'
 # Write outputs like the real programs: a finished run, or a mixture whose weights depend on
 # its name. A command fails if the name of its output begins with $FAILS.
@@ -48,7 +48,7 @@ while (($#)); do
   shift
 done
 """
-# The real tool checks the options; every evaluation is reported as valid.
+# The real tool runs ``--check choice``; ``--check evaluations`` always succeeds.
 CHECKS = f"""#!/usr/bin/env bash
 case " $* " in
   *" --check choice "*) exec {sys.executable} "$@" ;;
@@ -58,7 +58,7 @@ esac
 
 
 class Workers(Launcher):
-    """A launcher whose programs write the results that later stages read."""
+    """A launcher whose fake programs write the results that later stages read."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_chameleon"
 
-# Folder or file -> what it may import besides the standard library and itself.
+# Folder or file -> packages that it may import besides the standard library and itself.
 ALLOWED = {
     "mixture/regmix.py": {"numpy", "scipy", "lightgbm"},
     "mixture": {"numpy", "scipy"},

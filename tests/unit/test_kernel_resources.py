@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled for sm_80, sm_90 and sm_100: no spills, wide loads."""
+"""Test that Triton kernels compiled for sm_80, sm_90 and sm_100 do not spill and use wide loads."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ WIDE_LOAD, WIDE_STORE = "ld.global.v4.b32", "st.global.v4.b32"  # 16 bytes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel as it is launched.
+    """A kernel with its arguments and options at a launch, and the expected resources.
 
     Attributes:
         kernel: the Triton function.
-        types: Triton type by argument; may name arguments of other kernels too.
+        types: argument -> Triton type; arguments that the kernel does not have are ignored.
         constants: constexpr arguments.
         warps: warps per block.
         aligned: arguments that are divisible by 16 at a launch.
-        registers: upper bound per thread; 65,536 are shared by all threads of an SM.
-        wide: required instructions of 16 bytes.
+        registers: maximum number per thread; all threads of an SM share 65,536 registers.
+        wide: 16-byte load and store instructions that the PTX must contain.
     """
 
     kernel: JITFunction
@@ -44,7 +44,7 @@ class Case:
 
 
 def cross_entropy_case(kernel: JITFunction, dtype: str) -> Case:
-    """A launch with rows padded to a multiple of 128 columns, and an odd vocabulary of 50,257."""
+    """Return a case for a vocabulary of 50,257 tokens, padded to a multiple of 128 columns."""
     types = {"result": "*fp32", "labels": "*i64", "denominators": "*fp32", "scales": "*fp32"}
     types |= dict.fromkeys(("stride", "width", "columns"), "i32") | {"rows": dtype, "out": dtype}
     return Case(
@@ -66,7 +66,10 @@ POOLING_TYPES = (
 
 
 def pooling_case(kernel: JITFunction, registers: int, *, norm: bool, **more: Any) -> Case:
-    """A launch; ``more``: width and dtype of the hidden states, for the summing kernel only."""
+    """Return a case for a pooling kernel.
+
+    ``more`` is the width and dtype of the hidden states, for the summing kernel only.
+    """
     constants = {"NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
     is_sum = kernel is pooling_kernels.chunk_sums_kernel
     if is_sum:

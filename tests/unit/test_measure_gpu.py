@@ -1,4 +1,4 @@
-"""The steps of make measure-gpu are isolated and resumable."""
+"""Test that the steps of make measure-gpu are isolated and resumable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pathlib, sys
 with open("calls", "a") as calls:
     calls.write(sys.argv[1] + "\\n")
 """
-# Like torchrun with a rank that hangs in a collective: another session that ignores SIGTERM.
+# Imitate torchrun with a rank that hangs in a collective: the child is in another session and
+# ignores SIGTERM.
 HANGING = """
 import pathlib, subprocess, sys, time
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True)"

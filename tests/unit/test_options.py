@@ -1,4 +1,4 @@
-"""Every number in every options class is rejected, or representable as int64 or float32."""
+"""Test that every options class rejects numbers that do not fit into int64 or float32."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_number_is_rejected_or_representable(options_type):
     ):
         for name, put in numeric_fields(options, kind):
             for number in extremes:
-                if abs(number) <= most:  # the field may reject it, or take it
+                if abs(number) <= most:  # the field may accept or reject the value
                     with contextlib.suppress(UserError):
                         put(number)
                     continue

@@ -1,4 +1,4 @@
-"""setup.py lists version ranges and every file; constraints.txt pins versions in those ranges."""
+"""Test that setup.py lists all files, and that constraints.txt pins versions in its ranges."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_requirements_are_ranges_and_constraints_pin_them(setup_arguments):
                 (pinned,) = pins[name].specifier
                 assert requirement.specifier.contains(pinned.version), f"{requirement} excludes it"
     torch = read_requirements(setup_arguments["install_requires"])["torch"].specifier
-    # pip must keep the pre-release of NVIDIA's container.
+    # NVIDIA's container has this pre-release of torch, which pip must not replace.
     assert torch.contains("2.9.0a0+145a3a7bda.nv25.10", prereleases=True)
 
 
