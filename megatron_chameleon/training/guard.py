@@ -166,13 +166,12 @@ class StepSync:
         self._host.copy_(mine, non_blocking=True)
 
     def loss(self) -> float | None:
-        """Mean loss of the step's tokens; None without losses. Call this after the norm is
-        known."""
+        """Mean loss of the step's tokens; None without losses. Call it after the norm is known."""
         loss, tokens = self._host[:2].tolist()
         return loss / tokens if tokens else None
 
     def stop_reasons(self) -> list[str]:
-        """The ``REASONS`` for which any rank wants to stop. Call this after the norm is known."""
+        """The ``REASONS`` for which any rank wants to stop. Call it after the norm is known."""
         flags = self._host[2:].tolist()
         return [reason for reason, flag in zip(REASONS, flags, strict=True) if flag]
 

@@ -297,7 +297,8 @@ def copy_of(workspace: Path) -> Iterator[Path]:
 def run_case(number: int, seed: int, workspace: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """Mutate a copy of ``workspace``, run a reader, and return the verdict.
 
-    ``seed`` and ``number`` determine the mutation and the reader. The verdict's ``problem`` is empty if the outcome is good.
+    ``seed`` and ``number`` determine the mutation and the reader. If the outcome
+    is good, the verdict's ``problem`` is empty.
     """
     rng = random.Random(f"{seed}-{number}")
     kind = list(KINDS)[number % len(KINDS)]

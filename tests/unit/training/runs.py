@@ -23,7 +23,7 @@ from megatron_chameleon.training.run_folder import LOCK_NAME, locked_run_folder
 
 
 def progress_of_run(options: PretrainOptions) -> Progress:
-    """Roll a run back to the checkpoint that a command with these options resumes from."""
+    """Roll a run back to the checkpoint from which a command with these options resumes."""
     plan = plan_training(options)
     with (
         distributed(TrainingParallelOptions(), seed=0) as layout,
@@ -83,7 +83,10 @@ def before_steps(patched, actions):
 
 
 def poison(factor):
-    """Action of ``before_steps``: multiply the first parameter's next gradient by ``factor``."""
+    """Return an action of ``before_steps`` that multiplies one gradient by ``factor``.
+
+    It is the next gradient of the first parameter.
+    """
 
     def register(model):
         def multiply(gradient):

@@ -1,4 +1,4 @@
-"""Checkpoints of a run on one rank: asynchronous saves, deletion of old checkpoints, full disks."""
+"""Test checkpoints on one rank: asynchronous saves, deletion of old checkpoints, full disks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_only_the_last_checkpoints_are_kept(options_for, tmp_path, async_save):
 def fill_disk(monkeypatch, capsys):  # capsys: the limit must not apply to captured output
     """``fill_disk(size, first, until)``: limit files to ``size`` bytes during the next run.
 
-    The limit applies from its step ``first`` up to, not including, its step ``until``.
+    The limit applies from step ``first`` to the step before ``until``; the first step after the
+    start or resume is step 1.
     """
     with contextlib.ExitStack() as full:
 

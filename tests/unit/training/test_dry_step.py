@@ -1,4 +1,4 @@
-"""The dry first step: its peak memory, and running out of memory before training."""
+"""Test the dry first step: its peak memory, and out-of-memory errors before training."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_out_of_memory_ends_the_command_before_anything_is_written(
 
     with pytest.raises(SystemExit) as left:
         run_tool(start, PretrainOptions, ["--run-dir", str(options.run_dir), "--corpus", "x"])
-    message = capsys.readouterr().err.splitlines()[-1]  # torch's warnings come first
+    message = capsys.readouterr().err.splitlines()[-1]  # torch's warnings precede this line
     assert left.value.code == 2
     assert message.startswith("error: out of memory: try --")
     assert not options.run_dir.exists()

@@ -1,4 +1,4 @@
-"""Skipped steps, stop requests, and the agreement of ranks on both."""
+"""Test skipped steps, stop requests, and that ranks agree on both."""
 
 from __future__ import annotations
 

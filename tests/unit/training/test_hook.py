@@ -1,4 +1,4 @@
-"""Steps with a hook compared with autograd, and dot products with float64 arithmetic."""
+"""Compare steps with a hook with autograd, and dot products with float64 arithmetic."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_domain_gradients_equal_autograd_and_combine_by_weight(
     torch.testing.assert_close(hook.products, expected, atol=1e-6, rtol=1e-4)
     combined = 0.25 * gradients[0] - 1.5 * gradients[1] + 3.0 * gradients[3]
     torch.testing.assert_close(found, combined, atol=1e-6, rtol=1e-4)
-    # The host waits for the samples' domains, their token counts and the padding.
+    # The host waits for the samples' domains, their token counts and the padding sizes.
     assert device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch) == 3
     assert hook.flops == 0  # one stage needs no padding samples
 
@@ -176,6 +176,6 @@ def test_dot_products_equal_float64_within_rounding(length):
     storage = torch.randn(5, length + 10, generator=generator) + 0.5
     rows = storage[1:4, 3 : 3 + length]
     expected = plain_products(rows)
-    # Sums of CHUNK products are taken in float32, in any order.
+    # The order of the float32 additions within a chunk of CHUNK products is unspecified.
     rounding = torch.finfo(torch.float32).eps * CHUNK**0.5
     assert (span_products(rows) - expected).abs().max() < rounding * expected.diagonal().max()

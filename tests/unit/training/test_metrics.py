@@ -1,4 +1,4 @@
-"""Measurements of a log interval, and loggers."""
+"""Test the measurements of a log interval, and the loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan of a run: the artifacts that it reads, and the options that it rejects."""
+"""Test the plan of a run: the artifacts that it reads, and the options that it rejects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
 
 @pytest.fixture
 def plan(pretrain_options, tmp_path):
-    """``plan(**changes)``: the plan of six steps, with changed options."""
+    """``plan(**changes)``: the plan of a run of six steps with changed options."""
 
     def make(**changes):
         return plan_training(pretrain_options(tmp_path / "run", **changes))

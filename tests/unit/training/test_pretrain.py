@@ -1,4 +1,4 @@
-"""Runs on one rank, end to end: records, exact resume, stop signals, validation, hooks."""
+"""Test whole runs on one rank: records, exact resume, stop signals, validation, hooks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_finished_run_records_tokens_losses_and_checkpoints(finished_run, corpus
     assert run.checkpoints == ["checkpoints/step-00000003", "checkpoints/step-00000006"]
     for name, tokens in run.domain_tokens.items():
         assert tokens.target == pytest.approx(run.tokens / 3)
-        assert abs(tokens.actual - tokens.target) <= 32  # they differ by at most one sample
+        assert abs(tokens.actual - tokens.target) <= 32  # the counts differ by at most one sample
         assert tokens.epochs == tokens.actual / corpus.domains[name].train.tokens
     assert sum(tokens.actual for tokens in run.domain_tokens.values()) == run.tokens
     records = metrics(finished_run)
@@ -83,7 +83,7 @@ def test_killed_run_resumes_exactly(pretrain_options, tmp_path, parallel, bf16):
     shutil.rmtree(step_folder(resumed, 6))  # as if killed after step 3
     pretrain(dataclasses.replace(options, dry_first_step="on"))
     assert losses(resumed) == losses(whole)
-    # The hash covers weights, moments and schedule.
+    # The hash covers weights, moments and the learning-rate schedule.
     assert record_at(resumed, 6).hash == record_at(whole, 6).hash
     assert TrainingRun.load(resumed).domain_tokens == TrainingRun.load(whole).domain_tokens
     assert TrainingRun.load(resumed).status == "finished"
@@ -200,7 +200,7 @@ def test_deterministic_profile_and_dry_step_change_nothing(
 
 
 def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch):
-    """The count includes the data loader, the guard and stop requests."""
+    """The count includes synchronizations of the data loader, the guard and stop requests."""
     waits, run_step = [], trainer.Trainer._run_step
 
     def counting(trainer):
@@ -224,7 +224,7 @@ def test_run_resumes_only_with_its_own_hook(pretrain_options, tmp_path, monkeypa
 
 
 def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, monkeypatch):
-    """Losses and samples are the same with prefetching, even if resumed just before a change."""
+    """Prefetching changes no losses and no samples, even on resume before a mixture change."""
     data = DataOptions(permutation="epoch")
     plain, ahead = (
         pretrain_options(tmp_path / name, log_interval=1, data=data) for name in ("plain", "ahead")

@@ -1,4 +1,4 @@
-"""Runs that start from trained weights: a checkpoint, or a GPT-2 folder of transformers."""
+"""Test runs that start from a trained checkpoint or from a GPT-2 folder of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.small_corpus import VOCAB_SIZE, word_tokenizer, write_small_corpus
 from tests.unit.training.runs import losses, progress_of_run, weights_at
 
 POSITIONS = 40
-# Large weights: logits are about 1.
+# The weights are so large that logits are about 1.
 NANO = {"n_layer": 4, "n_head": 4, "n_embd": 64, "n_positions": POSITIONS, "vocab_size": 320}
 UNNAMED = {"n_layer": 3, "n_head": 2, "n_embd": 48, "n_inner": 80, "n_positions": 32}
 UNNAMED |= {"vocab_size": VOCAB_SIZE, "activation_function": "gelu"}  # type: ignore[dict-item]
@@ -54,7 +54,7 @@ def gpt2(tmp_path) -> Path:
 
 @pytest.fixture
 def options_for(pretrain_options, tmp_path):
-    """``options_for(weights, **changes)``: a run that barely changes ``weights``."""
+    """``options_for(weights, **changes)``: options of a run that barely changes ``weights``."""
 
     def options(weights, **changes):
         settings = {"model_size": None, "train_iters": 2, "save_interval": 1, "optimizer": FROZEN}

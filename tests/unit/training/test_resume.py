@@ -1,4 +1,4 @@
-"""Resume: which checkpoint, with which changed options, and with which samples."""
+"""Test which checkpoint is resumed, which options may change, and which samples follow."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def changing(*changes):
 
 def test_mixture_change_is_recorded_exactly(changed_run, corpus):
     records = metrics(changed_run / "run").values()
-    # Masked tokens count as sampled.
+    # Masked tokens are counted as sampled tokens.
     assert [{n: d["got"] // 32 for n, d in record["drawn"].items()} for record in records] == [
         {"news": 5, "code": 5, "poems": 6},
         {"news": 8, "code": 8, "poems": 8},
@@ -147,7 +147,7 @@ def test_mixture_change_is_recorded_exactly(changed_run, corpus):
     assert run.domain_tokens["poems"] == SampledTokens(1.0, 1024.0, 1024, 1024 / tokens)
     first, last = (record_at(changed_run / "run", step) for step in (3, 6))
     assert first.domain_samples == dict.fromkeys(DOMAINS, 8)
-    assert [phase.first_sample for phase in first.mixture_phases] == [0]  # the change follows
+    assert [phase.first_sample for phase in first.mixture_phases] == [0]  # changes after step 3
     assert last.domain_samples == {"news": 8, "code": 8, "poems": 8 + 24}
     assert last.mixture_phases[1] == MixturePhase(24, {"news": 0.0, "code": 0.0, "poems": 1.0})
     assert last.domain_tokens == {name: n * 32 for name, n in last.domain_samples.items()}

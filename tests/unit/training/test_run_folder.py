@@ -1,4 +1,5 @@
-"""Run folder: one job at a time, and --overwrite keeps the old run until a new one has started."""
+"""Test that jobs lock a run folder, and that --overwrite keeps the old run until a new one
+starts."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def overwrite_and_be_killed(folder, moves=None, started=False):
     Args:
         folder: folder of the run.
         moves: number of file moves before it is killed; None for all of them.
-        started: whether it has then written the run.json of the new run.
+        started: whether it has written the run.json of the new run before it is killed.
     """
     child = os.fork()
     if child:

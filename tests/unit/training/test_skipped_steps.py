@@ -1,4 +1,4 @@
-"""Runs that skip one step, or several in a row, also across a resume and with a hook."""
+"""Test runs that skip one or several consecutive steps, also across a resume and with a hook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps compared with plain torch and with megatron's own functions."""
+"""Compare training steps with plain torch and with megatron's own functions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def micro_batches(*, masked=False):
 
 
 class Stepper(RandomTraining):
-    """Steps of a small model on three micro-batches each."""
+    """Training steps of a small model; each step has three micro-batches."""
 
     def __init__(self, layout, *, bf16=False, masked=False):
         settings = {"optimizer": OPTIONS, "train_iters": STEPS, "per_token_loss": masked}
@@ -110,7 +110,7 @@ def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
 
 
 def test_a_step_synchronizes_once(one_rank, monkeypatch):
-    """Only the gradient norm is read, whatever the number of parameters and micro-batches."""
+    """The host reads only the gradient norm, for any number of parameters and micro-batches."""
     for bf16, masked in itertools.product((False, True), repeat=2):
         step = Stepper(one_rank, bf16=bf16, masked=masked)
         step()
@@ -196,7 +196,7 @@ ENDS: list[list[Sequence[int]]] = [
     [(1, 2, 3, 4, 5, 12), range(10)],
     [range(17), range(17)],  # no token of this micro-batch has a loss
 ]
-"""Positions of the end-of-document tokens in each sample of each micro-batch."""
+"""Micro-batches -> samples -> positions of the end-of-document tokens."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Validation compared with plain torch, window by window."""
+"""Compare validation with plain torch, window by window."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_losses_equal_plain_means_and_training_is_unchanged(validation, texts):
     assert list(losses) == ["a", "b"]
     assert losses["a"] == pytest.approx(plain_losses(model, texts[0]), abs=1e-5)
     assert losses["b"] == pytest.approx(plain_losses(model, texts[2]), abs=1e-5)
-    assert len(found) == 12  # 5 + 3 windows in batches of 6
+    assert len(found) == 12  # two domains with 5 and 3 windows, in batches of 6
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
