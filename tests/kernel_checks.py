@@ -100,7 +100,7 @@ def compile_kernel(
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """Resources of a compiled kernel by name, printed by the cuobjdump that Triton ships."""
+    """Resource name -> amount for a compiled kernel, as printed by Triton's copy of cuobjdump."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -26,7 +26,8 @@ from megatron_chameleon.artifacts.corpus import index_file_bytes
 from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 
-# Odd, so that no tensor-parallel degree divides it and the last rows of the embedding are padding.
+# The size is odd, so that no tensor-parallel degree divides it and the last rows of the embedding
+# are padding.
 VOCAB_SIZE = 251
 EOD = VOCAB_SIZE - 1
 DOMAINS = ("news", "code", "poems")
@@ -73,7 +74,7 @@ def write_small_corpus(
 
 
 def write_corpus(root: Path, documents: Documents, tokenizer_hash: str = TOKENIZER_HASH) -> Corpus:
-    """Write a corpus of these documents, without their end-of-document tokens."""
+    """Write a corpus of these documents, which lack the end-of-document tokens."""
     found = {
         name: Domain(**{split: _write_split(root, name, split, texts[split]) for split in SPLITS})
         for name, texts in documents.items()

@@ -202,7 +202,7 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
             raise UserError(f"{name} changes the mixture, which needs --permutation epoch")
         if plan.options.data.mixture_change:
             raise UserError(
-                f"{name} changes the mixture and would override --mixture-change; leave it out"
+                f"--mixture-change: {name} changes the mixture, too; leave out --mixture-change"
             )
     return hook
 

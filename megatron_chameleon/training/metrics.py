@@ -351,14 +351,16 @@ Logger = JsonLinesLogger | TensorBoardLogger | WandbLogger
 
 
 def open_loggers(options: PretrainOptions, first_step: int) -> list[Logger]:
-    """Open the run's loggers, on one rank, after ``first_step`` steps.
+    """Open the run's loggers on one rank, after ``first_step`` steps.
 
     A logger whose package is missing is skipped with a warning.
     """
     loggers: list[Logger] = [JsonLinesLogger(options.run_dir / METRICS_NAME)]
-    if options.logging.tensorboard and _installed("tensorboard", "--no-tensorboard"):
+    if options.logging.tensorboard and _installed("tensorboard", "pass --no-tensorboard"):
         loggers.append(TensorBoardLogger(options.run_dir / "tensorboard", first_step))
-    if options.logging.uses_wandb and _installed("wandb", "no --wandb-project, no WANDB_API_KEY"):
+    if options.logging.uses_wandb and _installed(
+        "wandb", "leave out --wandb-project and unset WANDB_API_KEY"
+    ):
         loggers.append(WandbLogger(options))
     return loggers
 
@@ -367,7 +369,7 @@ def _installed(package: str, without: str) -> bool:
     installed = importlib.util.find_spec(package) is not None
     if not installed:
         warnings.warn(
-            f"no metrics for {package}, which is not installed; install it, or pass {without}",
+            f"{package} is not installed, so it gets no metrics; install {package}, or {without}",
             stacklevel=3,
         )
     return installed

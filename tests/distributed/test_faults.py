@@ -1,4 +1,4 @@
-"""Killed and stopped ranks, user errors, and agreement between ranks."""
+"""Test killed ranks, stopped ranks, user errors, and agreement between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings, weights, perplexities, conversions and downstream answers in every layout."""
+"""Embeddings, weights, perplexities, conversions and downstream answers agree in every layout."""
 
 from __future__ import annotations
 
@@ -127,5 +127,5 @@ def test_downstream_answers_equal_those_of_one_rank(results, name):
     assert result.gaps == []
     assert result.cost.num_devices == cases.MAX_RANKS
     assert result.cost.device_seconds == pytest.approx(cases.MAX_RANKS * result.cost.wall_seconds)
-    # The padding of rows depends on the batches.
+    # The FLOPs include padding, which depends on the batches.
     assert result.cost.flops == pytest.approx(one.cost.flops, rel=0.2)

@@ -1,5 +1,4 @@
-"""Test that jobs lock a run folder, and that --overwrite keeps the old run until a new one
-starts."""
+"""Test that jobs lock a run folder, and that --overwrite keeps the old run until a new start."""
 
 from __future__ import annotations
 
