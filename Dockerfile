@@ -8,8 +8,8 @@ FROM nvcr.io/nvidia/pytorch:${PYTORCH_TAG}
 
 WORKDIR /opt/megatron_chameleon
 
-# By this variable the image pins packages for every pip, some to versions that setup.py excludes.
-# Only the packages below must be kept.
+# With this variable, the image pins packages for every call of pip, some of them to versions that
+# setup.py excludes. Only the packages pinned below must be kept.
 ENV PIP_CONSTRAINT=
 
 # Pin the image's packages: if a dependency requires another torch, the build fails with pip's message
@@ -18,8 +18,8 @@ RUN python -m pip list --format freeze \
     | grep -iE '^(torch|triton|pytorch-triton|transformer[-_]engine.*|apex|flash[-_]attn)==' \
     | tee /etc/container-pins.txt
 
-# Dependencies first, so that a change of the sources does not install them again.
-# --no-build-isolation builds with the image's packages: an isolated build would fetch others.
+# Dependencies are installed first, so that a change of the sources does not install them again.
+# --no-build-isolation builds with the image's packages; an isolated build would download others.
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_chameleon/__init__.py megatron_chameleon/__init__.py
 RUN python -m pip install --no-cache-dir 'setuptools>=77' wheel \

@@ -1,7 +1,7 @@
 # All developer commands; "make" alone prints the list.
 #
-# The environment is .venv, pinned by constraints.txt. The first target that needs it sets it up;
-# it is set up again only when its inputs change.
+# constraints.txt pins the packages of the environment .venv. The first target that needs the
+# environment sets it up; the setup is repeated only when its inputs change.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,23 +13,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# The stamp's name is a digest of the environment's inputs: a changed pin, another interpreter or a
-# moved clone (an editable install points at its folder) triggers a new install.
+# The name of the stamp file contains a digest of the environment's inputs: a changed pin, another
+# interpreter or a moved clone (an editable install refers to its folder) triggers a new install.
 SETUP_FILES := setup.py pyproject.toml constraints.txt
 SETUP_KEY := $(shell { echo "$(CURDIR)"; command -v "$(PYTHON)"; cat $(SETUP_FILES); } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(SETUP_KEY)
 
-# One thread per process: the tests and the ranks already fill the cores.
+# Use one thread per process, because the tests and the ranks already use all cores.
 test test-slow test-gpu: export OMP_NUM_THREADS := 1
 
-# These test the CPU paths, also on a machine with a GPU.
+# The following targets test the CPU paths, even on a machine with a GPU.
 test test-numeric test-slow: export CUDA_VISIBLE_DEVICES :=
 
-# Another processor's rounding, and more threads; CONTRIBUTING.md lists further combinations.
+# Test with another processor's rounding and more threads; CONTRIBUTING.md lists more combinations.
 test-numeric: export ATEN_CPU_CAPABILITY := default
 test-numeric: export OMP_NUM_THREADS := 2
-# The memory estimate is excluded: torch rejects bf16 attention under a lowered capability on
-# processors with AVX-512.
+# The test of the memory estimate is excluded, because torch rejects bf16 attention on processors
+# with AVX-512 if ATEN_CPU_CAPABILITY is lowered.
 NUMERIC_TESTS := $(addprefix tests/unit/,mixture model embedding training) \
   --ignore tests/unit/model/test_memory.py
 
@@ -45,7 +45,7 @@ help:
 	echo "make lint         ruff, mypy and the import rules"
 	echo "make format       ruff format and ruff's fixes"
 	echo "make docs         the documentation, into site/index.html"
-	echo "make doctor       which acceleration is active here, and what its absence costs"
+	echo "make doctor       which acceleration is active here, and the cost of missing libraries"
 	echo "make setup        set up .venv (the other targets do so when needed)"
 	echo "make clean        remove .venv, caches and build output (keeps runs/)"
 	echo
@@ -72,8 +72,8 @@ test-gpu: $(STAMP)
 	fi
 	$(BIN)/python -m pytest -m gpu tests/gpu
 
-# A restart skips finished steps. MEASURE_GPU="--seconds 570" limits a call to 10 minutes;
-# benchmarks/measure_gpu.py exits with 75 while steps remain.
+# When measure-gpu is run again, it skips finished steps. MEASURE_GPU="--seconds 570" limits a call
+# to 10 minutes; benchmarks/measure_gpu.py exits with 75 while steps remain.
 measure-gpu: $(STAMP)
 	$(BIN)/python benchmarks/measure_gpu.py $(MEASURE_GPU)
 
@@ -87,7 +87,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Broken links and unlinked pages fail the build. --quiet would also stop warnings from counting.
+# Broken links and unlinked pages fail the build. With mkdocs's --quiet, they would not.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	echo "site/index.html is the first page."
@@ -102,7 +102,7 @@ clean:
 
 # torch is installed first, so that no other package pulls in a different build. Triton is listed
 # because torch's CPU build does not depend on it. An environment without a stamp is incomplete and
-# is recreated, as is one of another interpreter or of a moved clone.
+# is recreated. An environment of another interpreter or of a moved clone is recreated too.
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
   --constraint constraints.txt
 

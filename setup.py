@@ -1,14 +1,15 @@
-"""Installs megatron_chameleon. Everything here is a range; exact pins are in constraints.txt.
+"""Install megatron_chameleon. Requirements are version ranges; constraints.txt pins exact versions.
 
-Ranges let ``pip install -e .`` keep what is already installed. That matters in NVIDIA's PyTorch
-container, whose torch, Transformer Engine, Apex and Triton belong together:
+Ranges let ``pip install -e .`` keep packages that are already installed. This matters in NVIDIA's
+PyTorch container, whose torch, Transformer Engine, Apex and Triton were built for each other:
 
-* torch's lower bound is a pre-release, because the container's torch is one (2.9.0a0+...), and
-  a plain ``>=2.9`` would replace it.
-* Triton is not listed. CUDA builds of torch bring the one they were made with; a second one over
-  it breaks torch.compile. The make targets name it, since torch's CPU build brings none.
-* NVIDIA's Apex and Transformer Engine come with the container and are used when they are there.
-  The package index has an unrelated project under Apex's name, so it is never listed.
+* torch's lower bound is a pre-release, because the container's torch is a pre-release
+  (2.9.0a0+...), which pip would replace if the bound were ``>=2.9``.
+* Triton is not listed. CUDA builds of torch install the matching version of Triton, and installing
+  another version over it breaks torch.compile. The make targets install Triton explicitly, since
+  torch's CPU build does not.
+* NVIDIA's Apex and Transformer Engine are part of the container and are used if they are installed.
+  Apex is never listed, because the package index has an unrelated project of the same name.
 """
 
 import re
@@ -46,20 +47,20 @@ setup(
         ]
     },
     install_requires=[
-        # The model, its parallelism, its data files and its checkpoints.
+        # Model, parallelism, data files and checkpoints.
         "torch>=2.9.0a0",
         "megatron-core>=0.16,<0.17",
-        # megatron-core's checkpoint writer hangs without it and does not declare it.
+        # megatron-core's checkpoint writer hangs without psutil, but does not declare it.
         "psutil>=5.9",
-        # Numerics.
+        # Numerical computation.
         "numpy>=1.26",
         "scipy>=1.11",
         "numba>=0.60",
-        # The clusters of discovered domains.
+        # Clustering of documents into domains.
         "scikit-learn>=1.4",
-        # The regression of RegMix.
+        # RegMix's regression.
         "lightgbm>=4.3",
-        # Text in, tokens out.
+        # Reading and tokenizing text.
         "tokenizers>=0.20",
         "sentencepiece>=0.2",
         "orjson>=3.9",
@@ -72,24 +73,24 @@ setup(
         "docstring-parser>=0.16",
         "tyro>=1.0",
         "tqdm>=4.66",
-        # The report.
+        # Tables, figures and page of the report.
         "jinja2>=3.1",
         "matplotlib>=3.8",
         "pandas>=2.2",
-        # Training curves; a run without it logs a warning and continues.
+        # Training curves. Without TensorBoard, a run logs a warning and continues.
         "tensorboard>=2.16",
     ],
     extras_require={
-        # Parquet, data sets by name, tiktoken's files, and the fast encoder.
+        # Parquet, Hugging Face datasets by name, tiktoken files, and gigatoken, a fast encoder.
         "data": ["pyarrow>=17", "datasets>=4", "tiktoken>=0.8", "gigatoken>=0.10"],
-        # Tasks are loaded as in 0.4.13.
+        # Our code that loads tasks follows lm-eval 0.4.13.
         "eval": ["lm-eval>=0.4.13,<0.5"],
-        # To open the Hugging Face folders that tools/convert_checkpoint.py writes; it needs none.
+        # Loads the folders that tools/convert_checkpoint.py writes; the tool itself needs no extra.
         "hf": ["transformers>=4.46"],
-        # The map of windows; the report falls back to PCA without umap-learn.
+        # The report's map of windows, which uses PCA if umap-learn is not installed.
         "plots": ["umap-learn>=0.5.9", "threadpoolctl>=3.1"],
         "wandb": ["wandb>=0.17"],
-        # To build the pages of docs/.
+        # Build of the documentation.
         "docs": [
             "latex2mathml>=3.77",
             "mkdocs>=1.6,<2",
@@ -97,12 +98,12 @@ setup(
             "pymdown-extensions>=10.9",
         ],
         "dev": [
-            # lm-eval's own model for transformers, which ours is compared with.
+            # Required by lm-eval's `hf` model, with which tests compare our lm-eval model.
             "accelerate>=1.0",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mypy>=1.13",
-            # Drives a browser of the system through the report's page; it needs no other.
+            # Tests the report's page in an installed browser; downloads no browser of its own.
             "playwright>=1.50",
             "pre-commit>=3.6",
             "pytest>=8",

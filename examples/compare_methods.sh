@@ -66,9 +66,9 @@ check_choice() {
   done
 }
 
-# comparison FLAGS...: run tools/compare_methods.py on the selected columns.
+# comparison FLAGS...: run tools/compare_methods.py on METHODS and SEEDS.
 comparison() {
-  # shellcheck disable=SC2086   # names and seeds are words
+  # shellcheck disable=SC2086   # names and seeds contain no spaces
   python "$TOOLS/compare_methods.py" --run "$RUN" --mixtures $METHODS --seeds $SEEDS \
     --run-suffix="$SUFFIX" --baseline "$BASELINE" "$@"
 }
@@ -87,7 +87,7 @@ mini() {
   JOBS_AT_ONCE=${JOBS_AT_ONCE:-2}      # 1.8 times as fast as one job at a time with two ranks
   SEQ_LENGTH=128 BATCH=8 WARMUP=160 SWARM_WARMUP=40
   BASE_STEPS=${BASE_STEPS:-800}
-  PROXY_STEPS=${PROXY_STEPS:-1000}             # for Chameleon; a third of them is too few
+  PROXY_STEPS=${PROXY_STEPS:-1000}             # for Chameleon; a third of these steps is too few
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # for DoReMi and DoGE
   MEMBER_STEPS=${MEMBER_STEPS:-150} REGMIX_MEMBERS=48 LAWS_MEMBERS=24
   EMBED=(--num-windows 512)            # as in the quickstart
@@ -95,7 +95,7 @@ mini() {
   EVAL_TOKENS=4096
 }
 
-# A smoke test: nothing is learned.
+# Set the flags of a smoke test, in which models learn nothing.
 tiny() {
   BASE_STEPS=${BASE_STEPS:-12} PROXY_STEPS=${PROXY_STEPS:-8}
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-12} MEMBER_STEPS=${MEMBER_STEPS:-4}
@@ -154,7 +154,8 @@ TRAIN+=("${EXTRA[@]}")
 START=(python)
 [ "$JOBS_AT_ONCE" != 1 ] || START=(torchrun "${RANKS[@]}")
 
-# The jobs. Each replaces its shell (exec), so that a signal to the job reaches the command.
+# The following functions run the jobs. Each job replaces its shell (exec), so that a signal to the
+# job reaches the command.
 
 train_proxy() {
   [ "$SIZE" != paper ] || launcher "$HERE/pretrain_82m_proxy.sh"
@@ -206,8 +207,8 @@ evaluate() {
   exec "${ENDED[@]}" "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
 }
 
-# Whether a job was stopped by STOP_AT. Training and the paper's launchers handle STOP_AT themselves;
-# other commands are killed by timeout.
+# Return whether a job was stopped by STOP_AT. Training and the paper's launchers handle STOP_AT
+# themselves; other commands are killed by timeout.
 was_ended() {
   case $1 in
     chameleon | *-evaluation) is_out_of_time ;;
@@ -222,7 +223,7 @@ is_finished() { grep -qs '"status": "finished"' "$1/run.json"; }
 
 is_trained() { is_finished "$RUN/5-base/$1$SUFFIX-seed$2" || is_uniform "$1"; }
 
-# Whether all evaluations of a mixture exist and belong to the current weights.
+# Return whether all evaluations of a mixture exist and belong to the current weights.
 is_evaluated() {
   local seed
   ! is_uniform "$1" || return 0
@@ -232,7 +233,7 @@ is_evaluated() {
   METHODS=$1 comparison --check evaluations 2>> "$RUN/logs/$1-evaluation.log"
 }
 
-# Whether a mixture equals uniform to nine digits, and uniform is among METHODS.
+# Return whether a mixture equals uniform to nine digits, and uniform is among METHODS.
 is_uniform() {
   [[ $1 != uniform && " $METHODS " == *" uniform "* ]] && is_found "$1" && is_found uniform &&
     [ "$(weights_of "$1")" = "$(weights_of uniform)" ]
@@ -242,7 +243,7 @@ weights_of() {
   sed -n '/^  "weights": {/,/^  }/ s/\(\.[0-9]\{9\}\)[0-9]*/\1/p' "$RUN/4-mixture/$1.json"
 }
 
-# Approximate seconds of a job: for paper on an H100, for mini on one core of a virtual machine.
+# Print the approximate seconds of a job: with SIZE=paper on an H100, otherwise on one CPU core.
 seconds_for() {
   if [ "$SIZE" = paper ]; then
     case $1 in
@@ -271,8 +272,8 @@ seconds_for() {
   esac
 }
 
-# A run folder can only be resumed with the settings it was started with. Base models of another
-# size have separate settings, but share the proxies.
+# Reject a run folder that was started with other settings. Base models of another size have
+# separate settings, but use the same proxies.
 hold_to_settings() {
   local proxies="seed of the proxies: $PROXY_SEED"
   if [ "$SIZE" != paper ]; then

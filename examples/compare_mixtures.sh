@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by the fine-tuning launchers after launch.sh, with their RUN, CORPUS, PRETRAINED and
-# MIXTURE. The same command resumes after an interruption.
+# The fine-tuning launchers source this file after launch.sh and after setting
+# RUN, CORPUS, PRETRAINED and MIXTURE. The same command resumes after an interruption.
 
-# compare_mixtures RECIPE: compute weights with PRETRAINED, fine-tune it with each of MIXTURE, and
-# compare the runs. examples/data/RECIPE creates the corpus.
+# compare_mixtures RECIPE: compute weights with PRETRAINED, fine-tune this model with each mixture
+# in MIXTURE, and compare the runs. examples/data/RECIPE creates the corpus.
 compare_mixtures() {
   choose finetune "$1"
   start_from "$PRETRAINED"
@@ -29,7 +29,8 @@ weigh_domains() {
   EMBED+=(--checkpoint "$PRETRAINED" --store "$RUN/3-embeddings")
   within_limit torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --mode finetune \
     --output "$RUN/4-mixture/chameleon-finetune.json"
-  # The embeddings are stored now. The second mode needs no forward pass, and only one process.
+  # The embeddings are stored now, so the second mode runs no forward pass and needs only one
+  # process.
   on_first_node python "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${ALONE[@]}" --mode pretrain \
     --output "$RUN/4-mixture/chameleon-pretrain.json"
 }

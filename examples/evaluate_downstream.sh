@@ -10,7 +10,7 @@
 # The same command resumes after an interruption. The results are written to
 # RUN/6-evaluation/NAME-downstream.json.
 #
-#   SIZE         tiny, or any other value, since runs record their sizes (any)
+#   SIZE         tiny for a smoke test; other values have no effect, since runs record their size
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CHECKPOINTS  the runs or checkpoints to evaluate (all of RUN/5-base)
 #   DATA_DIR     folder with copies of the tasks' datasets as OWNER/NAME (the hub)

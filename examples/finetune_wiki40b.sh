@@ -8,7 +8,8 @@
 #   SIZE=tiny bash examples/finetune_wiki40b.sh      # smoke test on 2 CPU ranks
 #   MIXTURE=chameleon-finetune bash examples/finetune_wiki40b.sh -- --micro-batch-size 4
 #
-# Prints the table of perplexities at the end. The same command resumes after an interruption.
+# The launcher prints a table of perplexities at the end. The same command resumes after an
+# interruption.
 #
 #   SIZE         model size of PRETRAINED (684m)
 #   RUN          folder of the experiment (runs/wiki40b)

@@ -14,11 +14,11 @@ hyperparameters() {
     --model-size "$2"
     --weight-decay 0.01        # paper: experimental setup
     --clip-grad 1.0            # paper: experimental setup
-    --seq-length 1024          # assumed: from the paper's FLOPs; the baselines' code has 512
+    --seq-length 1024          # assumed: from the paper's FLOPs; the baselines' code uses 512
     --lr-warmup-iters 500      # assumed: the baselines' code
     --adam-beta1 0.9           # assumed: usual for language models
     --adam-beta2 0.95          # assumed: usual for language models
-    --adam-eps 1e-8            # assumed: Adam's own
+    --adam-eps 1e-8            # assumed: the default of Adam
     --micro-batch-size 8       # assumed: limited by GPU memory; does not change results
     --bf16                     # assumed: usual on the paper's H100
   )
@@ -36,7 +36,7 @@ hyperparameters() {
     --sweep-num-windows 2048 4096 8192         # paper: the same table, "2k", "4k" and "8k"
   )
 
-  case $1 in                   # the paper's schedule is a cosine, the only one supported
+  case $1 in                   # all experiments use the paper's cosine schedule
     proxy)
       TRAIN+=(
         --train-iters 2000         # paper: training setup
@@ -55,7 +55,7 @@ hyperparameters() {
         --global-batch-size 512    # paper: experimental setup
       )
       ;;
-    finetune)                    # with pretraining's learning rates; the paper names no others
+    finetune)                    # learning rates of pretraining, since the paper states no others
       TRAIN+=(
         --train-iters 10000        # paper: section on fine-tuning
         --global-batch-size 128    # paper: experimental setup
@@ -80,14 +80,14 @@ hyperparameters() {
     tiny)
       TRAIN+=(
         --lr 1e-2                  # tiny: learns in a few steps
-        --min-lr 1e-3              # tiny: a tenth
+        --min-lr 1e-3              # tiny: a tenth of --lr
         --lr-warmup-iters 2        # tiny: must be smaller than --train-iters
         --train-iters 12           # tiny: seconds
         --seq-length 64            # tiny: seconds
         --global-batch-size 8      # tiny: seconds
-        --micro-batch-size 4       # tiny: two ranks share a step
-        --log-interval 4           # tiny: three lines
-        --no-bf16                  # tiny: slow on CPUs
+        --micro-batch-size 4       # tiny: half of the batch for each of two ranks
+        --log-interval 4           # tiny: prints three lines
+        --no-bf16                  # tiny: bf16 is slow on CPUs
       )
       EMBED+=(
         --num-windows 64           # tiny: seconds
@@ -97,7 +97,7 @@ hyperparameters() {
         --max-tokens 2048          # tiny: seconds
       )
       SWEEP+=(
-        --sweep-train-iters 4 12   # tiny: above --lr-warmup-iters, and the centre
+        --sweep-train-iters 4 12   # tiny: more than --lr-warmup-iters; 12 is the center
         --sweep-model-size nano tiny   # tiny: seconds
         --sweep-num-windows 32 64  # tiny: seconds
       )

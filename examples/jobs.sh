@@ -1,15 +1,15 @@
 # shellcheck shell=bash
-# Sourced by compare_methods.sh: run jobs with dependencies, several of them concurrently. After a
-# restart, finished jobs are skipped.
+# compare_methods.sh sources this file, which runs jobs with dependencies,
+# several at a time. When the command is run again, finished jobs are skipped.
 #
 #   job NAME SECONDS "AFTER ..." "TEST ..." COMMAND...
 #                    define a job that runs after the jobs in AFTER, unless the command TEST
-#                    succeeds (the job is done already); SECONDS is a relative estimate of the
+#                    succeeds, which means that the job is done; SECONDS is a relative estimate of the
 #                    job's duration
-#   run_jobs COUNT   run COUNT jobs at a time. A single job at a time logs to the terminal;
-#                    otherwise each job logs to RUN/logs/NAME.log. Returns when all jobs are done,
-#                    otherwise exits.
-#   was_ended NAME   defined by the caller: whether a failed job was stopped by the time limit
+#   run_jobs COUNT   run COUNT jobs at a time. If COUNT is 1, jobs log to the terminal;
+#                    otherwise each job logs to RUN/logs/NAME.log. Return when all jobs are done;
+#                    exit if a job failed or was stopped.
+#   was_ended NAME   return whether the time limit stopped a failed job; defined by the caller
 JOBS=()
 STOPPED=75   # exit status of a tool that was stopped and can resume
 declare -A EXPECTED AFTER TEST COMMAND STATE STARTED

@@ -3,7 +3,7 @@
 # Each launcher documents its SIZE, RUN, CORPUS and MIXTURE. All launchers also take the following
 # variables (defaults in parentheses):
 #   SEED         seed of the initial weights and of the order of samples (1)
-#   TP, PP       tensor- and pipeline-parallel degree; the rest is data parallel (1, 1)
+#   TP, PP       tensor- and pipeline-parallel size (1, 1)
 #   NPROC        ranks per node (one per GPU, or one per core without GPUs)
 #   NNODES       number of nodes; start the launcher on each node with its NODE_RANK (set by SLURM)
 #                and with the first node's address as MASTER_ADDR (1)
@@ -32,7 +32,7 @@ if [ "$SIZE" = tiny ]; then
   CORPUS=${CORPUS:-runs/quickstart/1-corpus}
   PRETRAINED=${PRETRAINED:-runs/tiny/pretrain_684m_pile/5-base/uniform-seed1}
   PROXY=${PROXY:-runs/tiny/pretrain_82m_proxy/2-proxy/tiny-seed1}
-  [[ $LAUNCHER == finetune_* ]] || MIXTURE=${MIXTURE:-uniform}   # no mixture exists yet
+  [[ $LAUNCHER == finetune_* ]] || MIXTURE=${MIXTURE:-uniform}   # the smoke test has no mixture file
   NPROC=${NPROC:-2}
   export CUDA_VISIBLE_DEVICES=           # one GPU could not hold two ranks
   export TORCHDYNAMO_DISABLE=1           # do not load the compiler, which only GPUs use
@@ -86,7 +86,8 @@ mixture() {
     uniform | */* | *.json) WEIGHTS=$1 ;;
     *) WEIGHTS=$RUN/4-mixture/$1.json ;;
   esac
-  # Other nodes may get here before the first node has written the file; torchrun makes them wait.
+  # Other nodes may reach this line before the first node has written the file; torchrun makes them
+  # wait.
   [ "$WEIGHTS" = uniform ] || [ -e "$WEIGHTS" ] || [ "$NODE_RANK" != 0 ] ||
     refuse "no mixture at $WEIGHTS; see 'bash $HERE/pretrain_82m_proxy.sh --help', or set MIXTURE=uniform"
 }
@@ -98,8 +99,8 @@ start_from() {
   TRAIN+=(--pretrained-checkpoint "$1")
 }
 
-# Set LIMIT to the flag that stops a run at STOP_AT, and ENDED to a prefix that stops a command
-# without such a flag; exit if STOP_AT has passed.
+# Set LIMIT to the flag that stops a training run at STOP_AT, and ENDED to the prefix that stops any
+# other command at STOP_AT; exit if STOP_AT has passed.
 limit_time() {
   LIMIT=() ENDED=()
   [ -n "${STOP_AT:-}" ] || return 0
@@ -123,6 +124,6 @@ within_limit() {
   return "$status"
 }
 
-# Whether STOP_AT has passed. If so, a command that failed under ENDED was stopped, or it lost ranks
-# that were stopped on another node.
+# Return whether STOP_AT has passed. If so, a command that failed under ENDED was stopped, or ranks
+# of the command were stopped on another node.
 is_out_of_time() { [ -n "${STOP_AT:-}" ] && (($(date +%s) >= STOP_AT)); }

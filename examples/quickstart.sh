@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The whole pipeline on real text in a few minutes on two CPU cores: text -> tokens -> proxy ->
+# Run the whole pipeline on real text, in a few minutes on two CPU cores: text -> tokens -> proxy ->
 # mixture -> two models -> perplexity -> tables and figures. Each step runs an ordinary command.
-# After an interruption, run it again: it skips finished steps and reuses stored embeddings; an
-# unfinished training run restarts. Use another RUN for other settings.
+# After an interruption, run this script again: finished steps are skipped, stored embeddings are
+# reused, and an unfinished training run starts from scratch. Use another RUN for other settings.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,7 +10,7 @@ RUN=${RUN:-runs/quickstart}            # output folder
 SIZE=${SIZE:-nano}                     # model size of the proxy and the two models
 PROXY_STEPS=${PROXY_STEPS:-500}
 BASE_STEPS=${BASE_STEPS:-650}
-WARMUP=${WARMUP:-160}                  # less than either number of steps
+WARMUP=${WARMUP:-160}                  # must be less than the numbers of steps
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread per process, since two processes run at a time

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = "docs"
-# Files outside docs/ that are pages of the site.
+# Files outside docs/ that the site includes as pages.
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -64,7 +64,8 @@ def page_of(name: str) -> str:
     """Return the site's page for a file of the repository, or for one of ``FOLDERS``."""
     if name in PAGES or name in FOLDERS:
         return {**PAGES, **FOLDERS}[name]
-    if os.path.dirname(name) == "tools":  # a tool's page has more content than its file
+    # The generated page of a tool has more content than the tool's file.
+    if os.path.dirname(name) == "tools":
         return f"{name.removesuffix('.py')}.md"
     if name.startswith(f"{DOCS}/"):
         return name.removeprefix(f"{DOCS}/")

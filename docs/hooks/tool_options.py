@@ -141,7 +141,7 @@ def _values_of(hint: Any) -> str:
     if origin is Literal:
         return "|".join(str(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        known = bool in arguments  # in this case None is also a value
+        known = bool in arguments  # for `bool | None`, None is also a value
         return "|".join(_values_of(each) for each in arguments if known or each is not type(None))
     if origin in (tuple, list):
         values = _values_of(arguments[0])

@@ -20,7 +20,7 @@ STATUSES = {
     ): "a user error: one line `error: ...` with the problem, its location and the fix; no "
     "partial output is left",
     str(INTERRUPTED_STATUS): "interrupted by Ctrl-C or SIGTERM",
-    "1": "a bug, with its traceback; under torchrun, any rank that failed",
+    "1": "a bug, reported with a traceback; under torchrun, the failure of any rank",
 }
 # Pattern of flags, files, and pages of the documentation.
 _NAMED = re.compile(

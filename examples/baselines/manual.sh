@@ -9,7 +9,7 @@
 # pretrain_684m.sh reads RUN/4-mixture/printed-COLUMN.json with MIXTURE=printed-COLUMN. With
 # SIZE=tiny no column fits the corpus, so uniform weights are written to a file and read from it.
 #
-#   SIZE         size of the model to be trained with it (684m)
+#   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama, or that of the columns' dataset)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 #   PUBLISHED    columns of one dataset, slimpajama/, pile/, wiki40b/ or stack/; the error for an

@@ -10,7 +10,7 @@
 #
 # The same command resumes after an interruption. The proxies are in RUN/4-mixture/mixing-laws.
 #
-#   SIZE         size of the model to be trained with it (684m)
+#   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
@@ -21,9 +21,9 @@ CORPUS=${CORPUS:-$RUN/1-corpus}
 
 LAWS=(
   --num-proxies 20                     # paper: appendix, "20 separate mixtures"
-  --model-sizes 60m 82m 124m 210m      # assumed: "4 different proxy sizes", the paper's own proxies
+  --model-sizes 60m 82m 124m 210m      # assumed: the paper's "4 different proxy sizes" are its own
   --target-size "$SIZE"                # assumed: the base model
-  --train-iters 10000                  # assumed: the paper's FLOPs for a run, those of DoReMi's proxy
+  --train-iters 10000                  # assumed: the paper's FLOPs per run equal DoReMi's proxy
   --seq-length 1024                    # assumed: from the paper's FLOPs
   --global-batch-size 128              # paper: experimental setup
   --lr 5e-4                            # paper: table of architectures
@@ -39,13 +39,13 @@ if [ "$SIZE" = tiny ]; then
   LAWS+=(
     --num-proxies 8                    # tiny: seconds
     --model-sizes nano 1m tiny         # tiny: seconds
-    --target-size mini                 # tiny: the next one
+    --target-size mini                 # tiny: the next larger size
     --train-iters 6                    # tiny: seconds
     --seq-length 64                    # tiny: seconds
     --global-batch-size 8              # tiny: seconds
     --lr 1e-2                          # tiny: learns in a few steps
     --min-lr 1e-3                      # tiny: a tenth
-    --lr-warmup-iters 2                # tiny: below every --train-iters that one may try
+    --lr-warmup-iters 2                # tiny: must be smaller than --train-iters
     --eval-tokens 512                  # tiny: seconds
     --smallest-weight 0.02             # tiny: a corpus of three domains has few mixtures
     --no-bf16                          # tiny: slow on CPUs

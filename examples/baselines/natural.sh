@@ -6,7 +6,7 @@
 #   SIZE=tiny bash examples/baselines/natural.sh      # smoke test on a small corpus
 #   bash examples/baselines/natural.sh -- --temperature 2
 #
-#   SIZE         size of the model to be trained with it (684m)
+#   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
@@ -16,7 +16,7 @@ RUN=${RUN:-runs/slimpajama}
 CORPUS=${CORPUS:-$RUN/1-corpus}
 
 NATURAL=(
-  --temperature 1                # assumed: the proportions as they are
+  --temperature 1                # assumed: weights proportional to tokens
   --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
 )
 if [ "$SIZE" = tiny ]; then

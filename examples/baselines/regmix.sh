@@ -9,7 +9,7 @@
 #
 # The same command resumes after an interruption. The proxies are in RUN/4-mixture/regmix.
 #
-#   SIZE         size of the model to be trained with it (684m)
+#   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
@@ -37,7 +37,7 @@ if [ "$SIZE" = tiny ]; then
     --seq-length 64            # tiny: seconds
     --global-batch-size 8      # tiny: seconds
     --lr 1e-2                  # tiny: learns in a few steps
-    --lr-warmup-iters 2        # tiny: below every --train-iters that one may try
+    --lr-warmup-iters 2        # tiny: must be smaller than --train-iters
     --eval-tokens 512          # tiny: seconds
     --smallest-weight 0.02     # tiny: a corpus of three domains has few mixtures
     --num-trees 50             # tiny: seconds

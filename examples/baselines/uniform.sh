@@ -6,7 +6,7 @@
 #   SIZE=tiny bash examples/baselines/uniform.sh      # smoke test on a small corpus
 #   bash examples/baselines/uniform.sh -- --domains arxiv,book,c4
 #
-#   SIZE         size of the model to be trained with it (684m)
+#   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail

@@ -8,7 +8,7 @@
 #   SIZE=tiny bash examples/baselines/unimax.sh       # smoke test on a small corpus
 #   bash examples/baselines/unimax.sh -- --token-budget 300000000000
 #
-#   SIZE         size of the model to be trained with it (684m)
+#   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
 set -euo pipefail
@@ -19,7 +19,7 @@ CORPUS=${CORPUS:-$RUN/1-corpus}
 
 UNIMAX=(
   --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
-  --max-epochs 4                 # assumed: Muennighoff et al. 2023, up to 4 cost little
+  --max-epochs 4                 # assumed: Muennighoff et al. 2023; up to 4 epochs cost little
 )
 if [ "$SIZE" = tiny ]; then
   UNIMAX+=(

@@ -5,7 +5,7 @@
 set -euo pipefail
 
 OUTPUT=${OUTPUT:-corpora/installed-text}              # output corpus
-INPUT=${INPUT:-$(dirname "$OUTPUT")/text}             # the text, gathered if missing
+INPUT=${INPUT:-$(dirname "$OUTPUT")/text}             # text folder, created if missing
 TOKENIZER=${TOKENIZER:-$(dirname "$OUTPUT")/tokenizer.json}   # trained if missing
 TOOLS=$(dirname "$0")/../../tools
 

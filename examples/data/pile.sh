@@ -6,8 +6,8 @@
 # Download the data first:
 #   hf download monology/pile-uncopyrighted --repo-type dataset --local-dir data/pile
 #   TOKENIZER=tokenizer.json bash examples/data/pile.sh
-# In a copy of the whole Pile, the other five domains are skipped.
-# On n machines sharing INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
+# In a copy of the whole Pile, the other five domains are skipped. On n machines that share INPUT
+# and OUTPUT, set SHARD=1/n ... SHARD=n/n; then run once without SHARD.
 set -euo pipefail
 
 INPUT=${INPUT:-data/pile}              # the folder that holds train, val.jsonl.zst, test.jsonl.zst

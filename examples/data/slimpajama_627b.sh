@@ -7,7 +7,8 @@
 # streamed more than once:
 #   hf download cerebras/SlimPajama-627B --repo-type dataset --local-dir data/slimpajama-627b
 #   TOKENIZER=tokenizer.json bash examples/data/slimpajama_627b.sh
-# On n machines sharing INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
+# On n machines that share INPUT and OUTPUT, set SHARD=1/n ... SHARD=n/n; then run once without
+# SHARD.
 set -euo pipefail
 
 INPUT=${INPUT:-data/slimpajama-627b}      # the folder that holds train, validation and test

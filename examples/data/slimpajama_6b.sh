@@ -7,7 +7,7 @@
 # or read from a folder:
 #   hf download DKYoon/SlimPajama-6B --repo-type dataset --local-dir data/slimpajama-6b
 #   INPUT=hf:data/slimpajama-6b TOKENIZER=tokenizer.json bash examples/data/slimpajama_6b.sh
-# On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
+# On n machines that share OUTPUT, set SHARD=1/n ... SHARD=n/n; then run once without SHARD.
 set -euo pipefail
 
 INPUT=${INPUT:-hf:DKYoon/SlimPajama-6B} # hf: and the dataset's name or folder

@@ -9,8 +9,8 @@
 #       --local-dir data/the-stack-dedup
 #   done
 #   TOKENIZER=tokenizer.json bash examples/data/stack.sh
-# Other languages in the folder are skipped; INPUT=hf:bigcode/the-stack-dedup streams the seven.
-# On n machines sharing INPUT and OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
+# Other languages in the folder are skipped; INPUT=hf:bigcode/the-stack-dedup streams the seven. On
+# n machines that share INPUT and OUTPUT, set SHARD=1/n ... SHARD=n/n; then run once without SHARD.
 set -euo pipefail
 
 INPUT=${INPUT:-data/the-stack-dedup}   # the folder that holds data/<language>

@@ -6,7 +6,7 @@
 # `text`. The data are streamed from the hub, or read from a folder:
 #   hf download google/wiki40b --repo-type dataset --local-dir data/wiki40b
 #   INPUT=hf:data/wiki40b TOKENIZER=tokenizer.json bash examples/data/wiki40b.sh
-# On n machines that share OUTPUT: SHARD=1/n ... SHARD=n/n, then once without SHARD.
+# On n machines that share OUTPUT, set SHARD=1/n ... SHARD=n/n; then run once without SHARD.
 set -euo pipefail
 
 INPUT=${INPUT:-hf:google/wiki40b}      # hf: and the dataset's name or folder
