@@ -23,7 +23,7 @@ COVERAGE_TABLE = Path("tests/cuda_coverage.toml")
 GPU_TESTS, RESULTS = "tests/gpu", "benchmarks/results"
 # NVIDIA's Apex has these subpackages; the unrelated project named apex has neither.
 APEX_SUBPACKAGES = ("optimizers", "normalization")
-ON_GPU, ON_PRETENDED = "a CUDA device", "a pretended CUDA device only (tests/pretended_cuda)"
+ON_GPU, ON_SIMULATED = "a CUDA device", "a simulated CUDA device only (tests/simulated_cuda)"
 UNTESTED = "no device"
 
 
@@ -134,7 +134,7 @@ def nvidia_apex() -> tuple[State, str]:
 
 
 def cuda_coverage(root: Path) -> dict[str, list[str]]:
-    """List the CUDA features tested on a real device, on a pretended one, and on none.
+    """List the CUDA features tested on a real device, on a simulated one, and on none.
 
     A feature is tested on a real device if all of its GPU tests passed there, according to the
     outcomes recorded in ``root``, a checkout of the repository. The result is empty for any other
@@ -155,7 +155,7 @@ def cuda_coverage(root: Path) -> dict[str, list[str]]:
         names = (name for name in by_test if name == path or name.startswith(f"{path}["))
         return {by_test[name] for name in names} == {"passed"}
 
-    coverage: dict[str, list[str]] = {ON_GPU: [], ON_PRETENDED: [], UNTESTED: []}
+    coverage: dict[str, list[str]] = {ON_GPU: [], ON_SIMULATED: [], UNTESTED: []}
     for row in table["feature"]:
         devices = [
             device
@@ -165,7 +165,7 @@ def cuda_coverage(root: Path) -> dict[str, list[str]]:
         if devices:
             coverage[ON_GPU].append(f"{row['name']} ({', '.join(devices)})")
         else:
-            coverage[ON_PRETENDED if row["pretended"] else UNTESTED].append(row["name"])
+            coverage[ON_SIMULATED if row["simulated"] else UNTESTED].append(row["name"])
     return coverage
 
 

@@ -1,6 +1,6 @@
 """Runs of the real tools on the GPUs of this machine and, for comparison, on its CPU.
 
-PRETENDED_CUDA=1 runs the tools on the simulated device of tests/pretended_cuda instead, to check
+SIMULATED_CUDA=1 runs the tools on the simulated device of tests/simulated_cuda instead, to check
 the tests themselves on a machine without a GPU.
 """
 
@@ -21,7 +21,7 @@ from megatron_chameleon.parallel.layout import destroy_groups
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
-IS_PRETENDED = os.environ.get("PRETENDED_CUDA") == "1"
+IS_SIMULATED = os.environ.get("SIMULATED_CUDA") == "1"
 STEPS = 12
 # Adam's epsilon is much larger than the gradients' rounding errors, so updates differ as little as
 # gradients.
@@ -53,15 +53,15 @@ class Tools:
         A test with more ranks than GPUs is skipped.
         """
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        if on_cpu or IS_PRETENDED:
+        if on_cpu or IS_SIMULATED:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if not on_cpu:
             require_gpus(ranks)
         command = [sys.executable]
         if ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        if IS_PRETENDED and not on_cpu:
-            command += ["-m", "tests.pretended_cuda.run_tool"]
+        if IS_SIMULATED and not on_cpu:
+            command += ["-m", "tests.simulated_cuda.run_tool"]
         command += [str(ROOT / "tools" / tool), *map(str, flags)]
         log = self.root / "log"
         with log.open("wb") as output:
@@ -86,7 +86,7 @@ class Tools:
 
 def require_gpus(count: int) -> None:
     """Skip the test on a machine with fewer GPUs."""
-    there = count if IS_PRETENDED else torch.cuda.device_count()
+    there = count if IS_SIMULATED else torch.cuda.device_count()
     if there < count:
         pytest.skip(f"needs {count} GPUs; this machine has {there}")
 

@@ -14,7 +14,7 @@ import torch
 from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Mixture
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from tests.fixtures.task_data import write_task_data
-from tests.gpu.conftest import IS_PRETENDED, PRETRAINING_FLAGS, ROOT, TRAINING_FLAGS, Tools
+from tests.gpu.conftest import IS_SIMULATED, PRETRAINING_FLAGS, ROOT, TRAINING_FLAGS, Tools
 from tests.text_checkpoint import write_text_checkpoint
 
 TOLERANCE = 1e-4
@@ -78,7 +78,7 @@ def test_downstream_accuracies_are_those_of_the_cpu(tools: Tools, tmp_path: Path
     assert found.tasks == expected.tasks
 
 
-@pytest.mark.skipif(IS_PRETENDED, reason="tools/doctor.py describes the real device")
+@pytest.mark.skipif(IS_SIMULATED, reason="tools/doctor.py describes the real device")
 def test_the_doctor_names_the_device() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "doctor.py"), "--json"],

@@ -16,7 +16,7 @@ from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.optimizer import GuardedOptimizer
-from tests.gpu.conftest import IS_PRETENDED, STEPS, Tools, losses
+from tests.gpu.conftest import IS_SIMULATED, STEPS, Tools, losses
 from tests.peak_memory import STEPS as MEASURED_STEPS
 from tests.peak_memory import training_step
 
@@ -100,7 +100,7 @@ def setup_of(shape: ModelShape, *, bf16: bool, micro_batch_size: int) -> Trainin
     return TrainingSetup(shape, TrainingParallelOptions(), 1, micro_batch_size, 2, bf16)
 
 
-@pytest.mark.skipif(IS_PRETENDED, reason="the simulated device has no allocator")
+@pytest.mark.skipif(IS_SIMULATED, reason="the simulated device has no allocator")
 @pytest.mark.parametrize(
     ("size", "bf16", "micro_batch_size"),
     [("82m", False, 8), ("82m", True, 16), ("210m", True, 8), ("684m", True, 4)],
@@ -123,7 +123,7 @@ def test_the_memory_estimate_is_near_the_allocators_peak(
     assert peak_bytes_per_rank(setup) == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.skipif(IS_PRETENDED, reason="tests/pretended_cuda counts synchronizations")
+@pytest.mark.skipif(IS_SIMULATED, reason="tests/simulated_cuda counts synchronizations")
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_step_waits_for_the_gradients_norm_alone(
     monkeypatch: pytest.MonkeyPatch, bf16: bool

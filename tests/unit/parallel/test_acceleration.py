@@ -13,7 +13,7 @@ import torch
 
 from megatron_chameleon.parallel.acceleration import (
     COVERAGE_TABLE,
-    ON_PRETENDED,
+    ON_SIMULATED,
     RESULTS,
     acceleration_report,
     cuda_coverage,
@@ -55,7 +55,7 @@ def test_nvidias_apex_is_not_confused_with_another(tmp_path, monkeypatch, module
 def test_the_doctor_reports_a_machine_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = acceleration_report(ROOT)
-    assert report.coverage[ON_PRETENDED]
+    assert report.coverage[ON_SIMULATED]
     states = {feature.name: feature.state for feature in report.features}
     assert states["CUDA"] == states["bf16"] == states["flash attention"] == "absent"
     assert "active" not in states.values()
@@ -65,13 +65,13 @@ def test_the_doctor_reports_a_machine_without_cuda(monkeypatch):
 
 def test_every_test_that_covers_a_cuda_feature_exists():
     from tests.gpu.test_training_on_gpus import CASES
-    from tests.pretended_cuda.cases import TRAINING
+    from tests.simulated_cuda.cases import TRAINING
 
     for row in tomllib.loads((ROOT / COVERAGE_TABLE).read_text(encoding="utf-8"))["feature"]:
-        assert row.keys() == {"name", "gpu", "pretended"}
+        assert row.keys() == {"name", "gpu", "simulated"}
         for kind, folder, cases in (
             ("gpu", "tests/gpu", CASES),
-            ("pretended", "tests/pretended_cuda", TRAINING),
+            ("simulated", "tests/simulated_cuda", TRAINING),
         ):
             for test in row[kind]:
                 parts = re.fullmatch(r"(\w+\.py)::(\w+)(?:\[([\w-]+)\])?", test)
@@ -82,7 +82,7 @@ def test_every_test_that_covers_a_cuda_feature_exists():
 
 
 def test_a_feature_is_tested_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
-    features = {  # tests on a GPU, tests on the pretended device
+    features = {  # tests on a GPU, tests on the simulated device
         "passed": (["a.py::test_a", "a.py::test_b[x]"], []),
         "failed": (["a.py::test_b"], ["b.py::test_c"]),
         "not run": (["a.py::test_b[x]", "a.py::test_c"], []),
@@ -91,8 +91,8 @@ def test_a_feature_is_tested_on_a_device_if_all_its_gpu_tests_passed_there(tmp_p
     (tmp_path / "tests").mkdir()
     (tmp_path / COVERAGE_TABLE).write_text(
         "\n".join(
-            f'[[feature]]\nname = "{name}"\ngpu = {gpu}\npretended = {pretended}'
-            for name, (gpu, pretended) in features.items()
+            f'[[feature]]\nname = "{name}"\ngpu = {gpu}\nsimulated = {simulated}'
+            for name, (gpu, simulated) in features.items()
         )
     )
     outcomes = {"test_a[1]": "passed", "test_a[2]": "passed"}
@@ -101,7 +101,7 @@ def test_a_feature_is_tested_on_a_device_if_all_its_gpu_tests_passed_there(tmp_p
     (tmp_path / RESULTS).mkdir(parents=True)
     rows = [{"machine": {"device": "H100"}, "tests": tests}]
     (tmp_path / RESULTS / "tests-h100.json").write_text(json.dumps({"rows": rows}))
-    on_gpu, on_pretended, untested = cuda_coverage(tmp_path).values()
+    on_gpu, on_simulated, untested = cuda_coverage(tmp_path).values()
     assert on_gpu == ["passed (H100)"]
-    assert on_pretended == ["failed"]
+    assert on_simulated == ["failed"]
     assert untested == ["not run", "no tests"]

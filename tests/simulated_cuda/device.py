@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.pretended_cuda.synchronizations import FORWARD_PASS, TRAINING_STEP
-from tests.pretended_cuda.tensors import DEVICE, DeviceTensor, DispatchMode
-from tests.pretended_cuda.torch_internals import register_cuda
+from tests.simulated_cuda.synchronizations import FORWARD_PASS, TRAINING_STEP
+from tests.simulated_cuda.tensors import DEVICE, DeviceTensor, DispatchMode
+from tests.simulated_cuda.torch_internals import register_cuda
 
 NAME = "NVIDIA H100 80GB HBM3"
 CAPABILITY = (9, 0)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.pretended_cuda.cases import STEPS
+from tests.simulated_cuda.cases import STEPS
 
 DEVICE_MODULES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))

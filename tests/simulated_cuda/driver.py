@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tests.distributed.launch import REPOSITORY, environment, fork_ranks, redirect_output
-from tests.pretended_cuda import run_tool
+from tests.simulated_cuda import run_tool
 
 Kind = Literal["cpu", "cuda"]
 PRELOADED = "megatron_chameleon.training.trainer"
@@ -69,7 +69,7 @@ def serve(kind: Kind, connection: Connection) -> None:
     os.environ.update(environment())
     os.chdir(REPOSITORY)
     if kind == "cuda":
-        from tests.pretended_cuda import device
+        from tests.simulated_cuda import device
 
         device.hide_triton()
         device.install()

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_chameleon.artifacts.files import sha256_of_files
 from tests.distributed.conftest import metrics_in
-from tests.pretended_cuda.cases import PRETRAINING_FLAGS
-from tests.pretended_cuda.driver import Driver, Kind, Request
-from tests.pretended_cuda.synchronizations import Synchronizations
-from tests.pretended_cuda.torch_internals import unsupported_reason
+from tests.simulated_cuda.cases import PRETRAINING_FLAGS
+from tests.simulated_cuda.driver import Driver, Kind, Request
+from tests.simulated_cuda.synchronizations import Synchronizations
+from tests.simulated_cuda.torch_internals import unsupported_reason
 from tests.small_corpus import word_tokenizer, write_small_corpus
 
 HERE = Path(__file__).parent
@@ -125,7 +125,7 @@ class Tools:
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
     """The tools and a small corpus."""
-    tools = Tools(tmp_path_factory.mktemp("pretended-cuda"))
+    tools = Tools(tmp_path_factory.mktemp("simulated-cuda"))
     tools.corpus.mkdir()
     tokenizer = word_tokenizer(tools.corpus / "tokenizer.json")
     write_small_corpus(tools.corpus, tokenizer_hash=sha256_of_files(tokenizer))

@@ -10,10 +10,10 @@ import pytest
 from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Mixture
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from tests.fixtures.task_data import write_task_data
-from tests.pretended_cuda.cases import FP32_TOLERANCE, INTERPRETED
-from tests.pretended_cuda.conftest import Finished, Tools
-from tests.pretended_cuda.driver import Kind
-from tests.pretended_cuda.synchronizations import FORWARD_PASS
+from tests.simulated_cuda.cases import FP32_TOLERANCE, INTERPRETED
+from tests.simulated_cuda.conftest import Finished, Tools
+from tests.simulated_cuda.driver import Kind
+from tests.simulated_cuda.synchronizations import FORWARD_PASS
 from tests.small_corpus import DOMAINS
 
 MIXTURE = (

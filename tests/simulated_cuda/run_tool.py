@@ -1,9 +1,9 @@
 """Run a tool on the simulated CUDA device, as the only rank or as one of several ranks.
 
-    python -m tests.pretended_cuda.run_tool [--synchronizations FILE] tools/TOOL.py OPTIONS...
+    python -m tests.simulated_cuda.run_tool [--synchronizations FILE] tools/TOOL.py OPTIONS...
 
 Under torchrun, as ``python -m torch.distributed.run --nproc-per-node N -m
-tests.pretended_cuda.run_tool ...``, each rank has a device of its own. With ``--synchronizations``,
+tests.simulated_cuda.run_tool ...``, each rank has a device of its own. With ``--synchronizations``,
 rank 0 writes the source lines and numbers of its host synchronizations to FILE, and each other rank
 to FILE.RANK.
 """
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("tool", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    from tests.pretended_cuda import device
+    from tests.simulated_cuda import device
 
     device.install()
     use_kernels()
@@ -34,7 +34,7 @@ def main() -> None:
 
 def use_kernels() -> None:
     """Interpret Triton's kernels if TRITON_INTERPRET=1 is set; otherwise hide Triton."""
-    from tests.pretended_cuda import device
+    from tests.simulated_cuda import device
 
     sys.modules.pop("triton", None)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -49,8 +49,8 @@ def run_on_device(tool: Path, arguments: Sequence[str], synchronizations: Path |
     Raises:
         SystemExit: with the tool's exit status.
     """
-    from tests.pretended_cuda.device import mark_steps_and_passes
-    from tests.pretended_cuda.tensors import DEVICE
+    from tests.simulated_cuda.device import mark_steps_and_passes
+    from tests.simulated_cuda.tensors import DEVICE
 
     DEVICE.count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mark_steps_and_passes()

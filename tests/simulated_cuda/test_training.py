@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pretended_cuda.cases import (
+from tests.simulated_cuda.cases import (
     FP32_TOLERANCE,
     ONLINE,
     SAVE_INTERVAL,
@@ -15,7 +15,7 @@ from tests.pretended_cuda.cases import (
     STEPS_WITHOUT_LOGGING,
     TRAINING,
 )
-from tests.pretended_cuda.conftest import Finished, Tools
+from tests.simulated_cuda.conftest import Finished, Tools
 
 
 def params(*names: str) -> list[Any]:
@@ -76,7 +76,7 @@ def test_ranks_save_the_same_common_state(tools: Tools, name: str) -> None:
 
 
 def test_device_follows_the_rules_of_cuda(tools: Tools) -> None:
-    found = tools.run("cuda", "rules", ["tests/pretended_cuda/device_rules.py"])
+    found = tools.run("cuda", "rules", ["tests/simulated_cuda/device_rules.py"])
     assert found.status == 0, found.log
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from megatron_chameleon.artifacts import Mixture
-from tests.pretended_cuda.cases import (
+from tests.simulated_cuda.cases import (
     OVERLAPPED,
     PIPELINE,
     PRETRAINING_FLAGS,
     STEPS_WITHOUT_LOGGING,
     TENSOR,
 )
-from tests.pretended_cuda.conftest import Finished, Tools
-from tests.pretended_cuda.driver import Kind
+from tests.simulated_cuda.conftest import Finished, Tools
+from tests.simulated_cuda.driver import Kind
 
 pytestmark = pytest.mark.slow
 

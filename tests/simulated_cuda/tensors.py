@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tests.pretended_cuda.synchronizations import Synchronizations
+from tests.simulated_cuda.synchronizations import Synchronizations
 
 aten = torch.ops.aten
 

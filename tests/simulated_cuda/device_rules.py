@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from tests.pretended_cuda.tensors import DEVICE
+from tests.simulated_cuda.tensors import DEVICE
 
 CUDA = torch.device("cuda")
 
