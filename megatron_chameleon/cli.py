@@ -320,7 +320,7 @@ def _exit_with_error(message: str, rank: int) -> NoReturn:
 
 
 def _wait_for_other_ranks(turns: int = 1) -> None:
-    """Wait, so that torchrun ends this process if another rank has exited."""
+    """Sleep long enough for torchrun to end this process, if another rank has exited."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(turns * OTHER_RANKS_DELAY_SECONDS)
 

@@ -136,7 +136,8 @@ class Corpus(HashedFolderRecord):
         The copy of the tokenizer may be missing, since tokens can be used without it.
 
         Raises:
-            UserError: naming the file and the fix.
+            UserError: if corpus.json is invalid, or if the tokenizer or a token file does not match
+                it; the message names the file and the fix.
         """
         corpus = super().load(folder.parent if folder.name == cls.FILE_NAME else folder)
         if not corpus.domains:

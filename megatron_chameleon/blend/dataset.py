@@ -256,8 +256,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             )
             return
         # Megatron's order within a domain depends on the number of samples that it is built for.
-        # When blending by size, Megatron builds one whole epoch, whose order is the same as for any
-        # smaller number of samples. A single data set is built for its number of samples.
+        # When blending by size, Megatron builds one whole epoch; any smaller number of samples has
+        # the same order. A single data set is built for its number of samples.
         built = count
         if not self._by_size:
             share = blended.shares[domain]

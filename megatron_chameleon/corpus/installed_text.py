@@ -119,7 +119,7 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
 
     Raises:
         UserError: if fewer than six domains (or ``num_domains``) have enough text, or the folder
-            holds files of other origin.
+            holds a file that this function does not write.
     """
     folder = options.output_dir
     names = [SUMMARY_FILE, *(f"{domain.name}.jsonl" for domain in DOMAINS)]

@@ -245,7 +245,7 @@ class LeftOut:
     held_out: Counter[int] = dataclasses.field(default_factory=Counter)
 
     def reasons(self, first: int, count: int) -> NDArray[np.uint8]:
-        """Read the reasons (uint8 KEPT, DUPLICATE or HELD_OUT) of ``count`` documents."""
+        """Return one uint8 (KEPT, DUPLICATE or HELD_OUT) for each of ``count`` documents."""
         return _read_records(self.path, np.dtype(np.uint8), first, count)
 
     def add(
@@ -307,8 +307,8 @@ def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
     some = texts[several]
     changes = (np.diff(some["high"]) != 0) | (np.diff(some["low"]) != 0)
     text = np.append(0, np.cumsum(changes))
-    # Precedence of splits, ascending: train, valid and test by hash, then the source's own valid
-    # and test.
+    # A text that occurs in several splits stays in the split of the highest rank. From lowest to
+    # highest: train, valid by hash, test by hash, the source's own valid, the source's own test.
     ranks = np.where(some["split"] > 0, some["split"] + 2 * some["by_source"], 0)
     highest = np.maximum.reduceat(ranks, np.append(0, np.flatnonzero(changes) + 1))
     held_out = some["split"] != np.array([0, 1, 2, 1, 2])[highest[text]]

@@ -20,8 +20,8 @@ class RecomputeOptions(CheckedOptions):
     because attention never materializes its scores)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Only with --recompute-granularity full. With uniform (default), recompute all layers, in
-    units of --recompute-num-layers. With block, recompute only that many layers of each (virtual)
-    pipeline stage."""
+    units of --recompute-num-layers. With block, recompute only the first --recompute-num-layers
+    layers of each (virtual) pipeline stage."""
     recompute_num_layers: Count | None = None
     """Number of layers for --recompute-method; only with --recompute-granularity full; default:
     1."""

@@ -93,8 +93,9 @@ def micro_batches_by_domain(
     pipeline: int = 1,
     rounds: int = 1,
 ) -> dict[int, list[Batch]]:
-    """Regroup micro-batches so that each has one domain, with a single gather.
+    """Regroup one rank's samples into micro-batches that each contain samples of one domain.
 
+    Each field is indexed once for all micro-batches, without communication between ranks.
     Each domain has as few micro-batches as possible, of about the same size, the largest first.
     Padding samples come last and have no loss.
 

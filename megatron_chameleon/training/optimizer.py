@@ -52,7 +52,8 @@ def data_parallel(
                 grad_reduce_in_fp32=bf16,
             ),
             chunk,
-            # The communication of later chunks overlaps with the earlier chunks' computation.
+            # Chunks after the first need no buckets: their communication already overlaps with
+            # the computation of earlier chunks.
             disable_bucketing=number > 0,
         )
         for number, chunk in enumerate(model)

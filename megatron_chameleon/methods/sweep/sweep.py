@@ -90,8 +90,8 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
         The record that was written, the same on every rank; None after a stop signal.
 
     Raises:
-        UserError: for a mistake in the options or in the files that they name, before any
-            training; later, for errors of training or embedding.
+        UserError: before any training, if the options or the files that they name are invalid;
+            during the sweep, if training or an embedding fails.
     """
     stops = StopRequests(options.proxy.stopping)
     with distributed(forward_only(options.proxy.parallel), seed=0) as layout:

@@ -198,7 +198,7 @@ def is_accepted(sample: Sample, scratch: Path) -> bool:
 
 
 def test_mutated_record_is_rejected_or_read_without_change(sample, tmp_path):
-    edit(sample)  # without the checksum, which would find every mutation
+    edit(sample)  # removes the checksum, which would detect every mutation
     text, accepted = sample.file.read_text(encoding="utf-8"), 0
     for seed in range(NUM_MUTATIONS):
         sample.file.write_text(text, encoding="utf-8")

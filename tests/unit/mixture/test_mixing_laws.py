@@ -33,7 +33,7 @@ def runs(count=24, noise=0.0, seed=0):
 
 
 def objective_plainly(parameters, mixtures, losses, settings):
-    """The reference computes the Huber loss by its definition, run by run."""
+    """Compute the objective with the textbook definition of the Huber loss, one run at a time."""
     total, delta = 0.0, settings.huber_delta
     for weights, loss in zip(mixtures, losses, strict=True):
         exponent = sum(w * t for w, t in zip(weights, parameters[2:], strict=True))

@@ -188,7 +188,7 @@ def test_files_of_an_earlier_report_are_removed_and_others_kept(tmp_path):
     assert files_in(folder) == sorted(expected)
     assert (folder / "a.png").read_bytes() == b"4"
 
-    # An edited list removes nothing outside of the report.
+    # A list that was edited by hand cannot make write_report delete files outside the report.
     (kept := tmp_path / "kept").write_text("kept")
     (folder / LIST_NAME).write_text(json.dumps({"files": ["a.png", "../kept", str(kept)]}))
     write_report(folder, {"a.png": b"6"})
