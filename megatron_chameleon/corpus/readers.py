@@ -131,7 +131,7 @@ class DocumentReader:
     text is an empty document.
 
     Attributes:
-        malformed: counts of the lines of all chunks read so far.
+        malformed: how many lines of all chunks so far were read, and how many were malformed.
         hashes: SHA-256 of each chunk that was read completely. The hash covers the bytes of JSON
             lines, and the documents of parquet and data sets.
 

@@ -519,7 +519,7 @@ def _is_supported_directly(builder: DatasetBuilder) -> bool:
     config = builder.config
     if getattr(config, "field", None) is not None or not config.data_files:
         return False
-    # A .json file may also be one large array.
+    # A .json file may be one large array instead of JSON lines, so it is excluded.
     files = [str(file) for files in config.data_files.values() for file in files]
     return all(
         kind_of_file(file) and not file.endswith(".json") and file.count("://") <= 1

@@ -96,8 +96,8 @@ class DownstreamPlan:
     Attributes:
         options: options of the evaluation.
         checkpoint: the checkpoint to evaluate.
-        protocol: recorded in the result.
-        provenance: recorded in the result.
+        protocol: protocol of the evaluation, recorded in the result.
+        provenance: provenance of the evaluation, recorded in the result.
         settings: settings of each part of the evaluation; a part is one task with one number of
             shots.
         parts: finished parts by their settings. Rank 0 adds each missing part once it is evaluated.

@@ -81,7 +81,7 @@ def model_flops_utilization(
 
 
 def paper_parameters(size: str | ModelSize) -> int:
-    """Return the paper's N of a proxy: as printed in the paper, otherwise 12 L h^2.
+    """Return a proxy's parameter count N: the value printed in the paper, otherwise 12 L h^2.
 
     Raises:
         UserError: for an unknown size.

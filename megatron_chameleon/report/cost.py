@@ -205,7 +205,8 @@ def _made_from(
         folder: run folder.
         mixture: the mixture whose inputs are looked up.
         proxies: checkpoint hash -> the run in 2-proxy that saved it.
-        path: the mixture's file at the end, preceded by the files of the mixtures that include it.
+        path: files of the mixtures that led to this one, each an input of the one before it; the
+            last is the file of ``mixture``.
     """
     parts: dict[str, Cost] = {}
     missing: list[str] = []

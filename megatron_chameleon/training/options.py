@@ -27,8 +27,8 @@ from megatron_chameleon.ranges import (
 class StoppingOptions(CheckedOptions):
     """When a run saves a checkpoint and exits with status 0, to be resumed later.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, sent to any rank, have this effect at any time.
-    tools/compute_mixture.py then exits with status 75, or 0 under torchrun.
+    SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, sent to any rank, stops the run in this way at any time.
+    tools/compute_mixture.py exits with status 75 if it was stopped, but with 0 under torchrun.
     """
 
     exit_duration_in_mins: Positive | None = None

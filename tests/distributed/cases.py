@@ -221,7 +221,7 @@ NARROW_MULTIPLE = 2
 REWRITTEN = {"vpp2": VPP2, NARROW: TP2}
 """Layouts that load the checkpoint converted from the Hugging Face folder, and save it again."""
 TUNED = {"tuned-vpp2": VPP2}
-"""Runs that start from the Hugging Face folder, with rows added to its vocabulary."""
+"""Runs that start from the Hugging Face folder, with rows added to its embedding."""
 TUNED_FROM_CHECKPOINT = "tuned-from-checkpoint"
 """A run that starts from the converted checkpoint of the Hugging Face folder, without added
 rows."""

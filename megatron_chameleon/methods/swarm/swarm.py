@@ -162,7 +162,7 @@ class Swarm:
     max_loss: float
 
     def member_run(self, member: int) -> PretrainOptions:
-        """Options of a member's run, as options of tools/pretrain_gpt.py."""
+        """Return the options with which tools/pretrain_gpt.py would train a member."""
         options, folder = self.options, member_path(self.folder, member).with_suffix("")
         digest = hashlib.sha256(f"{options.seed}/member/{member}".encode()).digest()
         return PretrainOptions(

@@ -132,7 +132,8 @@ def weigh(embeddings, mode, recipe, prior=None, **overrides):
 def scores_behind(column: list[float], mode: str, temperature: float) -> np.ndarray:
     """Recover the normalised scores from a printed column of weights.
 
-    z = tau * ln(alpha) + c, where c makes the scores add up to 1.
+    A score is z = tau * ln(alpha) + c for finetuning and 1 / z for pretraining, where c makes the
+    scores add up to 1.
     """
     z = temperature * np.log(np.array(column) / sum(column))
     if mode == "finetune":

@@ -59,7 +59,8 @@ def test_flops_by_formula_equal_the_products_counted_by_torch(one_rank):
 
 # The paper's settings for SlimPajama.
 LONG_PROXY = 10_000 * 128 * 1024  # tokens
-# Windows of 400 tokens follow from the paper's figure for the Pile's 17 domains, 4.62e15 FLOPs.
+# The window length, 400 tokens, is derived from the 4.62e15 FLOPs that the paper prints for the
+# Pile's 17 domains.
 CHAMELEON = ("82m", 2_000 * 128 * 1024, 7 * 4096 * 400)
 
 

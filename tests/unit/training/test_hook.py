@@ -152,7 +152,7 @@ def test_domain_gradients_equal_autograd_and_combine_by_weight(
     torch.testing.assert_close(found, combined, atol=1e-6, rtol=1e-4)
     # The host waits for the samples' domains, their token counts and the padding sizes.
     assert device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch) == 3
-    assert hook.flops == 0  # one stage needs no padding samples
+    assert hook.flops == 0  # with one pipeline stage, no padding samples are added
 
     def on_two_stages(*arguments, **options):
         return micro_batches_by_domain(*arguments, **{**options, "pipeline": 2})
