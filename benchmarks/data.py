@@ -353,7 +353,7 @@ def megatron_samples(data_path: str, num_samples: int, seq_length: int, cache: P
 
 
 def measure_preprocess(num_bytes: int = 200_000_000, repeats: int = 5) -> Iterator[Row]:
-    """Time both commands, interleaved, compare their documents, and measure their memory.
+    """Time both commands in turn, compare the documents they write, and measure their memory.
 
     The tokenizer is trained on a quarter of the text; a twentieth of the text is also encoded in
     memory.

@@ -86,7 +86,7 @@ def seconds_of(command: Sequence[str]) -> float:
 
 
 def peak_bytes_of(command: Sequence[str]) -> int:
-    """The peak of the resident bytes, summed over all processes of a Python script.
+    """Return the peak of the total resident bytes of all processes of a Python script.
 
     Shared pages count once per process. Sampling takes a few percent of a core, so a run is either
     measured or timed.

@@ -159,7 +159,8 @@ def main() -> int:
         sys.exit("--compiled is for CPUs: on a GPU the plain model is always compiled")
     with distributed(TrainingParallelOptions(), seed=0) as layout:
         name = device_name(layout.device)
-        cudnn = torch.backends.cudnn.version() if on_gpu else None  # cuDNN has an attention kernel
+        # The version is recorded because attention may run in a kernel of cuDNN.
+        cudnn = torch.backends.cudnn.version() if on_gpu else None
         on = machine() | {"device": name, "cuda": torch.version.cuda, "cudnn": cudnn}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
         tflops = arguments.peak_tflops
@@ -293,7 +294,7 @@ def free_memory() -> None:
 
 
 def figures(case: Case, micro_batch_size: int, seconds: list[float], peak: float | None) -> Row:
-    """Medians in the units to compare; MFU is null if the device's peak is unknown."""
+    """Return the speed and MFU at the median step time; MFU is null if the peak is unknown."""
     tokens = case.num_microbatches(micro_batch_size) * micro_batch_size * case.seq_length
     speed = tokens / statistics.median(seconds)
     per_token = training_flops(case.shape, 1, case.seq_length)

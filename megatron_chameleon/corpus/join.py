@@ -254,7 +254,7 @@ class LeftOut:
         reasons: NDArray[np.uint8],
         domains: NDArray[np.integer],
     ) -> None:
-        """Record the ``reasons`` of ``documents`` of the corpus."""
+        """Write the byte in ``reasons`` of each of ``documents``, and count those left out."""
         if documents.size:
             np.memmap(self.path, np.uint8, "r+")[documents] = reasons
             self.duplicates.update(domains[reasons == DUPLICATE].tolist())

@@ -196,7 +196,7 @@ class EpochLimit:
 
 
 def epoch_limit(options: MethodOptions, corpus: Corpus, names: Sequence[str]) -> EpochLimit:
-    """The epoch limit of ``options`` over the domains ``names`` of ``corpus``."""
+    """Return the epoch limit that ``options`` set for the domains ``names`` of ``corpus``."""
     available = corpus.train_tokens
     tokens = {name: available[name] for name in names}
     return EpochLimit(tokens, options.token_budget, options.max_epochs)

@@ -37,11 +37,11 @@ def domain_weights(
     appendix on the experimental setup and is missing from Algorithm 1). The largest z is
     subtracted first, so that nothing overflows.
 
-    A domain at the mean of all domains has S near 0 and an unbounded 1 / S. Its score is clipped to
-    ``score_floor`` times the mean score and a ``DegenerateScoreWarning`` names its position. With
-    the default floor the domain then gets nearly all weight in pretraining, which is the limit of
-    the formula. The floor matters only for 1 / S, so fine-tuning warns only if every score is 0
-    (the weights are then equal).
+    If embeddings are centred, a domain near their mean has S near 0 and an unbounded 1 / S. Its
+    score is clipped to ``score_floor`` times the mean score and a ``DegenerateScoreWarning`` names
+    its position. With the default floor the domain then gets nearly all weight in pretraining,
+    which is the limit of the formula. The floor matters only for 1 / S, so fine-tuning warns only
+    if every score is 0 (the weights are then equal).
 
     With a prior eta, z = eta / S for pretraining (see ``megatron_chameleon.mixture.target``), and
     the limits apply to S / eta, relative to the mean of S. Fine-tuning uses z = S in both cases.
@@ -71,8 +71,8 @@ def domain_weights(
         warnings.warn(
             f"{len(degenerate)} leverage scores (position {', '.join(map(str, degenerate[:8]))}"
             f"{', ...' if len(degenerate) > 8 else ''}) were clipped to {score_floor:g} or "
-            f"{score_ceiling:g} times the mean score, so their weights are bounds; inspect these "
-            "domains, or change the temperature or the score limits",
+            f"{score_ceiling:g} times the mean score, so their weights are bounds, not estimates; "
+            "inspect these domains, or change the temperature or the score limits",
             DegenerateScoreWarning,
             stacklevel=2,
         )

@@ -155,7 +155,7 @@ def check_layout(options: ParallelOptions, world_size: int) -> None:
     if world_size % (tensor * pipeline):
         raise UserError(
             f"{world_size} rank(s) cannot be laid out as tensor {tensor} x pipeline {pipeline}; "
-            f"start a multiple of {tensor * pipeline} with torchrun --nproc-per-node"
+            f"start a multiple of {tensor * pipeline} ranks with torchrun --nproc-per-node"
         )
 
 

@@ -1,4 +1,4 @@
-"""Memory of a run: estimate, out-of-memory hints, and a dry first step."""
+"""Memory of a run: its estimate, hints when it runs out, and a first step without an update."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def mark_steps_and_passes() -> None:
 
 
 def interpret_kernels() -> None:
-    """Run Triton's kernels in its interpreter; TRITON_INTERPRET=1 is set before its import."""
+    """Run kernels in Triton's interpreter, which TRITON_INTERPRET=1 selects at Triton's import."""
     from triton.runtime.interpreter import GridExecutor
 
     run = GridExecutor.__call__

@@ -220,7 +220,8 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         differences = [
             flag_of(name)
             for name, value in json_values(self.run.boundaries).items()
-            # With --eod-mask-loss, the masked tokens have no excess loss either.
+            # If the proxy runs with --eod-mask-loss, the tokens that it masks have no excess loss,
+            # so the reference need not mask them.
             if before.get(name, False) != value and not (name == "eod_mask_loss" and value)
         ]
         if run.provenance.inputs.get("corpus") != self.corpus.hash:

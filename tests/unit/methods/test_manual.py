@@ -1,4 +1,4 @@
-"""Known weights: from the command line, a file, or a printed column."""
+"""Given weights: from the command line, a file, or a column of a published table."""
 
 from __future__ import annotations
 

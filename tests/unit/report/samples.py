@@ -224,7 +224,10 @@ ZERO_SHOT = dataclasses.replace(DOWNSTREAM_PROTOCOL, shots=[0])
 
 
 def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int = 12) -> Path:
-    """Write a run folder that fills every section of a report, with ``windows`` per domain."""
+    """Write a run folder that fills every section of a report.
+
+    Each domain has embeddings of ``windows`` windows.
+    """
     write_run_folder(root, names, seed)
     rng = np.random.default_rng(seed)
     difficulty = {name: rng.normal(0, 0.3, 12) for name in names}
