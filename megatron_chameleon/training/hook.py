@@ -224,8 +224,8 @@ def load_hook(hook: TrainingHook, checkpoint: CheckpointRecord | None) -> None:
     before, now = saved.name if saved else None, hook_name(hook)
     if before != now:
         raise UserError(
-            f"{checkpoint.root} was written by a run with the training hook {before or 'none'}, "
-            f"not {now or 'none'}; {FRESH_START}"
+            f"{checkpoint.root} was written by a run with {before or 'no training hook'}, but this "
+            f"run has {now or 'no training hook'}; {FRESH_START}"
         )
     if saved:
         hook.load_state_dict(saved.state)

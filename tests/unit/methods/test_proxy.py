@@ -277,7 +277,7 @@ def test_a_damaged_state_is_an_error(copied, options, damage):
         ("doge", {"rule": DogeRule(doge_mu=0.3)}, "mu 0.2, not 0.3"),
         ("doge", {"target": "news", "train_on_target": True}, r"'poems'\], not \['news'\]"),
         ("doremi", HookState("GradientAlignment", {}), "GradientAlignment"),
-        ("doremi", None, "no hook"),
+        ("doremi", None, "no training hook"),
     ],
 )
 def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes, problem):
