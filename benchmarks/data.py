@@ -1,4 +1,4 @@
-"""The data layer, compared with megatron.core's own code and Megatron-LM's algorithm.
+"""Compare our data layer with megatron.core's code and Megatron-LM's preprocessing.
 
     python benchmarks/data.py [--only index batches build preprocess]
 
@@ -80,8 +80,8 @@ def main() -> None:
 
 # Blended index: Megatron's C++ helper, our exact copy of it, and the closed form up to 15T tokens.
 
-# Number of domains -> number of samples. With 1000 domains, the compiled helper takes a microsecond
-# per sample.
+# Number of domains -> number of samples. With 1000 domains, fewer samples are timed, since the
+# compiled helper takes a microsecond per sample.
 BLENDS = {7: 20_000_000, 17: 20_000_000, 1000: 2_000_000}
 INDEX_REPEATS = 9
 LOCATED_AT_ONCE = 8192
@@ -153,7 +153,7 @@ def time_closed_form(num_domains: int, num_samples: int = 2_000_000) -> Row:
 
 
 def time_first_and_last(data: TokenData, permutation: Permutation) -> Row:
-    """Time from opening all files to the first batch, and to the last batch, as when resuming."""
+    """Time opening all files and reading the first batch or, as on resuming, the last batch."""
     seq_length, batch_size = 4096, 512
     schedule = MixtureSchedule.fixed(random_weights(len(data.domains)).tolist())
     num_samples = sum(data.tokens.values()) // seq_length
@@ -204,12 +204,12 @@ def sparse_domains(
 
 
 def random_weights(num_domains: int) -> NDArray[np.float64]:
-    """Random weights that depend only on the number of domains."""
+    """Return random weights that depend only on the number of domains."""
     return np.random.default_rng(0).dirichlet(np.ones(num_domains))
 
 
 def touched_arrays(num_samples: int) -> BlendedIndex:
-    """Arrays whose pages are mapped already; the first write to a page would dominate the time."""
+    """Return arrays whose pages are mapped, since first writes to pages would dominate the time."""
     return np.full(num_samples, -1, np.int16), np.full(num_samples, -1, np.int64)
 
 
@@ -295,10 +295,10 @@ def measure_build() -> Iterator[Row]:
 
 @contextlib.contextmanager
 def synthetic_domains(num_documents: int, median_length: int = 400) -> Iterator[tuple[Path, str]]:
-    """Folder and --data-path of 7 domains of random tokens, and a process group of one process.
+    """Create 7 domains of random tokens and a process group; yield the folder and --data-path.
 
     Lengths are log-normal, approximately as in web text; sizes of domains differ by up to 4 times.
-    Megatron's blended dataset requires the process group.
+    Megatron's blended dataset requires the process group, which has one process.
     """
     rng, num_domains = np.random.default_rng(0), 7
     sizes = np.linspace(1.0, 4.0, num_domains)
@@ -328,7 +328,7 @@ def synthetic_domains(num_documents: int, median_length: int = 400) -> Iterator[
 def our_samples(
     data_path: str, num_samples: int, seq_length: int, cache: Path | None = None
 ) -> BlendedTokens:
-    """The samples of ``data_path`` as the trainer builds them."""
+    """Build the samples of ``data_path`` as the trainer does."""
     path = DataPath.parse(data_path)
     data = data_path_tokens(path, "1", IDENTITY)
     schedule = MixtureSchedule.fixed(path.weights or ())
@@ -336,7 +336,7 @@ def our_samples(
 
 
 def megatron_samples(data_path: str, num_samples: int, seq_length: int, cache: Path) -> Any:
-    """The train split of ``data_path`` by Megatron's own BlendedMegatronDatasetBuilder."""
+    """Build the train split of ``data_path`` with Megatron's BlendedMegatronDatasetBuilder."""
     config = dataset_config(
         IDENTITY,
         random_seed=1234,
@@ -420,7 +420,7 @@ def compare_documents(corpus_folder: Path, their_prefix: Path) -> int:
 
 
 def encoding_speeds(work: Path, num_bytes: int) -> dict[str, float]:
-    """Median MB/s of tokenizing batches of 128 documents in memory, interleaved."""
+    """Measure both tokenizers' median MB/s on batches of 128 documents in memory, interleaved."""
     texts = list(read_texts(work / "text.jsonl", num_bytes))
     own = load_tokenizer(work / "tokenizer.json", EOD_TOKEN)
     text_bytes = sum(len(text.encode()) for text in texts)

@@ -1,4 +1,4 @@
-"""The overhead of DoGE's reweighting of domain gradients on a training step.
+"""Measure how much longer a training step takes when DoGE reweights domain gradients.
 
     python benchmarks/doge.py [--size 82m] [--seq-length N] [--micro-batch-size N ...] [--repeats 5]
 
@@ -108,7 +108,7 @@ def measured(case: Case, layout: Layout, repeats: int) -> dict[str, Any]:
 
 
 def taken_memory(step: Callable[[], None]) -> float:
-    """GB: the peak allocation of a step on a GPU; the process's resident set after it on a CPU."""
+    """Return GB: peak allocation of ``step`` on a GPU; resident set after ``step`` on a CPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Windows embedded per second, compared with the method of Chameleon's authors.
+"""Measure windows embedded per second by our code and by the method of Chameleon's authors.
 
     python benchmarks/embedding.py [--windows 64] [--window-length 512] [--repeats 3]
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=64, help="windows per run")
     parser.add_argument("--window-length", type=int, default=512, help="maximum tokens per window")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each method")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     with contextlib.ExitStack() as stack:

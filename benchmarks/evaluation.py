@@ -1,13 +1,13 @@
-"""Downstream requests answered per second, compared with lm-eval's model for transformers.
+"""Measure downstream requests per second of our model and of lm-eval's transformers model.
 
     python benchmarks/evaluation.py [--documents 4] [--shots 0 5] [--repeats 3]
 
-Both models answer lm-eval's requests for all thirteen tasks, on synthetic documents that have the
-schemas of the datasets and about their lengths. "theirs" is lm-eval's model "hf" on the checkpoint
-exported by tools/convert_checkpoint.py, in fp32 and batches of --their-batch-size; "ours" is the
-model of tools/evaluate.py downstream. Both map strings to log-likelihoods, encoding included; all
-answers are compared. The model has the 82m shape and random weights. Results are written to
-benchmarks/results/evaluation-DEVICE.json.
+Both models answer lm-eval's requests for all thirteen tasks, on synthetic documents with the
+schemas of the datasets and with about the same lengths. "theirs" is lm-eval's model "hf" on the
+checkpoint exported by tools/convert_checkpoint.py, in fp32 and batches of --their-batch-size;
+"ours" is the model of tools/evaluate.py downstream. Both map strings to log-likelihoods, and the
+time includes encoding; all answers are compared. The model has the 82m shape and random weights.
+Results are written to benchmarks/results/evaluation-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=4, help="documents per task")
     parser.add_argument(
-        "--shots", type=int, nargs="+", default=[0, 5], help="few-shot examples, one row each"
+        "--shots", type=int, nargs="+", default=[0, 5], help="numbers of few-shot examples"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each model")
     parser.add_argument(
         "--their-batch-size", type=int, default=8, help="batch size of lm-eval's model"
     )

@@ -67,7 +67,7 @@ class Outcomes:
 
 
 def ranks_of(item: pytest.Item) -> int:
-    """The number of ranks, and so of GPUs, that a test needs."""
+    """Return the number of ranks that a test needs; each rank needs a GPU."""
     case = getattr(item, "callspec", None)
     return 1 if case is None else int(case.params.get("ranks", 1))
 

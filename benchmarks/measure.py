@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: interleaved timing, machine description, results as JSON."""
+"""Shared code of the benchmarks: interleaved timing, machine description and JSON results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACKAGES = (
 def interleaved(
     contestants: Mapping[str, Callable[[], object]], repeats: int = 5
 ) -> dict[str, list[float]]:
-    """Seconds of ``repeats`` runs of each contestant, interleaved.
+    """Time ``repeats`` interleaved runs of each contestant, in seconds.
 
     Other load on the machine varies over time; interleaving makes it affect all contestants.
     """
@@ -47,7 +47,7 @@ def interleaved(
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median milliseconds of a GPU operation by CUDA events, after three warm-up runs."""
+    """Measure a GPU operation's median milliseconds by CUDA events, after three warm-up runs."""
     import torch
 
     times = []

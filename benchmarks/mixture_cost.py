@@ -1,4 +1,4 @@
-"""The end-to-end cost of a mixture: an 82m proxy, 2000 steps of 128 samples, then embeddings.
+"""Time a mixture end to end: an 82m proxy trains 2000 steps of 128 samples, then embeds text.
 
     python benchmarks/mixture_cost.py [--seq-length 512] [--work FOLDER]
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seq-length", type=int, default=1024, help="tokens per sample and window")
     parser.add_argument(
-        "--micro-batch-size", type=int, default=64, help="sequences per pass on a GPU"
+        "--micro-batch-size", type=int, default=64, help="sequences per forward pass on a GPU"
     )
     parser.add_argument(
         "--work", type=Path, help="working folder, kept to resume an interrupted run"

@@ -1,8 +1,8 @@
 """A GPT in plain torch, the baseline of the training benchmark.
 
-The architecture is GPT-2's with the same tensors: learned positions, tied embeddings, LayerNorm
-with biases, exact GELU. It is trained the way small single-GPU trainers are: fp32 weights under
-bf16 autocast, torch.compile, scaled_dot_product_attention, fused AdamW.
+The architecture and tensors are those of GPT-2: learned positions, tied embeddings, LayerNorm with
+biases, exact GELU. It is trained the way small single-GPU trainers are: fp32 weights under bf16
+autocast, torch.compile, scaled_dot_product_attention, fused AdamW.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 
-VOCABULARY_MULTIPLE = 64  # pads 50,257 tokens to 50,304 rows
+VOCABULARY_MULTIPLE = 64  # pads the embedding of 50,257 tokens to 50,304 rows
 
 
 class Block(nn.Module):
@@ -54,7 +54,7 @@ class PlainGPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy of ``labels`` [b, s] given ``tokens`` [b, s]."""
+        """Return the mean cross entropy of ``labels`` [b, s] given ``tokens`` [b, s]."""
         positions = torch.arange(tokens.size(1), device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:

@@ -1,10 +1,10 @@
-"""Masked means of hidden states on a GPU: Triton kernels, torch, and the memory bandwidth.
+"""Compare masked means by Triton kernels and by torch with a GPU's memory bandwidth.
 
     python benchmarks/pooling.py
 
-Hidden states [s, b, h] in bf16, with all positions valid and with random lengths. Speeds are bytes
-of valid states per second, and their ratio to the fastest read by torch. Results are written to
-benchmarks/results/pooling-DEVICE.json.
+Hidden states [s, b, h] are in bf16; either all positions are valid, or lengths are random. Speeds
+are bytes of valid states per second, and their ratio to the fastest read by torch. Results are
+written to benchmarks/results/pooling-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure(shape: tuple[int, int, int], full: bool, rate: float) -> dict[str, A
 def contestants(
     states: torch.Tensor, lengths: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Our kernels and torch's operations, without and with the final norm."""
+    """Return our kernels and torch's operations, without and with the final norm."""
     width = states.size(2)
     norm = FinalNorm(weight, bias)
 

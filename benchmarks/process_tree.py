@@ -1,4 +1,4 @@
-"""Run a command with a time limit, time it, or measure the memory of all its processes."""
+"""Run a command with a time limit, time a command, or measure the memory of its processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_within(
         return None
     finally:
         _stop_marked(mark)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process can be stuck in a driver
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process may hang in a driver
             process.wait(1)
 
 
@@ -69,13 +69,13 @@ def _stop_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """The processes with ``mark`` in their environment, without zombies."""
+    """Return the processes with ``mark`` in their environment, except zombies."""
     every = psutil.process_iter(["environ"])
     return [process for process in every if mark in (process.info["environ"] or ())]
 
 
 def seconds_of(command: Sequence[str]) -> float:
-    """Wall seconds of a Python script (``command`` begins with its path).
+    """Return the wall seconds of a Python script; ``command`` begins with its path.
 
     Raises:
         UserError: if it fails, with the end of its output.
@@ -86,10 +86,10 @@ def seconds_of(command: Sequence[str]) -> float:
 
 
 def peak_bytes_of(command: Sequence[str]) -> int:
-    """Return the peak of the total resident bytes of all processes of a Python script.
+    """Return the peak resident memory of a Python script in bytes, summed over its processes.
 
-    Shared pages count once per process. Sampling takes a few percent of a core, so a run is either
-    measured or timed.
+    A page that processes share is counted once for each of them. Sampling takes a few percent of a
+    core, so a run is either measured or timed.
 
     Raises:
         UserError: if it fails, with the end of its output.

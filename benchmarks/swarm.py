@@ -1,12 +1,12 @@
-"""Training speed of a swarm by the number of members that a device trains concurrently.
+"""Measure a swarm's training speed for each number of members trained concurrently.
 
     python benchmarks/swarm.py [--size 1m] [--members 1 2 4 8] [--steps 30] [--seconds 540]
                                [--resume FILE]
 
-Each row trains that many members concurrently on random tokens of GPT-2's vocabulary, and reports
-the tokens per second of all members by their logs, without start-up. Results are written to
-benchmarks/results/swarm-DEVICE.json after every row. The exit status is 75 if rows were skipped for
-lack of time.
+Each row trains one of these numbers of members concurrently on random tokens of GPT-2's vocabulary,
+and reports the tokens per second of all members by their logs, without start-up. Results are
+written to benchmarks/results/swarm-DEVICE.json after every row. The exit status is 75 if rows were
+skipped for lack of time.
 """
 
 from __future__ import annotations

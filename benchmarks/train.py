@@ -1,4 +1,4 @@
-"""Training speed on this device, compared with a plain torch model of the same size.
+"""Compare our training speed on this device with that of a plain torch model of equal size.
 
     python benchmarks/train.py [--size 82m ...] [--peak-tflops T] [--seconds 540] [--compiled]
                                [--resume FILE]
@@ -10,7 +10,7 @@ measured, and the plain model runs eagerly without --compiled. Results are writt
 benchmarks/results/train-DEVICE.json after every row; other rows there are kept, with their dates.
 The exit status is 75 if rows were skipped for lack of time.
 
-Speeds are of whole optimizer steps on random tokens. Model FLOPs exclude padding of heads and
+Speeds are those of whole optimizer steps on random tokens. Model FLOPs exclude padding of heads and
 vocabulary and count half of causal attention; MFU is their share of the dense bf16 peak.
 """
 
@@ -133,7 +133,7 @@ class Plain:
         torch.manual_seed(0)
         self._model = PlainGPT(case.shape).to(layout.device)
         self._optimizer = plain_optimizer(self._model)
-        # The simulated CUDA device of the tests disables compiling.
+        # Set the stance, since the simulated CUDA device of the tests disables compiling.
         self._stance: Any = "default" if compiled else "force_eager"
         if compiled:
             self._model.compile_regions()
@@ -174,16 +174,16 @@ def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", nargs="+", choices=GPU_SIZES, help="model sizes to measure")
-    parser.add_argument("--peak-tflops", type=float, help="dense bf16 peak of an unknown device")
+    parser.add_argument("--peak-tflops", type=float, help="peak bf16 TFLOP/s of an unknown device")
     parser.add_argument("--seconds", type=float, default=540, help="time limit of all rows")
     parser.add_argument("--resume", type=Path, help="file of rows to skip; measured rows are added")
     parser.add_argument(
-        "--compiled", action="store_true", help="on a CPU, time the plain model compiled too"
+        "--compiled", action="store_true", help="on a CPU, also time the compiled plain model"
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed steps, 5 or more")
     arguments = parser.parse_args()
     if arguments.repeats < LEAST_REPEATS:
-        parser.error(f"--repeats {arguments.repeats}: medians are of {LEAST_REPEATS} or more")
+        parser.error(f"--repeats {arguments.repeats}: must be >= {LEAST_REPEATS}")
     return arguments
 
 
@@ -337,7 +337,7 @@ def format_figures(figures: Row) -> str:
 
 
 def kernel_rows() -> Rows:
-    """Rows of attention by kernel and head padding, and of the loss."""
+    """Measure rows of attention, by kernel and head padding, and a row of the loss."""
 
     def row(what: str, measure: Callable[[], dict[str, float | str]]) -> Row:
         times = measure()
@@ -353,7 +353,7 @@ def kernel_rows() -> Rows:
 
 
 def time_attention(size_name: str, widths: tuple[int | None, ...]) -> dict[str, float | str]:
-    """Causal attention of a model size by each kernel, with heads padded to each of ``widths``."""
+    """Time a model size's causal attention by each kernel, with heads padded to each width."""
     size = model_size(size_name)
     shape = (KERNEL_TOKENS // 1024, size.num_attention_heads, 1024, size.head_dim)
     q, k, v = (

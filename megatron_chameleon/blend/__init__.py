@@ -1,4 +1,4 @@
-"""Blended training samples: sample order, data sets, batches."""
+"""Blend domains into training samples: sample order, data sets and batches."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Position ids and masks of samples that contain ends of documents, by Megatron's options."""
+"""Position ids and masks at document boundaries, as selected by Megatron's options."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_chameleon.blend.options import DocumentBoundaryOptions
 class DocumentBoundaries:
     """Compute position ids and masks of a batch of samples.
 
-    The results equal those of megatron.core's ``_get_ltor_masks_and_position_ids``, for a whole
-    batch at once. The end-of-document token belongs to the document that it ends.
+    The results equal those of megatron.core's ``_get_ltor_masks_and_position_ids``, which processes
+    one sample at a time. The end-of-document token belongs to the document that it ends.
 
     Attributes:
         eod_id: the end-of-document token.
@@ -25,17 +25,18 @@ class DocumentBoundaries:
     options: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
 
     def __call__(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Position ids and masks of ``tokens`` [b, s] int64.
+        """Compute position ids and masks of ``tokens`` [b, s] int64.
 
         Returns:
-            position_ids [b, s] int64; loss_mask [b, s] float32, 0 where there is no loss; and with
-            ``reset_attention_mask`` document_starts [b, s] int64. The attention mask is s times as
-            large, so :func:`document_mask` computes it from document_starts only where it is
-            needed. Without document_starts attention is causal and needs no mask tensor.
+            position_ids [b, s] int64; loss_mask [b, s] float32, 0 for tokens without loss; and,
+            with ``reset_attention_mask``, document_starts [b, s] int64. The attention mask would be
+            s times as large as document_starts, so it is not returned: :func:`document_mask`
+            computes it where attention needs it. Without document_starts, attention is causal and
+            needs no mask tensor.
         """
         options, device = self.options, tokens.device
         made = {
-            # All samples have the same positions: an expanded view, without a copy.
+            # All samples have the same positions, so an expanded view avoids copies.
             "position_ids": torch.arange(tokens.size(1), device=device).expand(tokens.shape),
             "loss_mask": torch.ones(tokens.shape, device=device),
         }
@@ -53,7 +54,7 @@ class DocumentBoundaries:
 
 
 def document_starts(is_eod: torch.Tensor) -> torch.Tensor:
-    """Position at which each token's document begins in its sample, [b, s] int64.
+    """Return the position in the sample where each token's document begins, [b, s] int64.
 
     Args:
         is_eod: [b, s] bool, whether a token is the end of its document.
@@ -65,7 +66,7 @@ def document_starts(is_eod: torch.Tensor) -> torch.Tensor:
 
 
 def document_mask(starts: torch.Tensor) -> torch.Tensor:
-    """Mask of causal attention within documents, [b, 1, s, s] bool, True where it is masked.
+    """Return the mask of causal attention within documents, [b, 1, s, s] bool; True is masked.
 
     Args:
         starts: [b, s] int64, from :func:`document_starts`.

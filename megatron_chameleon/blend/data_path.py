@@ -24,8 +24,8 @@ from megatron_chameleon.corpus.indexed import open_token_file
 from megatron_chameleon.errors import UserError
 
 PLAIN_NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
-# For a .bin larger than 16 MiB, only this number of evenly spaced blocks of this size is hashed,
-# which takes a second or two even on network storage.
+# Number and size of the evenly spaced blocks that are hashed if a .bin is larger than 16 MiB.
+# Hashing them takes a second or two even on network storage.
 HASHED_BLOCKS, HASHED_BLOCK_BYTES = 1024, 1 << 14
 
 
@@ -41,7 +41,7 @@ class DataPath:
         """Parse '0.3 PREFIX 0.7 PREFIX', or prefixes without weights.
 
         Raises:
-            UserError: for another form, or a repeated prefix.
+            UserError: if the text has another form, or a prefix is repeated.
         """
         words = text.split()
         weights = [_number(word) for word in words[::2]]
@@ -72,9 +72,9 @@ def data_path_tokens(
     begin, end = split_range(split, part)
 
     def cut(prefix: str) -> tuple[int, int, int, str]:
-        """Return begin, end and number of tokens of the split, and the hash of the whole file."""
+        """Return the split's first and end sequence, its tokens, and the whole file's hash."""
         file = open_token_file(Path(prefix))
-        # Rounded as in Megatron's BlendedMegatronDatasetBuilder.
+        # Round as Megatron's BlendedMegatronDatasetBuilder does, so that splits are equal.
         first, stop = round(begin * float(len(file))), round(end * float(len(file)))
         return first, stop, tokens_between(file, first, stop), hash_token_file(Path(prefix))
 
@@ -85,7 +85,7 @@ def data_path_tokens(
     for name, prefix, (first, stop, tokens, sha256) in zip(
         domain_names(path.prefixes), path.prefixes, cuts, strict=True
     ):
-        # Copies of a file get different sample orders.
+        # Number the copies of a file, so that they get different sample orders.
         order_key = f"{sha256} {copies[sha256]}"
         copies[sha256] += 1
         domains.append(
@@ -141,7 +141,7 @@ def split_range(split: str, part: Split) -> tuple[float, float]:
     Raises:
         UserError: for an invalid split, or one that leaves nothing for ``part``.
     """
-    # No exponents: Megatron parses digits and dots only.
+    # Exponents are invalid, since Megatron parses only digits and dots.
     words = [word.strip() for word in split.split(",")]
     numbers = [float(word) for word in words if PLAIN_NUMBER.fullmatch(word)]
     if not len(numbers) == len(words) <= len(SPLITS) or not any(numbers):

@@ -37,7 +37,7 @@ class _BlendedPhase:
     Attributes:
         phase: first sample and weights.
         order: order of the samples, which are numbered from the start of the phase.
-        before: [num_domains] samples of each domain before the phase.
+        before: [num_domains] number of samples of each domain before the phase.
         target_before: [num_domains] target count of each domain before the phase.
     """
 
@@ -47,12 +47,12 @@ class _BlendedPhase:
     target_before: NDArray[np.float64]
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Domain of each sample of this phase, and its number within the domain."""
+        """Return each sample's domain, and the sample's number within that domain."""
         domains, numbers = self.order.locate(samples - self.phase.first_sample)
         return domains, numbers + self.before[domains]
 
     def counts(self, samples: int) -> NDArray[np.int64]:
-        """[num_domains] samples of each domain among the run's first ``samples``."""
+        """Count each domain's samples among the run's first ``samples``, [num_domains]."""
         return self.before + self.order.counts(samples - self.phase.first_sample)
 
 
@@ -68,8 +68,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     form (see :mod:`megatron_chameleon.blend.order` and :mod:`megatron_chameleon.blend.streams`):
     no index is built, and the weights can change at any sample.
 
-    One thread reads samples; others may call :meth:`counts` concurrently. Weights must not change
-    while samples are being read.
+    Only one thread may read samples; others may call :meth:`counts` concurrently. Weights must not
+    change while samples are being read.
 
     Args:
         data: token files of the domains.
@@ -157,7 +157,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         }
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Domain [b] of each of ``samples`` [b], and its number within the domain.
+        """Return the domain [b] of each of ``samples`` [b], and its number within that domain.
 
         Raises:
             IndexError: for a sample beyond the end of the run.
@@ -177,7 +177,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         return domains, numbers
 
     def counts(self, samples: int) -> NDArray[np.int64]:
-        """[num_domains] samples of each domain among the first ``samples``."""
+        """Count each domain's samples among the first ``samples``, [num_domains]."""
         return self._phases[self.schedule.phase_at(max(samples - 1, 0))].counts(samples)
 
     def change_weights(self, first_sample: int, weights: Sequence[float]) -> None:
@@ -204,7 +204,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         phases: list[_BlendedPhase] = []
         for known, (phase, _) in zip(self._phases, spans, strict=False):
             if known.phase != phase:
-                break  # later phases depend on this one
+                break  # a phase depends on all earlier phases
             phases.append(known)
         for phase, length in spans[len(phases) :]:
             check_weights(self.data, phase.weights)
@@ -231,7 +231,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             if weight:
                 samples = math.ceil(self._num_samples * (weight / total))
                 num_epochs = -(-samples * self.seq_length // domain.tokens)
-                # Document, sample and shuffle index, with entries of at least 32 bits.
+                # The document, sample and shuffle indices have entries of at least 32 bits.
                 needed += 4 * num_epochs * (domain.stop - domain.first) + 12 * samples
         require_host_memory(
             needed,
@@ -269,14 +269,14 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._views[domain] = view
 
     def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Windows [b, s + 1] of samples, each with the token that follows it."""
+        """Read samples as windows [b, s + 1] that include the token after each sample."""
         windows = np.empty((len(domains), self.seq_length + 1), np.int64)
         for domain in np.unique(domains).tolist():
             rows = np.flatnonzero(domains == domain)
             while len(rows):
                 view = self._views.get(domain)
                 if view is None or not (inside := view.holds(numbers[rows])).any():
-                    # No view is open, or the open view is of another epoch.
+                    # No view is open, or the open view covers another epoch.
                     view = self._streams[domain].view_of(int(numbers[rows[0]]))
                     self._views[domain], inside = view, view.holds(numbers[rows])
                 view.read(numbers[rows[inside]], rows[inside], windows)

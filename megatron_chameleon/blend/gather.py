@@ -45,13 +45,13 @@ class View:
     order: tuple[Any, ...]
 
     def holds(self, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Mask [n] of the ``numbers`` [n] that are samples of this view."""
+        """Return a mask [n]: whether each of ``numbers`` [n] is a sample of this view."""
         return (numbers >= self.first) & (numbers < self.first + self.num_samples)
 
     def read(
         self, numbers: NDArray[np.int64], rows: NDArray[np.int64], windows: NDArray[np.int64]
     ) -> None:
-        """Write samples, each with the token that follows it, to rows of ``windows``.
+        """Write samples, each with the token after it, to rows of ``windows``.
 
         Args:
             numbers: [n] numbers of samples of this view, within the domain.
@@ -63,7 +63,7 @@ class View:
         """
         file, done = self.file, 0
         arrays = file.tokens.unchecked, file.tokens.checked, file.lengths, file.pointers
-        # A window reads at most one unchecked block per document plus one per token.
+        # Space for the unchecked blocks of one window: at most one per document and one per token.
         blocks = np.empty(2 * windows.shape[1], np.int64)
         places = numbers - self.first
         while done < len(rows):
@@ -73,7 +73,7 @@ class View:
 
 @njit(cache=True, nogil=True)
 def permuted(position: int, size: int, key: np.uint64) -> np.int64:
-    """Image of ``position`` under a pseudorandom permutation of 0 to ``size`` - 1.
+    """Return the image of ``position`` under a pseudorandom permutation of 0 to ``size`` - 1.
 
     The permutation is never stored; each key selects one. A Feistel network permutes a domain of an
     even number of bits, up to four times ``size``; an image that is too large is permuted again
@@ -100,7 +100,7 @@ def permuted(position: int, size: int, key: np.uint64) -> np.int64:
 def document_ends(
     lengths: NDArray[np.int32], first: int, num_documents: int, key: np.uint64
 ) -> NDArray[np.int64]:
-    """Total tokens at the end of every ``DOCUMENTS_PER_END``-th document in shuffled order.
+    """Cumulative tokens after every ``DOCUMENTS_PER_END`` documents in shuffled order.
 
     Args:
         lengths: lengths of the file's documents.
@@ -171,11 +171,11 @@ def read_epoch(
     out: NDArray[np.int64],
     blocks: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Read shuffled windows of one epoch of a domain, whose permutations are computed.
+    """Read shuffled windows of one epoch of a domain; permutations are computed, not stored.
 
     Args:
         tokens: tokens of the file.
-        checked: 1 for each block of tokens that is already verified.
+        checked: 1 for each block of tokens that has been verified, else 0.
         lengths: length of each document in tokens.
         pointers: first byte of each document.
         num_windows: number of windows that begin in the epoch.
@@ -189,7 +189,7 @@ def read_epoch(
         rows: [n] row of each sample in ``out``.
         done: number of samples that are already read.
         out: [b, s + 1] output.
-        blocks: output: unchecked blocks of the last sample.
+        blocks: receives the unchecked blocks of the last sample.
     """
     begin = pointers[first_document] // tokens.itemsize
     no_index = np.empty(0, np.int32)
@@ -199,7 +199,7 @@ def read_epoch(
         token = phase + window * (target.size - 1)
         if ends.size == 0:
             token %= num_tokens
-            while filled < target.size:  # wraps from the domain's end to its beginning
+            while filled < target.size:  # continue at the beginning of the domain
                 count = min(num_tokens - token, target.size - filled)
                 part = target[filled : filled + count]
                 unchecked = _copy(tokens, checked, begin + token, part, blocks, unchecked)
@@ -233,7 +233,7 @@ def _read_documents(
     target: NDArray[np.int64],
     blocks: NDArray[np.int64],
 ) -> int:
-    """Fill ``target`` from a position in the order of documents, and write unchecked blocks.
+    """Fill ``target`` from a position in the document order, and list unchecked blocks.
 
     The order is ``documents``; if ``documents`` is empty, the order is computed from ``keys``.
     Returns the number of unchecked blocks.
@@ -268,7 +268,7 @@ def _copy(
     blocks: NDArray[np.int64],
     unchecked: int,
 ) -> int:
-    """Copy tokens, and append their unchecked blocks to the first ``unchecked`` of ``blocks``."""
+    """Copy tokens, and append unchecked blocks to the ``unchecked`` entries of ``blocks``."""
     if out.size == 0:
         return unchecked
     first = start * tokens.itemsize // BLOCK_BYTES

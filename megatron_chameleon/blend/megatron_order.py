@@ -70,7 +70,7 @@ class MegatronOrder:
         return self._domains[self._index[samples]], self._numbers[samples]
 
     def counts(self, samples: int) -> NDArray[np.int64]:
-        """[num_domains] samples of each domain among the first ``samples``."""
+        """Count each domain's samples among the first ``samples``, [num_domains]."""
         block = samples // COUNTED
         counts: NDArray[np.int64] = self._counts[block] + self._counted(block * COUNTED, samples)
         return counts
@@ -252,11 +252,11 @@ def _fill_lanes(
     Args:
         weights: [num_domains] float64.
         counts: [LANES, num_domains] float64, updated to the end of each lane.
-        joins: [LANES, num_domains] float64, written: the counts after warming up.
+        joins: [LANES, num_domains] float64, receives the counts after warming up.
         first: first sample of the first lane.
         length: samples in a lane's range, a multiple of the window.
-        index: domain of each sample of the run, written.
-        numbers: its number within the domain, written.
+        index: receives the domain of each sample of the run.
+        numbers: receives each sample's number within its domain.
     """
     num_domains = weights.size
     room = (num_domains + BLOCK) * LANES
@@ -298,7 +298,7 @@ def _fill_lanes(
                 part = slice(i * LANES, (i + BLOCK) * LANES)
                 _look(own_weights[part], own_counts[part], i, work)
             for lane in range(LANES):
-                # Unsigned: numba tests whether a signed index is negative.
+                # Use unsigned indices, since numba would test whether signed indices are negative.
                 chosen = np.uint64(np.int64(work[2 * LANES + lane]) * LANES + lane)
                 count = own_counts[chosen]
                 own_counts[chosen] = count + 1.0

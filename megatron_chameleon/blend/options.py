@@ -1,4 +1,4 @@
-"""Options of the samples that a run reads: data sets, order, document boundaries."""
+"""Options of the training data: data sets, sample order and document boundaries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DataOptions(CheckedOptions):
 
     @property
     def mixture_changes(self) -> list[str]:
-        """The values of all uses of ``--mixture-change``."""
+        """The values of every ``--mixture-change`` on the command line."""
         return [change for group in self.mixture_change for change in group]
 
 

@@ -34,7 +34,7 @@ MAX_SAMPLES = 2**36
 # Half of a share's bits. Counts at MAX_SAMPLES are exact to 2**-16 samples.
 HALF_BITS = 26
 WEIGHT_BITS = 61
-# Samples sorted into the tree at a time: the buffers stay in the second-level cache.
+# Samples sorted into the tree at a time, so few that the buffers fit the second-level cache.
 CHUNK = 8192
 
 # Columns of the tree's nodes: share of the left child and offset, each as upper and lower half of a
@@ -73,7 +73,7 @@ class BlendOrder:
         return found[0], found[1]
 
     def counts(self, samples: int) -> NDArray[np.int64]:
-        """[num_domains] samples of each domain among the first ``samples``."""
+        """Count each domain's samples among the first ``samples``, [num_domains]."""
         counts = np.zeros(self.num_domains, np.int64)
         _count(self._nodes, samples, counts)
         return counts
@@ -131,13 +131,13 @@ def _leaves(shares: list[int], deficits: list[float]) -> list[int]:
 
 
 def _halves(number: float) -> tuple[int, int]:
-    """Upper and lower half of a fixed-point number, which may be negative."""
+    """Split a fixed-point number, which may be negative, into its upper and lower half."""
     return divmod(math.floor(number * 2 ** (2 * HALF_BITS)), 2**HALF_BITS)
 
 
 @njit(inline="always")
 def _floor(high: int, low: int, samples: int) -> int:
-    """Integer part of a fixed-point number, clipped to 0 and ``samples``.
+    """Return the integer part of a fixed-point number, clipped to the range 0 to ``samples``.
 
     For ``share * samples + offset``, this is the number of a node's samples in its left child.
     """
@@ -167,7 +167,7 @@ def _locate(
     domains: NDArray[np.int64],
     numbers: NDArray[np.int64],
 ) -> None:
-    """Write domain and number of each of ``samples`` [n].
+    """Write the domain of each of ``samples`` [n], and its number within the domain.
 
     Walking down the tree sample by sample would mispredict a branch at every level. Instead each
     node partitions all samples that reach it, without a branch, into the samples of its children.
@@ -186,7 +186,7 @@ def _locate(
         for at in range(len(nodes)):
             if starts[at] == stops[at]:
                 continue
-            # Scalars, since the compiler assumes that the stores below may alias an array.
+            # Scalars, since the compiler assumes that the stores below may change an array.
             share, share_low = nodes[at, SHARE], nodes[at, SHARE_LOW]
             offset, offset_low = nodes[at, OFFSET], nodes[at, OFFSET_LOW]
             buffer = source[at]

@@ -25,7 +25,7 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples with these numbers, stacked."""
+        """Return the samples with these numbers, stacked."""
         ...
 
 
@@ -35,7 +35,7 @@ def check_batch_sizes(
     """Check that the global batch can be sharded equally over the ranks.
 
     Raises:
-        UserError: naming valid global batch sizes.
+        UserError: if it cannot; the message names valid global batch sizes.
     """
     unit = micro_batch_size * data_parallel_size
     if global_batch_size % unit:
@@ -122,7 +122,7 @@ def prefetch(
 
     def prepare() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # new threads default to device 0
+            torch.cuda.set_device(device)  # a new thread would use device 0
 
     pool = ThreadPoolExecutor(1, "prefetch", initializer=prepare)
     try:
@@ -152,7 +152,7 @@ def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def steps_between_changes(first_step: int, train_iters: int, interval: int) -> list[int]:
-    """Number of steps of each part of a run that starts at ``first_step``.
+    """Return the number of steps of each part of a run that starts at ``first_step``.
 
     A part ends where the mixture may change: at multiples of ``interval``, or never if it is 0.
     """

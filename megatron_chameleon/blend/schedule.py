@@ -22,7 +22,7 @@ class Phase:
     weights: tuple[float, ...]
 
     def targets(self, num_samples: int) -> NDArray[np.float64]:
-        """[num_domains] target counts of ``num_samples`` samples of this phase."""
+        """Return target counts of ``num_samples`` samples of this phase, [num_domains]."""
         return num_samples * (np.array(self.weights) / math.fsum(self.weights))
 
 
@@ -64,10 +64,10 @@ class MixtureSchedule:
         return self.phases[self.phase_at(sample)].weights
 
     def changed(self, first_sample: int, weights: Sequence[float]) -> MixtureSchedule:
-        """Copy with ``weights`` from ``first_sample`` on; later phases are dropped.
+        """Return a copy with ``weights`` from ``first_sample`` on, without later phases.
 
         Raises:
-            ValueError: for a sample below 0, or another number of weights.
+            ValueError: if the sample is below 0, or the number of weights differs.
         """
         kept = tuple(phase for phase in self.phases if phase.first_sample < first_sample)
         return MixtureSchedule((*kept, Phase(first_sample, tuple(weights))))
@@ -84,7 +84,7 @@ class MixtureSchedule:
             yield phase, end - phase.first_sample
 
     def target_samples(self, num_samples: int) -> list[float]:
-        """[num_domains] target counts of the first ``num_samples`` samples."""
+        """Return target counts of the first ``num_samples`` samples, [num_domains]."""
         target = np.zeros(len(self.phases[0].weights))
         for phase, length in self.spans(num_samples):
             target += phase.targets(length)

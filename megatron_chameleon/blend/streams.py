@@ -26,8 +26,8 @@ from megatron_chameleon.errors import UserError
 SEPARATE_FINAL_EPOCH_BELOW = 0.80
 # From this number of samples on, Megatron's shuffle index is int64 instead of uint32.
 WIDE_SHUFFLE_FROM = np.iinfo(np.uint32).max - 1
-# Part of the keys of cached indices. Raise it when megatron_indices returns different indices for
-# the same arguments.
+# Version in the keys of cached indices. Raise it when megatron_indices returns different indices
+# for the same arguments.
 MEGATRON_INDICES_VERSION = 1
 
 Arrays = dict[str, NDArray[Any]]
@@ -59,7 +59,7 @@ class EpochStream:
     shuffle_documents: bool
 
     def view_of(self, number: int) -> View:
-        """View of the epoch that contains sample ``number``."""
+        """Return a view of the epoch that contains sample ``number``."""
         tokens, domain = self.domain.tokens, self.domain
         epoch = number * self.seq_length // tokens
         first, stop = (-(-e * tokens // self.seq_length) for e in (epoch, epoch + 1))
@@ -74,7 +74,7 @@ class EpochStream:
         return View(self.file, first, stop - first, read_epoch, order)
 
     def _key(self, epoch: int, purpose: int) -> int:
-        # Hash order_key, since the order must not depend on the domain's position in the blend.
+        # Hash order_key, so that the order does not depend on the domain's position in the blend.
         name = hashlib.sha256(self.domain.order_key.encode("utf-8")).digest()[:4]
         return permutation_key(self.seed, int.from_bytes(name), epoch, purpose)
 
@@ -93,7 +93,7 @@ def megatron_view(
     seed: int,
     cache: Path | None = None,
 ) -> View:
-    """View of a domain's samples in the order of Megatron's GPTDataset.
+    """Return a view of a domain's samples in the order of Megatron's GPTDataset.
 
     Args:
         domain: domain to read.
@@ -130,12 +130,12 @@ def megatron_view(
 def megatron_indices(
     domain: DomainData, lengths: NDArray[np.int32], num_samples: int, seq_length: int, seed: int
 ) -> Arrays:
-    """Megatron's document, sample and shuffle index of a domain.
+    """Build Megatron's document, sample and shuffle index of a domain.
 
     Args:
         domain: domain to read.
         lengths: [num_sequences] int32, length of each sequence in tokens.
-        num_samples: samples that are needed.
+        num_samples: number of samples needed.
         seq_length: tokens of a sample.
         seed: seed of numpy's RandomState.
 

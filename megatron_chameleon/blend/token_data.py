@@ -1,4 +1,4 @@
-"""Token files of a run, domain by domain, and checks of weights over them."""
+"""The token files of each domain of a run, and checks of the domains' weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class DomainData:
         first: first sequence.
         stop: one past the last sequence.
         tokens: number of tokens in these sequences.
-        order_key: determines, with the seed, the order within the domain; independent of paths.
+        order_key: text that is hashed with the seed to get the order within the domain; it does not
+            depend on paths.
         vocab_size: one more than the largest token id.
         expected: dtype, counts and checksums from corpus.json; None for other files.
     """
@@ -93,7 +94,7 @@ class TokenData:
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Domain -> tokens of one epoch."""
+        """Domain -> number of tokens in one epoch."""
         return {domain.name: domain.tokens for domain in self.domains}
 
 
@@ -120,7 +121,7 @@ def check_enough_tokens(data: TokenData, weights: Sequence[float], seq_length: i
     """Check that every domain with a weight holds at least one sequence.
 
     Raises:
-        UserError: naming the first domain that holds less than one sequence.
+        UserError: if one does not; the message names the first such domain.
     """
     for domain, weight in zip(data.domains, weights, strict=True):
         if weight > 0 and domain.tokens < seq_length + 1:
@@ -132,7 +133,7 @@ def check_enough_tokens(data: TokenData, weights: Sequence[float], seq_length: i
 
 
 def check_weights(data: TokenData, weights: Sequence[float]) -> None:
-    """Check ``weights`` for sampling.
+    """Check that ``weights`` are valid sampling weights.
 
     Raises:
         UserError: unless there is one finite, non-negative weight per domain and at least one is

@@ -42,7 +42,7 @@ def embed_windows(
     *,
     final_norm: bool = False,
 ) -> NDArray[np.float32]:
-    """Embed ``windows``: the mean over tokens of the hidden states after ``layer`` layers.
+    """Embed each window as the mean, over its tokens, of the hidden states after ``layer`` layers.
 
     Collective: batches are assigned to data-parallel ranks in turn. The result does not depend on
     the layout.
@@ -115,9 +115,10 @@ def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) ->
 
 
 def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:
-    """FLOPs of embedding ``windows`` with the first ``layer`` layers, over all ranks.
+    """Count the FLOPs of embedding ``windows`` with the first ``layer`` layers, over all ranks.
 
-    Lengths are counted separately, since attention costs more per token in longer windows.
+    Each window length is counted separately, since attention costs more per token in longer
+    windows.
     """
     lengths, counts = np.unique(windows.length, return_counts=True)
     return sum(
@@ -174,7 +175,7 @@ def open_store(
 
 @dataclasses.dataclass(frozen=True)
 class StoreEntry:
-    """Vectors that are embedded together: one per sampled window, or one per document.
+    """A group of vectors of a store: one vector per sampled window, or one per document.
 
     Attributes:
         key: name of the vectors in the store.
@@ -233,7 +234,7 @@ def fill_store(
         for entry in entries:
             progress.set_description(f"embedding {entry.key}")
             tokens = files[entry.domain, entry.split]
-            windows = entry.windows(tokens)  # the windows of all entries may not fit in memory
+            windows = entry.windows(tokens)  # all entries may not fit in memory at once
             vectors, cost = embed_by_recipe(
                 reader, tokens, windows, store.recipe, batch_size, progress, entry.domain
             )

@@ -27,11 +27,11 @@ class FinalNorm:
 def masked_mean(
     hidden_states: torch.Tensor, lengths: torch.Tensor, norm: FinalNorm | None = None
 ) -> torch.Tensor:
-    """Mean over the leading ``lengths`` positions of each sequence, in one pass.
+    """Average the first ``lengths`` positions of each sequence, in one pass.
 
     Padding is ignored even if it is NaN or infinite; a sequence of length 0 yields zero. On CUDA
     devices Triton kernels compute the mean, with deterministic float32 sums; on other devices, and
-    where Triton cannot launch kernels, :func:`plain_masked_mean` does.
+    where Triton cannot launch kernels, :func:`plain_masked_mean` computes it.
 
     Args:
         hidden_states: [s, b, h] bfloat16, float16 or float32.

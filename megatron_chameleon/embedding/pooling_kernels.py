@@ -15,7 +15,7 @@ import triton.language as tl
 from megatron_chameleon.embedding.pooling import FinalNorm
 
 CHUNK = 128
-"""Positions that one program sums."""
+"""Number of positions that one program sums."""
 # Maximum elements in a program's registers. Only a fused layer norm needs whole rows.
 TILE_ELEMENTS = 4096
 WIDEST_TILE = 512
@@ -40,7 +40,7 @@ def chunk_sums_kernel(  # type: ignore[no-untyped-def]
     """sums[chunk, row, :] = sum of the row's valid states in a chunk, optionally normalized."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     chunk = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)  # row * stride may exceed 2**31
+    row = tl.program_id(2).to(tl.int64)  # since row * stride may exceed 2**31
     inside = columns < width
     total = tl.zeros([COLUMNS], tl.float32)
     first = chunk * CHUNK
@@ -97,7 +97,7 @@ def add_chunks_kernel(  # type: ignore[no-untyped-def]
 def launch_masked_mean(
     hidden_states: torch.Tensor, lengths: torch.Tensor, norm: FinalNorm | None
 ) -> torch.Tensor:
-    """The masked mean [b, h], float32, of ``hidden_states``; see ``pooling.masked_mean``.
+    """Return the masked mean [b, h], float32, of ``hidden_states``; see ``pooling.masked_mean``.
 
     Args:
         hidden_states: [s, b, h] with stride 1 in h.
@@ -142,7 +142,7 @@ def launch_masked_mean(
 
 
 def tile(width: int, normalize: bool) -> tuple[int, int]:
-    """Positions and columns in a program's registers, powers of two."""
+    """Return how many positions and columns a program holds in registers, as powers of two."""
     columns = triton.next_power_of_2(width)
     if not normalize:
         columns = min(columns, WIDEST_TILE)

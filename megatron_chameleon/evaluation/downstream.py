@@ -1,4 +1,4 @@
-"""Accuracy on downstream tasks by lm-eval: tools/evaluate.py downstream, and lm-eval's own command.
+"""Measure accuracy on downstream tasks by tools/evaluate.py downstream or lm-eval's own command.
 
     python -m megatron_chameleon.evaluation.downstream run \
       --model megatron_chameleon --model_args checkpoint=runs/mine/5-base/uniform-seed1 --tasks sciq
@@ -96,8 +96,9 @@ class DownstreamPlan:
     Attributes:
         options: options of the evaluation.
         checkpoint: the checkpoint to evaluate.
-        protocol: protocol of the evaluation, recorded in the result.
-        provenance: provenance of the evaluation, recorded in the result.
+        protocol: version of lm-eval, numbers of shots and other settings that results must share to
+            be comparable.
+        provenance: command, software and hashes of the inputs, which the result records.
         settings: settings of each part of the evaluation; a part is one task with one number of
             shots.
         parts: finished parts by their settings. Rank 0 adds each missing part once it is evaluated.
@@ -187,7 +188,7 @@ def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
     """Evaluate the missing parts, write each as soon as it is complete, and return the gaps."""
     from megatron_chameleon.evaluation.tasks import TaskLibrary, TaskUnavailableError
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # lm-eval logs every default value
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # hide lm-eval's logs of default values
     missing, start = plan.missing(), time.monotonic()
     tasks = list(dict.fromkeys(each.task for each in missing))
     library, loaded = TaskLibrary(tasks, plan.options.data_dir), None
@@ -238,15 +239,15 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
             lm=model,
             task_dict={"tasks": {loaded.name: loaded.task}},
             limit=settings.limit,
-            bootstrap_iters=0,  # Accuracy.of computes the standard errors instead
+            bootstrap_iters=0,  # no bootstrap: Accuracy.of computes the standard errors
             log_samples=True,
         )
     except Exception as error:  # a task can raise any type of error
         if model.failed:
-            raise  # the model failed: other ranks may be waiting
+            raise  # end the evaluation: other ranks may wait for a collective
         raise TaskUnavailableError(in_one_line(error)) from error
     assert found is not None, "lm-eval runs as a single rank"
-    # Keep the samples of the first filter, in the order of the data set.
+    # If the task defines several filters of answers, the first one counts.
     samples = found["samples"][loaded.name]
     samples = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     samples.sort(key=lambda sample: int(sample["doc_id"]))

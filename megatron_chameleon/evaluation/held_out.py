@@ -1,4 +1,4 @@
-"""Windows over held-out text: which tokens are scored, and in which context."""
+"""Windows over held-out text, which determine the scored tokens and their contexts."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def spread_evenly(windows: ScoredWindows, max_tokens: int | None) -> ScoredWindo
     Choosing the first windows instead would represent only the first few documents.
 
     Args:
-        windows: none may score more than ``max_tokens``.
-        max_tokens: None keeps all windows.
+        windows: windows that each score at most ``max_tokens`` tokens.
+        max_tokens: maximum number of scored tokens; None keeps all windows.
     """
     scored = windows.num_scored
     total = int(scored.sum())
@@ -142,7 +142,8 @@ class HeldOutText:
         positions = begin + np.arange(width or self.window_length)
         is_inside = positions < end
         labels, tokens = (
-            # A position that is clipped here is padding, or its token is replaced by eod_id below.
+            # Clipping changes no result: a clipped position is padding, or eod_id replaces its
+            # token below.
             np.where(is_inside, self.stream[np.clip(at, 0, len(self.stream) - 1)], 0).astype(
                 np.int64
             )
@@ -177,7 +178,7 @@ def choose_windows(
     overlap: int = 0,
     tokens: range | None = None,
 ) -> HeldOutText:
-    """Split ``stream`` [n] into windows as in training: of one length, across document boundaries.
+    """Split ``stream`` [n] into windows of one length across document boundaries, as in training.
 
     The first token is not predicted. With ``max_tokens``, a shorter last window is left out.
 

@@ -1,4 +1,4 @@
-"""Checkpoints as models of lm-eval."""
+"""Evaluate checkpoints as lm-eval models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScorerLM(TemplateLM):
     rank 0's requests.
 
     Attributes:
-        num_truncated: requests since :meth:`reset` whose contexts were truncated.
+        num_truncated: number of requests since :meth:`reset` whose contexts were truncated.
         flops: FLOPs of the requests since :meth:`reset`.
         digest: SHA-256 of the requests since :meth:`reset`.
         description: text next to the progress bar.
@@ -59,7 +59,7 @@ class ScorerLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end-of-document token: it replaces an empty context, and ends a generation."""
+        """End-of-document token: it replaces an empty context, and ends a generation."""
         return self.scorer.eod_id
 
     @property
@@ -260,7 +260,7 @@ class CheckpointLM(ScorerLM):
             scorer = Scorer(reader, int(batch_size), find_tokenizer(choice, record))
             self._groups = groups.pop_all()
         super().__init__(scorer)
-        atexit.register(self.close)  # lm-eval does not report when it is done with a model
+        atexit.register(self.close)  # at exit, since lm-eval does not close its models
 
     def close(self) -> None:
         """Destroy the process groups. Collective."""

@@ -45,7 +45,7 @@ from megatron_chameleon.model.readout import Reader, check_window, length_batche
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
-# Number of tokens per call of bincount.
+# Number of tokens per call of bincount, which copies them as int64.
 _CHUNK = 1 << 24
 
 
@@ -74,7 +74,7 @@ def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[Eval
     corpus and protocol share the held-out text.
 
     Args:
-        evaluations: at least one; all with the same parallelism.
+        evaluations: options of at least one evaluation; all must have the same parallelism.
 
     Raises:
         UserError: for invalid options, or invalid files that the options name.
@@ -185,8 +185,8 @@ def _evaluate(
 def cluster_ends(tokens: TokenFile, text: HeldOutText) -> NDArray[np.int64]:
     """Group the documents of ``tokens``, one per sequence, into clusters of scored documents.
 
-    A cluster is one document with tokens that ``text`` scores, or several consecutive ones if there
-    are more than ``MAX_CLUSTERS`` such documents; see :class:`Clusters`.
+    A cluster is one document with tokens that ``text`` scores, or several consecutive documents
+    if there are more than ``MAX_CLUSTERS`` such documents; see :class:`Clusters`.
 
     Returns:
         [c] position after the last token of each cluster: a scored token at position p belongs to
@@ -212,8 +212,8 @@ class HeldOutDomain:
 
     Attributes:
         text: windows over the held-out text.
-        clusters: [c] see :func:`cluster_ends`.
-        tokens: [c] scored tokens per cluster; may be 0.
+        clusters: [c] end of each cluster of documents; see :func:`cluster_ends`.
+        tokens: [c] number of scored tokens per cluster; may be 0.
         text_bytes: [c] bytes of text that the scored tokens encode; None if unknown.
         unigram_loss: mean negative log-likelihood of the scored tokens under a unigram model of
             the training text, in nats per token.
@@ -377,7 +377,7 @@ def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
 
 
 def result_table(result: EvaluationResult) -> str:
-    """Format an evaluation for the terminal: a row per domain, the average, the protocol."""
+    """Format an evaluation for the terminal: a row per domain, the average and the protocol."""
 
     def cell(value: float | None, error: float | None, places: int) -> str:
         if value is None:

@@ -102,7 +102,7 @@ class Row:
 
     @property
     def is_chain(self) -> bool:
-        """Whether causal attention suffices, because each token attends to all earlier tokens."""
+        """Whether causal attention suffices because each token attends to all earlier tokens."""
         return all(path[-1] + 1 == len(path) for _, _, path in self.paths)
 
     def predicting(self, questions: Sequence[Question]) -> list[tuple[int, NDArray[np.int64]]]:
@@ -117,7 +117,7 @@ def pack(sequences: Sequence[Tokens], longest: int, pairs_per_token: int) -> lis
     """Pack the sequences into rows. Sequences share a row if that saves computation.
 
     A shared prefix is computed once, but the mask does not make attention cheaper: a row of n
-    tokens takes n * n pairs.
+    tokens has n * n pairs of tokens.
 
     Args:
         sequences: at least one non-negative token each.
@@ -253,7 +253,10 @@ class Scorer:
         self._call("stop")
 
     def _call(self, *call: Any) -> tuple[Any, ...]:
-        """Broadcast rank 0's call, unless there is a single rank: it would wait for its device."""
+        """Broadcast rank 0's call.
+
+        A single rank has nothing to broadcast, and a broadcast would wait for its device.
+        """
         return call if self.layout.world_size == 1 else from_main(lambda: call)
 
     def _states(self, batch: Batch) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ HUB_ATTEMPTS = 2
 
 
 class TaskUnavailableError(Exception):
-    """A task cannot be evaluated, for a one-line reason; other tasks are still evaluated."""
+    """Reports in one line why a task cannot be evaluated; other tasks are evaluated anyway."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class TaskLibrary:
     def data_of(self, name: str) -> str | None:
         """Return the identity of a task's data, see :class:`PartSettings`.
 
-        None stands for a missing local copy.
+        The identity is None if a local copy is missing.
         """
         folder, files = self._local_copy(name)
         if folder is None:
@@ -160,10 +160,11 @@ class TaskLibrary:
         return f"{constants.ENDPOINT} does not answer, and the data are not cached ({reason})"
 
     def _local_copy(self, name: str) -> tuple[Path | None, list[Path]]:
-        """Find the folder of the local copy (None for the hub), and its configuration's files.
+        """Return the folder of the task's local copy, and the files of the task's configuration.
 
-        Hidden files are ignored. If the configuration has its own folder, only that folder is used,
-        because other folders may be added later.
+        The folder is None if the data come from the hub. Hidden files are ignored. If the
+        configuration has its own folder, only that folder is used, because other folders may be
+        added later.
         """
         definition = self.manager.task_index[name].cfg or {}
         if self.data_dir is None or definition.get("dataset_path") is None:

@@ -1,4 +1,4 @@
-"""Compare mixtures in one table: their costs, and base models trained with paired seeds.
+"""Compare the costs of mixtures, and base models that were trained with paired seeds.
 
 Base models with the same seed start from the same weights and sample with the same seed.
 Differences between mixtures are computed seed by seed, which removes the seed's effect.
@@ -80,7 +80,7 @@ class ComparedMixture:
 
 
 def paired_difference(ours: Array, theirs: Array) -> tuple[float, float, float]:
-    """Mean of ``ours`` [s] minus ``theirs`` [s], paired by seed.
+    """Return the mean of ``ours`` [s] minus ``theirs`` [s], paired by seed.
 
     Returns:
         The mean, its standard error, and half the width of its 95% interval by Student's t with
@@ -150,7 +150,7 @@ class MethodComparison:
 
     @property
     def spread(self) -> dict[str, Any] | None:
-        """:func:`spread_of` the mixtures that have their own models; None for a single one."""
+        """:func:`spread_of` the mixtures with their own models; None if only one has models."""
         rows = [i for i, each in enumerate(self.mixtures.values()) if each.same_as is None]
         return spread_of(self.averages[rows]) if len(rows) > 1 else None
 
@@ -319,7 +319,7 @@ def _load_base(
 
 
 def _require_last_checkpoint(path: Path, result: EvaluationResult, run: TrainingRun) -> None:
-    """Raise UserError if the ``result`` in ``path`` is not of the last checkpoint of ``run``."""
+    """Raise UserError if ``result`` does not evaluate the last checkpoint of ``run``."""
     folders = checkpoint_folders(run.root)
     if not folders:
         raise UserError(f"{run.root} has no checkpoint; restore it, or delete the run, and {HINT}")
@@ -351,7 +351,7 @@ def require_evaluations(options: CompareMethodsOptions) -> None:
 
 
 def comparison_table(compared: MethodComparison) -> Table:
-    """Table with a column per mixture: weights, average perplexity over seeds, and cost."""
+    """Table with a column per mixture: weights, average perplexity over seeds and cost."""
     baseline, reference, count = compared.baseline, compared.reference, len(compared.domains)
     rows = {
         "average_perplexity": ("average perplexity", tables.format_perplexity),
@@ -434,7 +434,7 @@ def notes(compared: MethodComparison) -> list[str]:
         (each for each in mixtures if each.same_as is None),
         key=lambda each: found[each.name]["average_perplexity"],
     )
-    # A single outlier can make the ratio over all mixtures large.
+    # Also test pairs, since a single outlier can make the ratio over all mixtures large.
     for better, worse in itertools.pairwise(ranked):
         mean, _, half_width = paired_difference(averages[worse.name], averages[better.name])
         is_listed = (baseline.same_as or baseline.label) in (better.label, worse.label)

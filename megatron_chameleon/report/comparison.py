@@ -150,7 +150,7 @@ class SeedGroup:
 
 
 def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
-    """Load the evaluated runs of ``folder``.
+    """Load the evaluated runs of ``folder``, the baseline first.
 
     Args:
         folder: run folder with at least one evaluation.
@@ -170,7 +170,7 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
     require_same_evaluation(results)
     chosen = baseline or first_uniform(folder, results)
     labels = run_labels(folder.base_runs, results)
-    names = sorted(results, key=lambda name: name != chosen)  # the sort is stable
+    names = sorted(results, key=lambda name: name != chosen)  # baseline first
     runs = tuple(Evaluated(n, labels[n], results[n], folder.base_runs.get(n)) for n in names)
     return Comparison(runs, runs[0] if chosen is not None else None)
 
@@ -179,7 +179,7 @@ def require_same_evaluation(results: Mapping[str, EvaluationResult]) -> None:
     """Check that results, by name, have the same corpus, protocol and domains.
 
     Raises:
-        UserError: naming two that differ.
+        UserError: if two differ; the message names both.
     """
     require_comparable(dict(results))
     first_name, first = next(iter(results.items()))

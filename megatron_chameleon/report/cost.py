@@ -24,7 +24,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import BASE, EMBEDDINGS, MIXTURE, PROXY, RunFolder
 from megatron_chameleon.report.tables import MISSING, UNKNOWN, Table, format_flops, format_hours
 
-# Costs are also shown relative to a mixture of the first of these methods that has any.
+# Costs are also shown relative to one mixture, whose method is the first of these in the run.
 REFERENCE_METHODS = ("chameleon-pretrain", "chameleon-finetune")
 
 
@@ -49,7 +49,7 @@ class MixtureCost:
         return not self.missing or "total_cost" in self.mixture.parameters
 
     def amount(self, unit: str) -> float | None:
-        """The field ``unit`` of ``cost``; None where the cost is incomplete."""
+        """Return the field ``unit`` of ``cost``; None if the cost is incomplete."""
         return getattr(self.cost, unit) if self.is_known else None
 
     def ratio(self, other: MixtureCost, unit: str) -> float | None:
@@ -59,7 +59,10 @@ class MixtureCost:
 
     @property
     def cost(self) -> Cost:
-        """Sum of the parts; if a part is missing, at least the total that the method recorded."""
+        """Sum of the parts.
+
+        If a part is missing, the method's recorded totals are used where they are larger.
+        """
         found = sum(self.parts.values(), start=Cost())
         recorded = self.mixture.parameters.get("total_cost")
         if not self.missing or not isinstance(recorded, dict):
@@ -72,7 +75,7 @@ class MixtureCost:
 
     @property
     def paper_flops(self) -> float:
-        """FLOPs by the paper's formula, 0 where the method does not record them."""
+        """FLOPs by the paper's formula; 0 if the method does not record them."""
         return float(self.mixture.parameters.get("paper_flops") or 0.0)
 
     def cells(self) -> list[str]:
@@ -199,14 +202,14 @@ def mixture_cost_table(ledger: Ledger, folder: RunFolder) -> Table:
 def _made_from(
     folder: RunFolder, mixture: Mixture, proxies: Mapping[str, TrainingRun], path: tuple[Path, ...]
 ) -> tuple[dict[str, Cost], list[str]]:
-    """Costs of a mixture's inputs, and descriptions of the inputs whose cost is missing.
+    """Return the costs of a mixture's inputs, and descriptions of the inputs without a cost.
 
     Args:
         folder: run folder.
         mixture: the mixture whose inputs are looked up.
         proxies: checkpoint hash -> the run in 2-proxy that saved it.
-        path: files of the mixtures that led to this one, each an input of the one before it; the
-            last is the file of ``mixture``.
+        path: chain of mixture files that ends with the file of ``mixture``; each mixture is an
+            input of the mixture before it.
     """
     parts: dict[str, Cost] = {}
     missing: list[str] = []
@@ -229,7 +232,7 @@ def _made_from(
         if place.is_file() and place.suffix == ".json":
             part = Mixture.load(place)
             parts[_entry(folder, place)] = part.cost
-            if place not in path:  # an overwritten mixture can be its own input
+            if place not in path:  # avoid cycles: an overwritten mixture can be its own input
                 found, lacking = _made_from(folder, part, proxies, (*path, place))
                 parts |= found
                 missing += lacking
@@ -252,7 +255,7 @@ def _costs_at(place: Path) -> Iterator[tuple[Path, Cost]]:
 
 
 def _entry(folder: RunFolder, place: Path) -> str:
-    """Ledger key of the artifact at ``place``, the same for every path that leads to it."""
+    """Return the ledger key of the artifact at ``place``; links to it have the same key."""
     if place in folder.entries:
         return folder.entries[place]
     name = place.with_suffix("") if place.suffix == ".json" else place

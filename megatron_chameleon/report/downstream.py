@@ -33,7 +33,7 @@ METRIC_NAMES = {"acc_norm": "normalised accuracy", "acc": "accuracy"}
 
 @dataclasses.dataclass(frozen=True)
 class DownstreamComparison:
-    """Downstream results on the same questions; the baseline's, if any, comes first.
+    """Downstream results on the same questions; a baseline's result comes first.
 
     Attributes:
         results: label of a run -> its result; at least one.
@@ -51,7 +51,7 @@ class DownstreamComparison:
         return next(iter(self.results.values())).protocol
 
     def complete(self, shots: int | None = None) -> list[str]:
-        """Tasks that every run has with ``shots`` shots or, if None, with every number of shots."""
+        """Tasks that all runs have with ``shots`` shots; with every number of shots if None."""
         return list(self.accuracies(shots).dropna().index)
 
     def accuracies(self, shots: int | None = None, field: str = "accuracy") -> pd.DataFrame:
@@ -91,7 +91,7 @@ def compare_downstream(
     run_label, count = run_labels(folder.base_runs, runs.values()), Counter(runs.values())
     labels = unique_labels({n: run_label[r] if count[r] == 1 else n for n, r in runs.items()})
     chosen = baseline or first_uniform(folder, runs.values())
-    names = sorted(results, key=lambda name: runs[name] != chosen)  # the sort is stable
+    names = sorted(results, key=lambda name: runs[name] != chosen)  # baseline first
     found = {labels[name]: results[name] for name in names}
     planned = [t for r in found.values() for t in (*r.tasks, *(gap.task for gap in r.gaps))]
     first = labels[names[0]] if runs[names[0]] == chosen else None
@@ -99,7 +99,7 @@ def compare_downstream(
 
 
 def base_run_of(folder: RunFolder, name: str) -> str:
-    """Name of the base run that the downstream result ``name`` evaluates; else ``name``."""
+    """Return the base run that the downstream result ``name`` evaluates; ``name`` if none."""
     for candidate in (name, name.removesuffix(DOWNSTREAM_SUFFIX)):
         if candidate in folder.base_runs:
             return candidate

@@ -120,7 +120,7 @@ def svg_content(figure: Figure, name: str) -> str:
     Args:
         figure: figure in the colours of this module. Save it as PNG and PDF first, since this
             function changes its images and points. matplotlib escapes the texts in the figure.
-        name: salts the ids, so that several figures can be in one page.
+        name: makes the ids unique, so that one page can contain several figures.
     """
     no_metadata: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     # Interpolation "none" embeds a pixel for each entry, and the page scales it without smoothing.
@@ -536,13 +536,13 @@ def pca_points(vectors: Array) -> tuple[Array, tuple[float, float]]:
 
 
 def umap_points(vectors: Array) -> Array | None:
-    """UMAP embedding [n, 2] of ``vectors`` [n, h]; None if umap-learn is not installed."""
+    """Embed ``vectors`` [n, h] by UMAP, [n, 2]; None if umap-learn is not installed."""
     try:
         from threadpoolctl import threadpool_limits
-        from umap import UMAP  # compiles code, which takes seconds
+        from umap import UMAP  # imported here, since the import compiles code for seconds
     except ImportError:
         return None
-    # Numba sets OpenMP's number of threads for the whole process, torch included.
+    # Restore OpenMP's number of threads, which Numba sets for the whole process, torch included.
     with threadpool_limits(limits=1, user_api="openmp"), warnings.catch_warnings():
         # UMAP warns of isolated points, and that a seed implies one thread.
         warnings.simplefilter("ignore")

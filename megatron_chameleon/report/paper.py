@@ -33,12 +33,13 @@ from megatron_chameleon.report.tables import (
     formatted,
 )
 
-# Title prefix of tables that compare runs with the paper, and prefix of the paper's columns.
+# Prefix of the titles of tables that compare runs with the paper, and prefix of the headings of
+# the paper's columns.
 TITLE, PAPER = "Next to the paper: ", "paper: "
 # The paper does not print the training tokens of its base models. These values are assumed, as in
 # examples/hyperparameters.sh; for fine-tuning, the paper prints the 10,000 steps.
 ASSUMED_STEPS, ASSUMED_SEQ_LENGTH = 10_000, 1024
-# A run matches a setting if it has half to twice as many tokens.
+# A run matches a setting if it has half to twice as many training tokens as the setting.
 TOKEN_FACTOR = 2.0
 SHOTS = [0, 1, 2, 3, 4, 5]
 PREFIXES = ("redpajama", "slimpajama", "thepile", "pile", "wiki40b", "thestack", "stack")
@@ -209,7 +210,7 @@ def _downstream_table(setting: Setting, folder: RunFolder, baseline: str | None)
     if found is None:
         return []
     if sorted(found.protocol.shots) != SHOTS or found.protocol.limit is not None:
-        return []  # the paper's averages are over other shots or questions
+        return []  # the paper averages other shots or questions
     printed = printed_figures(setting.downstream[0])
     both = [task for task in found.complete() if task in printed.index]
     notes = [
@@ -227,7 +228,7 @@ def _both_sides(
     baseline: str | None,
     notes: Iterable[str],
 ) -> Table:
-    """Table of the runs' columns, then the paper's, with averages and counts over the same rows.
+    """Build a table of the runs' and the paper's columns; both average and count the same rows.
 
     Args:
         noun: what a row is, "domain" or "task".

@@ -141,7 +141,7 @@ class RunFolder:
     def entries(self) -> Mapping[Path, str]:
         """Resolved path of an artifact -> its key; links and copies have the original's key."""
         found: dict[Path, str] = {}
-        # Targets come before links; the sort is stable otherwise.
+        # Sort the targets of links before the links.
         for key in sorted(self.paths, key=lambda key: self.paths[key].is_symlink()):
             copied = (
                 other
@@ -165,7 +165,7 @@ def require_one_corpus(folders: Sequence[RunFolder]) -> None:
     1-corpus, but must not have additional domains.
 
     Raises:
-        UserError: naming the first artifact of another corpus.
+        UserError: if they do not; the message names the first artifact of another corpus.
     """
     first: tuple[Path, str] | None = None
     for folder in folders:
@@ -209,8 +209,8 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
     """Merge ``folders`` into one run folder; a single folder is returned unchanged.
 
     If different artifacts have the same name, each gets its folder's name appended, as in
-    ``uniform-seed0 (run-b)``; a base run and its results are renamed together. Other identical
-    artifacts are listed once. ``root`` is the first folder's.
+    ``uniform-seed0 (run-b)``; a base run and its results are renamed together. Artifacts that are
+    identical and not renamed are listed once. ``root`` is the first folder's.
 
     Args:
         folders: at least one, with distinct roots.
@@ -240,7 +240,7 @@ def merge(folders: Sequence[RunFolder]) -> RunFolder:
         for name, artifact in getattr(folder, field).items()
     ]
     by_name: dict[tuple[str, str], Any] = {}
-    # A run and its results are renamed together, but not with a mixture of that name.
+    # Rename a run and its results together, but not a mixture with the same name.
     family = dict.fromkeys(("base_runs", "evaluations", "downstream"), "runs")
     colliding = {
         (family.get(field, field), _stem(folder, field, name))

@@ -300,7 +300,7 @@ def shortened(name: str, limit: int) -> str:
 
 
 def unique_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Make ``labels`` (name -> label) unique: names that share a label become labels."""
+    """Make ``labels`` (name -> label) unique: names that share a label are labelled by name."""
     found = dict(labels)
     while True:
         count = Counter(found.values())

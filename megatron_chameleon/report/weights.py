@@ -1,4 +1,4 @@
-"""Tables of mixture weights, of the tokens that runs sampled, and of weights over a sweep."""
+"""Tables of mixture weights, sampled tokens, and the weights of a sweep."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def weight_tables(folder: RunFolder) -> list[Table]:
         mixture, columns = folder.mixtures[name], Columns()
         scores = mixture.scores or {}
         columns["leverage score"] = {
-            # Small scores keep four significant digits.
+            # Small scores are in scientific notation; fixed decimals would drop their digits.
             domain: f"{score:.4f}" if score >= 0.01 or score == 0 else f"{score:.3e}"
             for domain, score in scores.items()
         }

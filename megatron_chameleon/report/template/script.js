@@ -4,7 +4,7 @@
   const root = document.documentElement;
   const KEY = "report-theme";
 
-  // Storage may be blocked, or unavailable for a local file: then nothing is remembered.
+  // Storage may be blocked, or unavailable for a local file; the theme is then not stored.
   function remembered() {
     try { return localStorage.getItem(KEY); } catch { return null; }
   }
@@ -37,7 +37,7 @@
   const NUMBER = /[+\-\u2212]?(?:\d[\d,]*(?:\.\d+)?(?:e[+\-]?\d+)?|inf(?![a-z]))/gi;
   const STARTS_WITH_NUMBER = new RegExp(`^${NUMBER.source}`, "i");
 
-  // The figures of a cell, in order: "0.1 to 0.2" has two; empty if it does not start with one.
+  // Return the figures of a cell ("0.1 to 0.2" has two); empty if it does not start with one.
   function figures(text) {
     if (!STARTS_WITH_NUMBER.test(text)) return [];
     return text.match(NUMBER).map((figure) =>
@@ -60,7 +60,7 @@
   const collator = new Intl.Collator(undefined, { numeric: true });
   const byName = (a, b) => collator.compare(a, b);
 
-  // Numerically if every present cell has a figure, otherwise alphabetically.
+  // Sort numerically if every present cell has a figure, otherwise alphabetically.
   function comparing(texts) {
     const isNumeric = texts.some((text) => figures(text).length > 0) &&
       texts.every((text) => isMissing(text) || figures(text).length > 0);
