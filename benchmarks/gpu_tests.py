@@ -41,7 +41,7 @@ class Outcomes:
     """A pytest plugin that selects tests by the GPUs they need, and records each one's outcome.
 
     Args:
-        several: select the tests whose parameter ``ranks`` is above 1, instead of all others.
+        several: select the tests whose parameter ``ranks`` is above 1, instead of all other tests.
         record: called after each test with all outcomes: ``passed``, ``failed``, ``skipped``.
     """
 

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-# Sequence length and sequences per step: RegMix's own batch, and small ones.
+# Sequence length and sequences per step: RegMix's own batch, and small batches.
 GPU_BATCHES = ((2048, 512), (2048, 16), (512, 8))
 CPU_BATCHES = ((128, 8), (512, 4))
 

@@ -6,9 +6,9 @@
 On a GPU, sizes 82m, 124m, 684m and 1.2b are timed in bf16 at sequence lengths 512 and 1024, each
 contestant at its fastest micro-batch size; kernels of attention and loss are timed separately. On a
 CPU, a few interleaved steps of 82m are timed at sequence length 512 in fp32 and bf16; memory is not
-measured, and the plain model runs eagerly without --compiled. Results are written to
-benchmarks/results/train-DEVICE.json after every row; other rows there are kept, with their dates.
-The exit status is 75 if rows were skipped for lack of time.
+measured, and the plain model runs eagerly; with --compiled, it is timed compiled as well. Results
+are written to benchmarks/results/train-DEVICE.json after every row; other rows there are kept, with
+their dates. The exit status is 75 if rows were skipped for lack of time.
 
 Speeds are those of whole optimizer steps on random tokens. Model FLOPs exclude padding of heads and
 vocabulary and count half of causal attention; MFU is their share of the dense bf16 peak.

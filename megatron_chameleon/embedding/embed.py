@@ -48,10 +48,10 @@ def embed_windows(
     the layout.
 
     Args:
-        reader: the proxy.
+        reader: reader of the hidden states of the proxy.
         tokens: the domain's documents.
         windows: token ranges of these documents.
-        layer: from 1 to num_layers.
+        layer: number of the layer whose output is averaged, from 1 to num_layers.
         batch_size: windows per forward pass and rank.
         progress: progress bar that counts windows.
         name: the domain, for messages.
@@ -234,7 +234,7 @@ def fill_store(
         for entry in entries:
             progress.set_description(f"embedding {entry.key}")
             tokens = files[entry.domain, entry.split]
-            windows = entry.windows(tokens)  # all entries may not fit in memory at once
+            windows = entry.windows(tokens)  # the windows of all entries may not fit in memory
             vectors, cost = embed_by_recipe(
                 reader, tokens, windows, store.recipe, batch_size, progress, entry.domain
             )

@@ -40,7 +40,7 @@ def chunk_sums_kernel(  # type: ignore[no-untyped-def]
     """sums[chunk, row, :] = sum of the row's valid states in a chunk, optionally normalized."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     chunk = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)  # since row * stride may exceed 2**31
+    row = tl.program_id(2).to(tl.int64)  # int64, since row * stride may exceed 2**31
     inside = columns < width
     total = tl.zeros([COLUMNS], tl.float32)
     first = chunk * CHUNK

@@ -183,7 +183,7 @@ def choose_windows(
     The first token is not predicted. With ``max_tokens``, a shorter last window is left out.
 
     Args:
-        stream: fewer than 2 tokens give no window.
+        stream: token stream; fewer than 2 tokens give no window.
         window_length: tokens predicted per window.
         max_tokens: maximum predicted tokens, at least ``window_length``; None for all.
         overlap: see :func:`cut_windows`.
@@ -203,7 +203,7 @@ def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOut
 
     Args:
         tokens: the split, one document per sequence.
-        protocol: its window length must fit the model's positions.
+        protocol: protocol with a window length that fits the model's positions.
         eod_id: id of the end-of-document token.
     """
     length, leave_out = protocol.window_length, None if protocol.end_of_document else eod_id

@@ -260,7 +260,7 @@ class CheckpointLM(ScorerLM):
             scorer = Scorer(reader, int(batch_size), find_tokenizer(choice, record))
             self._groups = groups.pop_all()
         super().__init__(scorer)
-        atexit.register(self.close)  # at exit, since lm-eval does not close its models
+        atexit.register(self.close)  # close at exit, since lm-eval does not close models
 
     def close(self) -> None:
         """Destroy the process groups. Collective."""

@@ -62,7 +62,7 @@ class ComparedMixture:
     """A mixture with its cost, and with its base models and evaluations in the order of the seeds.
 
     Attributes:
-        paid: cost to obtain the mixture, including its inputs.
+        paid: cost to obtain the mixture, including the cost of its inputs.
         same_as: label of another mixture with the same weights, whose models are used here too.
     """
 
@@ -121,7 +121,7 @@ class MethodComparison:
     """Results of m mixtures, each with s seeds, on k domains.
 
     Attributes:
-        options: options with the names and seeds.
+        options: options of the comparison, with the names of the mixtures and the seeds.
         mixtures: name -> mixture, in the order of the options.
         domains: names of the k domains.
         perplexities: held-out perplexities, [m, s, k].

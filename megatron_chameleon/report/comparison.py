@@ -170,7 +170,7 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
     require_same_evaluation(results)
     chosen = baseline or first_uniform(folder, results)
     labels = run_labels(folder.base_runs, results)
-    names = sorted(results, key=lambda name: name != chosen)  # baseline first
+    names = sorted(results, key=lambda name: name != chosen)  # put the baseline first
     runs = tuple(Evaluated(n, labels[n], results[n], folder.base_runs.get(n)) for n in names)
     return Comparison(runs, runs[0] if chosen is not None else None)
 
@@ -192,7 +192,7 @@ def require_same_evaluation(results: Mapping[str, EvaluationResult]) -> None:
 
 
 def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
-    """Describe each difference that limits the comparability of the runs in a sentence."""
+    """Describe the differences that make the runs less comparable, in one sentence each."""
     found = []
     known = [(run, run.run) for run in comparison.runs if run.run is not None]
     aspects = {
@@ -220,7 +220,7 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
 def _named_after(folder: RunFolder, run_name: str, run: TrainingRun) -> str | None:
     """Find the mixture that a run is named after: the longest mixture name that matches.
 
-    A mixture's name matches if it equals the run's name, or if the run's name continues it with a
+    A mixture's name matches if it equals the run's name, or if the run's name starts with it and a
     hyphen. In merged folders, a mixture whose name ends with the suffix of a folder matches only
     the runs of that folder.
     """
@@ -274,7 +274,7 @@ def _over_seeds(
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """Describe the average perplexity of each method, compared with any baseline, in a sentence.
+    """Describe each method's average perplexity in a sentence, compared with any baseline's.
 
     Methods with several seeds are compared by their mean over seeds.
     """

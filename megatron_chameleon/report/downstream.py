@@ -38,7 +38,7 @@ class DownstreamComparison:
     Attributes:
         results: label of a run -> its result; at least one.
         baseline: label of the baseline.
-        tasks: every task that some run was evaluated on, or reports as missing.
+        tasks: every task that at least one run was evaluated on or reports as missing.
     """
 
     results: Mapping[str, DownstreamResult]
@@ -91,7 +91,7 @@ def compare_downstream(
     run_label, count = run_labels(folder.base_runs, runs.values()), Counter(runs.values())
     labels = unique_labels({n: run_label[r] if count[r] == 1 else n for n, r in runs.items()})
     chosen = baseline or first_uniform(folder, runs.values())
-    names = sorted(results, key=lambda name: runs[name] != chosen)  # baseline first
+    names = sorted(results, key=lambda name: runs[name] != chosen)  # put the baseline first
     found = {labels[name]: results[name] for name in names}
     planned = [t for r in found.values() for t in (*r.tasks, *(gap.task for gap in r.gaps))]
     first = labels[names[0]] if runs[names[0]] == chosen else None

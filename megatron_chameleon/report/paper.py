@@ -49,7 +49,9 @@ PAPER_METHODS = {"chameleon-pretrain": "chameleon"}
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One model on one data set of the paper. Runs are compared with the first table of each kind.
+    """One model on one data set of the paper.
+
+    Runs are compared with its first perplexity table and its first downstream table.
 
     Attributes:
         data_set: name, as in ``artifacts.published``.
@@ -60,7 +62,8 @@ class Setting:
         model: dimensions of the model, with the keys of a run's record.
         batch_size: sequences per step.
         baseline: the method with which the paper's other methods are compared, row by row.
-        perplexity: tables of held-out perplexity per domain: caption, and method -> column.
+        perplexity: tables of held-out perplexity per domain, each with a caption and a column per
+            method.
         downstream: tables of accuracy per task in percent, the mean over 0 to 5 shots, in the same
             form.
         fine_tuned: whether the model started from weights trained on the Pile.
@@ -87,7 +90,7 @@ class Setting:
         return ASSUMED_STEPS * self.batch_size * ASSUMED_SEQ_LENGTH
 
     def matches(self, run: TrainingRun | None) -> bool:
-        """Whether ``run`` has this model, about as many tokens, and the same kind of start."""
+        """Whether ``run`` has this model, about as many tokens, and the same ``fine_tuned``."""
         if run is None or run.model.get("size") != self.model:
             return False
         is_near = self.tokens / TOKEN_FACTOR <= run.tokens <= self.tokens * TOKEN_FACTOR
@@ -156,7 +159,7 @@ def paper_tables(
     Args:
         folder: run folder.
         comparison: its evaluated runs; None where no perplexity was evaluated.
-        baseline: name of the baseline run, used where ``comparison`` has none.
+        baseline: name of the baseline run, used if ``comparison`` has none.
 
     Returns:
         The tables; an empty list if no setting of the paper matches.

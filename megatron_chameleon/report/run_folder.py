@@ -141,7 +141,7 @@ class RunFolder:
     def entries(self) -> Mapping[Path, str]:
         """Resolved path of an artifact -> its key; links and copies have the original's key."""
         found: dict[Path, str] = {}
-        # Sort the targets of links before the links.
+        # Sort link targets before links, so that a link gets the key of its target.
         for key in sorted(self.paths, key=lambda key: self.paths[key].is_symlink()):
             copied = (
                 other
@@ -154,7 +154,7 @@ class RunFolder:
 
     @functools.cached_property
     def uncounted(self) -> frozenset[str]:
-        """Keys of artifacts that are links to or copies of others; their costs are not counted."""
+        """Keys of artifacts that link to or copy other artifacts; their costs are not counted."""
         return frozenset(k for k, path in self.paths.items() if self.entries[path.resolve()] != k)
 
 
