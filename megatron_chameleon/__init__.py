@@ -10,7 +10,8 @@ __version__ = "0.1.0"
 for _message in (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
-    # megatron-core's distributed optimizer reads gradients of views on purpose.
+    # megatron-core's distributed optimizer reads gradients of views on purpose, so the warning is
+    # no sign of a problem.
     "The .grad attribute of a Tensor that is not a leaf",
     # This warning is about Transformer Engine's core_attn, which is not used here.
     "If you are using transformer_engine as the transformer implementation",

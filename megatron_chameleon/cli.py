@@ -44,7 +44,7 @@ INTERRUPTED_STATUS = 130
 # If all ranks raise the same error, rank 0 reports it, and torchrun then terminates the others. A
 # rank that is still alive after this many seconds has raised another error, and reports it.
 OTHER_RANKS_DELAY_SECONDS = 8.0
-# gloo's error on a rank whose peer has exited.
+# gloo raises one of these errors on a rank whose peer has exited.
 LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe")
 OPTION_TYPES = ConstructorRegistry()
 
@@ -81,7 +81,8 @@ def run_tool(
     threading.excepthook = _thread_ended
     # All ranks raise the same warnings; only rank 0 prints them.
     warnings.showwarning = OneLineWarnings() if rank == 0 else lambda *_, **__: None
-    for noise in (FutureWarning, DeprecationWarning):  # warnings of libraries, meant for developers
+    # These warnings of libraries are meant for developers, not for users.
+    for noise in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", noise)
     escape_everything_printed()
     try:
@@ -93,7 +94,8 @@ def run_tool(
         sys.exit(INTERRUPTED_STATUS)
     except Exception as error:
         if LOST_PEER.search(str(error)):
-            _wait_for_other_ranks(2 if rank == 0 else 1)  # the rank that exited reports the cause
+            # Give torchrun time to end this process: the rank that exited has reported the cause.
+            _wait_for_other_ranks(2 if rank == 0 else 1)
         problem = system_error_message(error)
         if problem is None:
             raise
@@ -216,7 +218,7 @@ class RejectedOptionsError(Exception):
 
 @OPTION_TYPES.struct_rule
 def _fields_of_options(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """Build options from flags, with each field's docstring as running text.
+    """Build options from flags; the help of a flag is its field's docstring without line breaks.
 
     tyro's own rule keeps the line breaks of the source, which then break lines of the help.
     """

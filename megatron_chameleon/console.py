@@ -15,7 +15,8 @@ from typing import Any, TextIO
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-# Carriage returns and cursor movements of progress bars, and colors from libraries.
+# The group matches characters to escape. The other alternatives match sequences to keep: carriage
+# returns and cursor movements of progress bars, and colors from libraries.
 _BARS_AND_COLORS = re.compile(rf"\r|\x1b\[[0-9;]*[mA]|({_CONTROLS.pattern})")
 
 
@@ -94,8 +95,8 @@ def open_output() -> None:
     """Replace ``sys.stdout`` and ``sys.stderr`` by :class:`Output`.
 
     Closed standard descriptors are opened on /dev/null first: otherwise a file opened later could
-    get such a number, and printed text would be written to it. Streams without a descriptor are
-    unchanged.
+    get such a descriptor, and printed text would be written to the file. Streams without a
+    descriptor are unchanged.
     """
     for number in range(3):
         try:
@@ -109,7 +110,8 @@ def open_output() -> None:
 def _output(stream: TextIO | None, number: int) -> TextIO:
     if isinstance(stream, Output):
         return stream
-    if stream is None:  # it was closed when the interpreter started
+    # The stream is None if its descriptor was closed when the interpreter started.
+    if stream is None:
         return Output(number, "utf-8")
     try:
         return Output(stream.fileno(), stream.encoding)

@@ -22,11 +22,11 @@ def require_host_memory(needed: float, what: str, hint: str) -> None:
 
     Args:
         needed: bytes.
-        what: what needs the memory; the subject of the message.
+        what: data or work that needs the memory; the subject of the message.
         hint: how to need less.
 
     Raises:
-        UserError: if the machine has less.
+        UserError: if the machine has less memory.
     """
     has = host_memory()
     if needed > has:
@@ -42,6 +42,7 @@ def host_memory() -> int:
     for path in _CGROUP_LIMITS:
         try:
             limits.append(int(path.read_text(encoding="ascii")))
-        except (OSError, ValueError):  # no such cgroup file, or no limit
+        except (OSError, ValueError):
+            # The cgroup file does not exist, or sets no limit.
             continue
     return min(limits)

@@ -33,14 +33,14 @@ ExportFormat = Literal[
     "csv",
     "json",
 ]
-# Option -> the formats that it applies to.
+# Option -> formats to which the option applies.
 APPLIES_TO: dict[str, tuple[ExportFormat, ...]] = {
     "split": ("megatron-data-path", "megatron-data-args", "olmo-core"),
     "token_budget": ("olmo-core",),
 }
 # Characters at which a shell splits or changes a path in $(...) or double quotes.
 UNSAFE_IN_SHELL = re.compile(r"""[\s*?\[\\$`"']""")
-# Megatron-LM splits the file's content at white space, without quoting.
+# Megatron-LM splits the content of a --data-args-path file at white space and has no quoting.
 UNSAFE_IN_ARGS_FILE = re.compile(r"\s")
 
 
@@ -265,8 +265,8 @@ def _bare_words(export: Export, unsafe: re.Pattern[str]) -> list[str]:
     words = _words(export, export.split)
     if not words:
         raise UserError(
-            f"no domain with a weight has {export.split} tokens; preprocess with a --split that "
-            "leaves some"
+            f"no domain with a weight above 0 has {export.split} tokens; preprocess again with a "
+            f"larger share of {export.split} in --split"
         )
     for prefix in words[1::2]:
         if found := unsafe.search(prefix):
@@ -313,7 +313,7 @@ def olmo_core(export: Export) -> str:
     """
     sampled = export.sampled_from(export.split)
     if not sampled:
-        raise UserError(f"no domain with a weight has {export.split} tokens")
+        raise UserError(f"no domain with a weight above 0 has {export.split} tokens")
     sources = []
     for domain in sampled:
         path = f"{domain.prefixes[export.split]}.bin"

@@ -50,7 +50,7 @@ PositiveShare = Annotated[float, Between(0, 1, open_ends=(0,))]
 BelowOne = Annotated[float, Between(0, 1, open_ends=(1,))]
 InsideUnit = Annotated[float, Between(0, 1, open_ends=(0, 1))]
 
-# Ranges of types that declare no range; the values are stored in arrays of int32 or float32.
+# Ranges of types that declare no range; these values are stored in arrays of int32 or float32.
 _DEFAULTS = {
     int: Between(0, LARGEST_INT32),
     float: Between(-LARGEST_FLOAT32, LARGEST_FLOAT32),

@@ -33,7 +33,8 @@ FOLDER_NAME = "checkpoints"
 # megatron-core's index contains the path of the checkpoint, and its common state is pickled in
 # insertion order.
 NO_TENSORS = (".metadata", "common.pt")
-CONFIG_NAME = "metadata.json"  # written by megatron-core: the format of the tensor files
+# In this file, megatron-core records the format of the tensor files.
+CONFIG_NAME = "metadata.json"
 TENSOR_FILES = "*.distcp"
 
 
@@ -84,7 +85,8 @@ class CheckpointRecord(HashedFolderRecord):
 
     KIND = "checkpoint"
     FILE_NAME = "checkpoint.json"
-    FORMAT_VERSION = 2  # version 2 added domain_samples and mixture_phases
+    # Version 2 added domain_samples and mixture_phases.
+    FORMAT_VERSION = 2
     MADE_BY = "tools/pretrain_gpt.py writes it"
     RESTORE = "use an earlier checkpoint"
 
@@ -179,7 +181,8 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     Raises:
         UserError: if there is no checkpoint, or if all are damaged.
     """
-    with contextlib.suppress(OSError):  # without write permission, use the checkpoints as they are
+    # Without write permission, checkpoints that were moved aside are not restored.
+    with contextlib.suppress(OSError):
         finish_replacements(path.parent, glob.escape(path.name))
         finish_replacements(path / FOLDER_NAME)
     if (path / CheckpointRecord.FILE_NAME).is_file():

@@ -27,7 +27,7 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 # position and verifies every block that it touches.
 BLOCK_BYTES = 1 << 14
 
-# This leaves room for suffixes within the 255 bytes that file systems allow.
+# Maximum bytes of a file name without suffixes. File systems allow 255 bytes with suffixes.
 MAX_FILE_NAME = 200
 
 
@@ -51,7 +51,10 @@ class TokenizerIdentity:
 def tokenizer_hash(
     content: bytes, pattern: str | None, special_tokens: Mapping[str, int] | None
 ) -> str:
-    """Hex SHA-256 of everything that determines ids; without ``pattern``, of the content only."""
+    """Hex SHA-256 of everything that determines ids.
+
+    Without a pattern, only ``content`` is hashed.
+    """
     sha256 = hashlib.sha256(content).hexdigest()
     if pattern is None:
         return sha256
@@ -79,7 +82,7 @@ class DomainSplit:
 
 @dataclasses.dataclass(frozen=True)
 class NotWritten:
-    """Counts of documents and lines of a domain that are not in its splits.
+    """Counts of a domain's documents and lines that were not written to its splits.
 
     Attributes:
         duplicates: documents that repeat a text of the domain; counted also if duplicates are kept.

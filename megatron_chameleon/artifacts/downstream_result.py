@@ -1,4 +1,7 @@
-"""Accuracy on downstream tasks: the result, and intermediate results per task and shots."""
+"""Accuracy on downstream tasks: final and intermediate results.
+
+An intermediate result is the result of one task with one number of shots.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,10 @@ class TaskScore:
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """A task that could not be evaluated with ``shots`` examples (None: any number), and why."""
+    """A task that could not be evaluated, and the reason.
+
+    ``shots`` is the number of few-shot examples; None if the reason holds for every number.
+    """
 
     task: str
     shots: int | None
@@ -147,7 +153,7 @@ class DownstreamResult(FileRecord):
 
 
 def require_same_questions(results: dict[str, DownstreamResult]) -> None:
-    """Check that all results have the same questions, in the tasks and shots that they share.
+    """Check that results have the same questions where they share a task and a number of shots.
 
     Raises:
         UserError: naming two results that differ, and the difference.
@@ -210,7 +216,8 @@ class DownstreamPart(FileRecord):
     """
 
     KIND = "downstream evaluation's part"
-    FORMAT_VERSION = 2  # version 2 added the identity of the data
+    # Version 2 added the identity of the data.
+    FORMAT_VERSION = 2
     MADE_BY = "delete it, and tools/evaluate.py downstream writes it again"
 
     settings: PartSettings

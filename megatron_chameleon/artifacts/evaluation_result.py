@@ -3,7 +3,8 @@
 Tokens of one document are correlated, and so are windows of one document; documents are assumed to
 be independent. A mean loss is then a ratio of two sums over documents, with the standard error of a
 ratio (Cochran, Sampling Techniques, 3rd edition, 1977, equation 6.13 without the finite-population
-correction): for sums S_c of losses over sizes n_c of C clusters, and m = sum(S_c) / sum(n_c),
+correction). Let S_c be the sum of the losses in cluster c of C clusters, n_c the size of cluster c,
+and m = sum(S_c) / sum(n_c) the mean loss. Then
 
     SE(m)^2 = C / (C - 1) * sum((S_c - m n_c)^2) / sum(n_c)^2
 
@@ -78,8 +79,8 @@ class Protocol:
         return ", ".join([f"the {self.split} split", *parts])
 
 
-# Enough clusters to estimate a standard error to within 4%, since there may be millions of
-# documents.
+# Maximum number of clusters of a domain. This many clusters suffice to estimate a standard error to
+# within 4%, whereas a domain may have millions of documents.
 MAX_CLUSTERS = 256
 
 

@@ -22,10 +22,10 @@ from megatron_chameleon.errors import UserError
 # each, and a swarm of 512 members over 32,767 domains.
 MAX_JSON_BYTES = 1 << 30
 _CHUNK = 1 << 20
-# More files than this are flushed by one call to sync.
+# If there are more files than this, one call to sync flushes all of them.
 _MAX_FSYNC = 1000
 _REPLACED_SUFFIX = ".replaced"
-# Disk full, quota used up, file size limit.
+# Errors for a full disk, an exhausted quota, and a file that exceeds the size limit.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -73,13 +73,15 @@ def link_or_copy(path: Path, target: Path) -> None:
     """
     with writing(target):
         try:
-            os.link(path.resolve(), target)  # resolved, since a symbolic link could break later
-        except OSError:  # another file system, or one without hard links
+            # Link the file itself, since a symbolic link to it could break later.
+            os.link(path.resolve(), target)
+        except OSError:
+            # The file is on another file system, or the file system has no hard links.
             shutil.copyfile(path, target)
 
 
 def cannot_write(path: Path, error: Exception) -> UserError:
-    """Make the UserError of a failed write to ``path``."""
+    """Return the UserError for a failed write to ``path``."""
     reason = " ".join(str(getattr(error, "strerror", None) or error).split())
     return UserError(f"cannot write {path}: {reason}; free space or choose another folder")
 
@@ -103,8 +105,8 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         hint: how to create a valid file; ends every message.
 
     Raises:
-        UserError: naming the file, if it cannot be read, is not an object, repeats a key, is nested
-            too deeply or has a number that is not finite or has too many digits.
+        UserError: naming the file, if it cannot be read, is not an object, repeats a key or is
+            nested too deeply, or if a number in it is not finite or has too many digits.
     """
     try:
         require_regular_file(path)
@@ -122,7 +124,8 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         raise UserError(
             f"{path}:{error.lineno}: not JSON ({error.msg}); repair it; {hint}"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, a repeated key, ...
+    except (OSError, ValueError, RecursionError) as error:
+        # ValueError is raised for text that is not UTF-8, and for a repeated key, among others.
         raise UserError(f"cannot read {path}: {error}; {hint}") from error
     if not isinstance(body, dict):
         raise UserError(f"{path}: expected a JSON object, not a {type(body).__name__}; {hint}")
@@ -145,7 +148,7 @@ def _finite(text: str) -> float:
 
 
 def require_regular_file(path: Path) -> None:
-    """Reject pipes, sockets and devices, which may never end.
+    """Reject pipes, sockets and devices, since reading them may never end.
 
     Raises:
         OSError: if ``path`` is one of these, a folder, or missing.
@@ -155,7 +158,7 @@ def require_regular_file(path: Path) -> None:
 
 
 def sha256_of_files(*paths: Path, on_bytes: Callable[[int], object] | None = None) -> str:
-    """Hex SHA-256 of the concatenated files; ``on_bytes`` is called with the bytes of each read."""
+    """Hex SHA-256 of the concatenated files; ``on_bytes`` gets the number of bytes just read."""
     digest = hashlib.sha256()
     for path in paths:
         require_regular_file(path)
@@ -193,7 +196,7 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def finish_replacements(parent: Path, name: str = "*") -> None:
-    """Undo or complete interrupted calls of :func:`replace_folder`, before folders are opened.
+    """Undo or complete interrupted calls of :func:`replace_folder`; call it before using folders.
 
     A missing folder is restored. If the folder exists, its old version is deleted.
 

@@ -27,7 +27,8 @@ SUM_TOLERANCE = 0.01
 NO_NUMBER = ("", "nan", "na", "n/a", "none", "null", "inf", "-inf", "+inf", "infinity")
 KEYS = ("run", "run_id", "index", "name")
 """Columns that identify the run of a row, the most reliable first."""
-# train_the_pile_arxiv, metric/the_pile_arxiv_val_loss, valid_arxiv/loss ...
+# Affixes of column names such as train_the_pile_arxiv, metric/the_pile_arxiv_val_loss and
+# valid_arxiv/loss.
 _BEFORE = re.compile(r"^(metrics?|eval|train|training|valid|validation|val|test)[_/:.\- ]", re.I)
 _AFTER = re.compile(r"[_/:.\- ](train|valid|validation|val|test|loss|lm[_ ]loss)$", re.I)
 
@@ -172,8 +173,8 @@ def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
         )
     if rounded := int((off > 1e-6).sum()):
         warnings.warn(
-            f"{path}: the shares of {rounded} runs sum to 1 only within {off.max():.2g}; each is "
-            "divided by its sum",
+            f"{path}: the shares of {rounded} runs sum to 1 only within {off.max():.2g}; each "
+            "share is divided by the sum of its run",
             MixtureRunsWarning,
             stacklevel=3,
         )

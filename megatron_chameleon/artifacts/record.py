@@ -44,7 +44,7 @@ InnerPath = Annotated[str, AfterValidator(_inside)]
 
 
 def reads_old_name(name: str, old: str) -> Any:
-    """Annotation of the field ``name``, called ``old`` in files of earlier releases."""
+    """Annotation of the field ``name``, which files of earlier releases call ``old``."""
     return Field(validation_alias=AliasChoices(name, old))
 
 
@@ -68,7 +68,8 @@ class Record:
     def _read(cls, path: Path, **known: Any) -> Self:
         """Read ``path``; ``known`` are values of fields that are not in the file."""
         body = read_json(path, cls.MADE_BY)
-        checksum = body.pop("checksum", None)  # missing in files of older releases
+        # Files of older releases have no checksum.
+        checksum = body.pop("checksum", None)
         is_unchanged = checksum in (None, _checksum(body))
         kind = body.pop("kind", cls.KIND)
         version = body.pop("format_version", cls.FORMAT_VERSION)
@@ -87,7 +88,8 @@ class Record:
     def _write(self, path: Path) -> None:
         require_kind(path, self.KIND)
         body = {"kind": self.KIND, "format_version": self.FORMAT_VERSION, **json_values(self)}
-        body.pop("root", None)  # not stored, since an artifact can be moved
+        # The folder is not stored, since an artifact can be moved.
+        body.pop("root", None)
         write_json(path, body if self.EDITABLE else {**body, "checksum": _checksum(body)})
 
 
@@ -190,7 +192,7 @@ class HashedFolderRecord(FolderRecord):
             try:
                 found = sha256_of_files(*files.sizes, on_bytes=on_bytes)
             except OSError as error:
-                # Errors of read() have no file name.
+                # Name all files if the error has no file name, as for a failed read().
                 name = error.filename or " or ".join(map(str, files.sizes))
                 raise UserError(
                     f"cannot read {name}: {error.strerror or error}; {self.RESTORE}"
@@ -261,8 +263,10 @@ def check_values(
         UserError: naming the first invalid field.
     """
     try:
-        # In strict mode, pydantic makes dataclasses and tuples from JSON text only.
-        hashable: Any = value_type  # mypy considers dataclass types unhashable
+        # The body is converted to text, since in strict mode pydantic makes dataclasses and tuples
+        # from JSON text only. The type is annotated as Any, since mypy considers dataclass types
+        # unhashable.
+        hashable: Any = value_type
         value: T = _adapter(hashable).validate_json(json.dumps(body), strict=True)
         return value
     except ValidationError as error:

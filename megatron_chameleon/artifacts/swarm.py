@@ -1,7 +1,7 @@
 """A swarm's folder: the settings that determine its members' results, and the results.
 
-swarm.json            settings, corpus and mixtures
-members/00012.json    member 12's held-out losses and cost, or why it diverged
+``swarm.json`` holds the settings, the hash of the corpus, and the mixtures. ``members/00012.json``
+holds the held-out losses and the cost of member 12, or the reason why its run diverged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SwarmRecord(FolderRecord):
 
     @property
     def cost(self) -> Cost:
-        """Cost of the finished members, over all sessions.
+        """Total cost of the finished members, including members finished in earlier sessions.
 
         Raises:
             UserError: for a damaged member file.

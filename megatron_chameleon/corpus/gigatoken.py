@@ -1,4 +1,4 @@
-"""Encode with the gigatoken package if its ids equal those of the tokenizer's own library.
+"""Encode with the gigatoken package if its token ids equal those of the tokenizer's own library.
 
 On one core, gigatoken is about fifty times as fast as the ``tokenizers`` library. The ids of both
 libraries are compared before use, on a sample of the text and on difficult texts, and periodically
@@ -35,20 +35,21 @@ from megatron_chameleon.errors import UserError, one_line
 _SAMPLE_CHARACTERS = 1 << 20
 # Number of characters sampled from the start of each text, and again from its middle.
 _SAMPLE_CHUNK = 1 << 13
-# Characters between comparisons, and characters per comparison. Comparing takes about 1% of
-# gigatoken's time.
+# Number of characters between two comparisons, and number of characters that each comparison
+# encodes. Comparing takes about 1% of gigatoken's time.
 _COMPARE_EVERY = 1 << 22
 _COMPARE_CHARACTERS = 512
-# gigatoken caches every word, so it is reloaded once the process has grown by this many bytes.
+# gigatoken caches every word, so its memory keeps growing. It is reloaded once the memory of the
+# process has grown by this many bytes.
 _MAX_GROWTH_BYTES = 200_000_000
 _CHECK_MEMORY_EVERY = 1 << 24  # characters
 
 # Special token that marks the end of a document for gigatoken. No proper prefix of the mark is also
-# its suffix, so text before the mark cannot complete a match. A text that contains the mark is
-# encoded by the tokenizer's own library.
+# its suffix, so the end of a text and the beginning of the mark never form a mark together. A text
+# that contains the mark is encoded by the tokenizer's own library.
 _END = "\x1f\x00end of document\x00"
 
-# tiktoken pattern -> gigatoken's name.
+# tiktoken pattern -> name of this pattern in gigatoken.
 _SCHEMES = {
     PATTERNS["gpt2"]: "gpt2",
     PATTERNS["cl100k_base"]: "gpt4",
@@ -57,7 +58,8 @@ _SCHEMES = {
 }
 
 _MAX_SPECIAL_TOKENS = 300
-# Unicode adds pictographs each year, but they are never letters or digits.
+# New pictographs do not make a text unstable: Unicode adds some each year, but they are never
+# letters or digits.
 _PICTOGRAPHS = slice(0x1F300, 0x1FB00)
 # Letters, digits, marks and spaces that Unicode defined after release 14. They are listed here in
 # case Python's own tables are of a newer release.
@@ -97,7 +99,7 @@ def is_stable(text: str) -> bool:
 
 
 class GigatokenEncoder:
-    """Encode with gigatoken; the ids equal those of ``own``.
+    """Encode with gigatoken, and check periodically that ``own`` gives the same ids.
 
     Args:
         file: tokenizer file.
@@ -221,21 +223,23 @@ def gigatoken_for(file: TokenizerFile, eod_id: int) -> Callable[[bytes], NDArray
             tokenizer = gigatoken.Tokenizer.from_tiktoken(file.path, scheme, {_END: eod_id})
         else:
             json: str | bytes = file.content
-            if file.kind == "sentencepiece":  # gigatoken.Tokenizer would add the special tokens
+            if file.kind == "sentencepiece":
+                # Convert the file here, since gigatoken.Tokenizer would add its special tokens.
                 from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
 
                 json = sentencepiece_to_tokenizer_json(file.content)
             tokenizer = gigatoken.Tokenizer.from_json(_with_one_special_token(json, eod_id))
     except ImportError:
         raise UserError("the gigatoken package is not installed") from None
-    except BaseException as error:  # gigatoken's errors have no common base class
+    except BaseException as error:
+        # Catch all exceptions, since those of gigatoken have no common base class.
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
         raise UserError(f"gigatoken does not support {file.path} ({one_line(error)})") from error
 
     def encode(text: bytes) -> NDArray[np.uint32]:
-        # Encoding a batch releases the GIL. With padding, gigatoken returns numpy arrays.
-        # BytesSource avoids importing awkward and pyarrow.
+        # The text is encoded as a batch, which releases the GIL, and with padding, for which
+        # gigatoken returns numpy arrays. BytesSource avoids importing awkward and pyarrow.
         source = gigatoken.BytesSource(text)
         rows, _ = tokenizer.encode_batch_padded(source, pad_id=0, parallel=False)
         tokens: NDArray[np.uint32] = rows[0]
@@ -269,7 +273,7 @@ def with_gigatoken(tokenizer: Tokenizer) -> Tokenizer:
 def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[str]) -> Tokenizer:
     """Return ``tokenizer`` with the encoder that ``choice`` selects.
 
-    Warns if gigatoken is allowed but cannot be used.
+    A warning is printed if ``choice`` allows gigatoken, but gigatoken cannot be used.
 
     Args:
         tokenizer: tokenizer without a fast encoder.
@@ -277,7 +281,7 @@ def with_encoder(tokenizer: Tokenizer, choice: EncoderChoice, texts: Iterable[st
         texts: input texts; about the first million characters are compared.
 
     Raises:
-        UserError: if ``choice`` is gigatoken and it cannot be used.
+        UserError: if ``choice`` is gigatoken, and gigatoken cannot be used.
     """
     if choice == "own":
         return tokenizer
@@ -329,7 +333,7 @@ def difficult_texts(special_tokens: Iterable[str]) -> list[str]:
         *runs,
         *[f"x{run}y" for run in runs],
         "".join(map(chr, range(256))),
-        # One character per text, since texts with an unstable character are not compared.
+        # Each character is in a text of its own, since unstable texts are not compared.
         *[f"a{chr(n)}b 1{chr(n)}" for n in characters],
         "It's we'LL I'm they'Re 'tis x'y''s d'accord",
         "1 12 123 1234 12345678901234567890 1.5e-3 ½ Ⅳ ٣٤٥ 12ab34",

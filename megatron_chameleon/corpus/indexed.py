@@ -9,7 +9,7 @@ PREFIX.xxh3 next to them holds the 64-bit XXH3 hash, little-endian, of every ``B
 .bin and then of the .idx; the last block of each file may be shorter.
 
 megatron.core is not imported, since importing it takes seconds. The tests compare these files with
-those of its IndexedDatasetBuilder.
+the files that megatron.core's IndexedDatasetBuilder writes.
 """
 
 from __future__ import annotations
@@ -37,31 +37,34 @@ from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.errors import UserError
 
 TokenType = Literal["uint16", "int32"]
-# magic, version, code of the token type, sequences, document boundaries
+# The header of an .idx holds the magic, the version, the code of the token type, the number of
+# sequences and the number of document boundaries.
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-# Megatron's codes for integer types; the codes for float64 (6) and float32 (7) are omitted, since
+# Megatron's code of each integer type. Its codes of float64 (6) and float32 (7) are omitted, since
 # tokens are integers.
 _TOKEN_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 TYPE_CODES: dict[TokenType, int] = {"uint16": 8, "int32": 4}
-# Megatron-LM switches to 32-bit integers a little before uint16 is full.
+# Smallest vocabulary for which Megatron-LM uses 32-bit integers; uint16 would hold 65,536 ids.
 _UINT16_VOCABULARY = 65_500
 
 _BUFFER_BYTES = 1 << 20
-_INDEX_BLOCK = 1 << 17  # index entries written at a time
-# Number of sequences checked at a time, small enough for the processor's cache.
+# Number of index entries that are written at a time.
+_INDEX_BLOCK = 1 << 17
+# Number of sequences that are checked at a time, small enough for the processor's cache.
 _CHECK_BLOCK = 1 << 15
 # Smaller files are read into memory, which is cheaper than mapping them.
 _SMALL_FILE_BYTES = 1 << 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HINT = "restore it or preprocess again"
-# If a file has more blocks, the flags of its verified blocks are in an anonymous memory map.
+# If a file has at least this many blocks, the flags of its verified blocks are in an anonymous
+# memory map.
 _MAPPED_BLOCKS = 1 << 16
 
 
 def token_type(vocab_size: int) -> TokenType:
-    """Return the integer type that Megatron uses for a vocabulary: uint16 if it is large enough."""
+    """Return Megatron's integer type for a vocabulary: uint16 below 65,500 ids, otherwise int32."""
     return "uint16" if vocab_size < _UINT16_VOCABULARY else "int32"
 
 
@@ -265,7 +268,7 @@ def _c_library() -> ctypes.CDLL:
 
 
 class BlockTokens:
-    """Tokens on disk; every block is verified the first time that any of it is read.
+    """Tokens on disk; every block is verified when one of its tokens is first read.
 
     The index must be a slice of step 1 or an array of positions >= 0. Indexing raises UserError for
     a block that does not match its checksum or holds an id outside the vocabulary.
@@ -296,8 +299,8 @@ class BlockTokens:
         elif blocks < _MAPPED_BLOCKS:
             self.checked = np.zeros(blocks, np.uint8)
         else:
-            # Pages that are never written take no memory. An array of flags for 15T tokens would
-            # take 2 GB.
+            # Pages of an anonymous map take no memory until they are written, whereas an array of
+            # flags for 15T tokens would take 2 GB.
             self.checked = np.frombuffer(mmap.mmap(-1, blocks, mmap.MAP_PRIVATE), np.uint8)
 
     def __len__(self) -> int:
@@ -353,7 +356,7 @@ class BlockTokens:
             self.checked[block] = 1
 
 
-# Tokens on disk, or in memory.
+# Tokens on disk (BlockTokens) or in memory (an array).
 Tokens = BlockTokens | NDArray[np.integer]
 
 
@@ -413,7 +416,7 @@ class TokenFile:
         """Return all tokens of a sequence, or ``length`` tokens from position ``offset`` on.
 
         Raises:
-            IndexError: if the sequence does not exist or is shorter.
+            IndexError: if the sequence does not exist or has fewer tokens.
             UserError: if the tokens are damaged or outside the vocabulary.
         """
         if not 0 <= sequence < len(self):
@@ -421,7 +424,7 @@ class TokenFile:
         size = int(self.lengths[sequence])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
-            raise IndexError(f"tokens {offset} to {stop} of a sequence of {size}")
+            raise IndexError(f"tokens {offset} to {stop} of a sequence with {size} tokens")
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start + offset : start + stop]
 
@@ -517,8 +520,8 @@ def _open_checksums(
 ) -> NDArray[np.uint64]:
     """Map the checksums of a .bin, [num_blocks], and verify the .idx against its own checksums.
 
-    A checksum of the .bin is not read before its block, since the checksums of trillions of tokens
-    take gigabytes. A damaged checksum is reported as a damaged block.
+    Each checksum of the .bin is read together with its block, since the checksums of trillions of
+    tokens take gigabytes. A damaged checksum is reported as a damaged block.
     """
     content = _map(path)
     bin_blocks = num_blocks(tokens.size)
@@ -552,13 +555,15 @@ def _check_sequences(
     for first in range(0, len(lengths), _CHECK_BLOCK):
         block = lengths[first : first + _CHECK_BLOCK].astype(np.int64) * token_bytes
         ends = size + np.cumsum(block)
-        begins = pointers[first : first + _CHECK_BLOCK].copy()  # aligned, which is twice as fast
+        # The copy is aligned in memory, which makes the comparison twice as fast.
+        begins = pointers[first : first + _CHECK_BLOCK].copy()
         wrong = (block < 0) | (begins + block != ends)
         if wrong.any():
             place = first + int(np.argmax(wrong))
             raise _damaged(path, f"sequence {place} does not begin where the previous one ends")
         size = int(ends[-1])
-        if size > bin_bytes:  # the caller reports the size; a longer sum could overflow
+        # Stop adding, since the sum could overflow; the caller reports that the size is wrong.
+        if size > bin_bytes:
             break
     return size
 

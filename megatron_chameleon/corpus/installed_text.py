@@ -97,7 +97,7 @@ DOMAINS = (
         "reference_prose", "docstrings of scientific libraries", _REFERENCE, read=docstrings
     ),
     DomainSource("python_source", "library modules in Python", "*.py"),
-    DomainSource("cpp_headers", "C++ headers of torch and others", _CPP_HEADERS, " ".join(_CUDA)),
+    DomainSource("cpp_headers", "C++ headers of libraries", _CPP_HEADERS, " ".join(_CUDA)),
     DomainSource("type_stubs", "Python type stubs", "*.pyi"),
     DomainSource(
         "licences_and_readmes", "licence texts, notices and package descriptions", _LICENCES
@@ -118,7 +118,7 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     text, even in different domains. The same packages and options give the same bytes.
 
     Raises:
-        UserError: if fewer than six domains (or ``num_domains``) have enough text, or the folder
+        UserError: if fewer than min(6, ``num_domains``) domains have enough text, or the folder
             holds a file that this function does not write.
     """
     folder = options.output_dir
@@ -128,7 +128,8 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
         earlier = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if other := sorted(name for name in earlier if not own.match(name)):
         raise UserError(
-            f"--output-dir {folder} holds files of other origin ({other[0]}); pass a new folder"
+            f"--output-dir {folder} holds {other[0]}, which this tool did not write; pass a new "
+            "folder"
         )
     by_domain = files_by_domain(list_files(options.roots or default_roots()))
     gathered: list[DomainText] = []
@@ -164,7 +165,8 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
     limits = dataclasses.asdict(options)
     del limits["output_dir"], limits["roots"]
     write_json(folder / SUMMARY_FILE, {"domains": summaries, "limits": limits})
-    for name in earlier - {SUMMARY_FILE}:  # includes temporary files of a killed run
+    # The earlier files include temporary files of a killed run.
+    for name in earlier - {SUMMARY_FILE}:
         (folder / name).unlink(missing_ok=True)
     return gathered
 

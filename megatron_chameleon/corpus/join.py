@@ -48,7 +48,7 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer
 Labels = Mapping[tuple[str, Split], NDArray[np.integer]]
 
 KEPT, DUPLICATE, HELD_OUT = 0, 1, 2
-# A document's text digest, number in the corpus, domain number and split.
+# A TEXT record holds a document's text digest, number in the corpus, domain number and split.
 TEXT = np.dtype(
     [
         ("high", "u8"),
@@ -159,7 +159,7 @@ class CorpusWriter:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Written and dropped documents by domain, and counts of malformed lines."""
+    """Written documents and counts of dropped documents, by domain; counts of malformed lines."""
 
     domains: dict[str, Domain]
     not_written: dict[str, NotWritten]
@@ -180,7 +180,7 @@ def join_shards(
 
     Args:
         shards: all shards, in the order of the corpus.
-        first_domains: domains listed before the domains of the shards; a domain here may have no
+        first_domains: domains listed before the domains of the shards; they may have no
             documents.
         folder: an existing, empty folder.
         drop_duplicates: whether repeated texts in a domain are left out.
@@ -254,7 +254,7 @@ class LeftOut:
         reasons: NDArray[np.uint8],
         domains: NDArray[np.integer],
     ) -> None:
-        """Write the byte in ``reasons`` of each of ``documents``, and count those left out."""
+        """Write ``reasons`` [n] for ``documents`` [n], and count those that are left out."""
         if documents.size:
             np.memmap(self.path, np.uint8, "r+")[documents] = reasons
             self.duplicates.update(domains[reasons == DUPLICATE].tolist())
@@ -269,7 +269,7 @@ def find_left_out(
     Args:
         shards: all shards, in the order of the corpus.
         domain_numbers: for each shard, the corpus's number of each of the shard's domains.
-        path: file to write the reasons to.
+        path: file to write, with one byte per document (see :class:`LeftOut`).
 
     Raises:
         UserError: if the disk is full.
@@ -284,7 +284,7 @@ def find_left_out(
         reasons = reasons_to_leave_out(texts)
         left = np.flatnonzero(reasons)
         found.add(texts["order"][left], reasons[left], texts["domain"][left])
-    # Add the documents that repeat a text of the same sorted run.
+    # TEXT records hold each text of a sorted run once; add the documents that repeat such a text.
     for number, shard in enumerate(shards):
         for copies in shard.blocks(COPIES_NAME, COPY, _COPIES):
             of_first = np.memmap(path, np.uint8, "r")[bases[number] + copies["first"]]
@@ -327,7 +327,9 @@ def _ranges(
     """Yield the TEXT records of all texts, one range of digests at a time."""
     count = max(1, -(-sum(sum(shard.runs) for shard in shards) // _RANGE_TEXTS))
     edges = np.array([(i << 64) // count for i in range(1, count)], dtype=np.uint64)
-    runs = []  # for each sorted run: shard, first record, positions of the edges
+    # Each entry describes a sorted run: its shard, its first record, and the positions in it of the
+    # edges of the ranges.
+    runs = []
     for number, shard in enumerate(shards):
         begin = 0
         for size in shard.runs:
@@ -354,7 +356,7 @@ def _read_digests(shard: Shard, first: int, count: int) -> NDArray[np.void]:
 
 
 def _read_records(path: Path, dtype: np.dtype[Any], first: int, count: int) -> NDArray[Any]:
-    # np.fromfile would return fewer records if the disk fails.
+    # np.fromfile is not used, since it silently returns fewer records if the disk fails.
     with path.open("rb", buffering=0) as stream:
         stream.seek(first * dtype.itemsize)
         return np.frombuffer(stream.read(count * dtype.itemsize), dtype)
@@ -377,7 +379,7 @@ def regroup(
 ) -> dict[str, Domain]:
     """Write the token files of a corpus with its documents moved to other domains.
 
-    The documents of a new domain are sorted by old domain, and then by their position in it.
+    The documents of a new domain are sorted by old domain, and then by position in the old domain.
 
     Args:
         corpus: corpus to read.
@@ -458,7 +460,7 @@ def document_bytes(
 ) -> NDArray[np.int64]:
     """Estimate the text bytes of each document, [num_documents] int64; they sum to ``text_bytes``.
 
-    A corpus records only the bytes of a whole split. They are divided among the documents in
+    A corpus records only the bytes of a whole split. These bytes are divided among the documents in
     proportion to the bytes of each document's tokens.
 
     Args:

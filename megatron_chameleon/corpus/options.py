@@ -68,10 +68,11 @@ class SourceOptions(CheckedOptions):
     """Key, or column, of the text; dots reach into nested objects. A null text is an empty
     document."""
     max_malformed_share: Share = 0.001
-    """Largest share of malformed lines, which are skipped and reported; the run fails above it."""
+    """Malformed lines are skipped and reported. The run fails if their share of all lines is larger
+    than this."""
     max_document_bytes: LargeCount = 1 << 28
-    """A longer line or row counts as malformed: the file probably has no line ends, and parsing it
-    would take several times as much memory."""
+    """Maximum bytes of a line or row. A longer one counts as malformed: the file probably has no
+    line ends, and parsing would take several times as much memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +94,11 @@ class DomainOptions(CheckedOptions):
     """OLD=NEW renames the domain OLD to NEW; several OLD may become one NEW. OLD= leaves the domain
     out, and '*=' leaves out every domain that has no rename."""
     valid_input: Inputs = ()
-    """Validation text, in the format of --input; all of it goes to valid. Hugging Face data sets
-    use their own splits. If a domain has both validation and test text, all of its --input is used
-    for training; otherwise --split divides its --input as usual."""
+    """Validation text, in the format of --input; the whole text goes to the valid split. Hugging
+    Face data sets use their own splits. If a domain has both validation and test text, all of its
+    --input is used for training; otherwise --split divides its --input as usual."""
     test_input: Inputs = ()
-    """Test text, in the format of --input; all of it goes to test."""
+    """Test text, in the format of --input; the whole text goes to the test split."""
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other or have no effect."""
@@ -300,15 +301,16 @@ class GatherOptions(CheckedOptions):
     roots: tuple[Path, ...] = ()
     """Folders to read; default: this environment's site-packages."""
     num_domains: Count = 8
-    """Number of domains to keep: the first in the ranked list that have enough text."""
+    """Number of domains to keep. The first domains of the ranked list with enough text are kept."""
     max_bytes_per_domain: LargeCount = 5_000_000
-    """Upper limit per domain, so that no domain dominates."""
+    """Maximum bytes of text in a domain, so that no domain dominates."""
     min_bytes_per_domain: int = 1_500_000
-    """A domain with less text is replaced by the next in the ranked list, so that a held-out tenth
-    has at least 20,000 tokens."""
+    """Minimum bytes of text in a domain, so that a held-out tenth of the text has at least 20,000
+    tokens. A domain with less text is replaced by the next domain of the ranked list."""
     min_documents_per_domain: int = 50
-    """A domain with fewer documents is replaced by the next in the ranked list."""
+    """Minimum number of documents in a domain. A domain with fewer documents is replaced by the
+    next domain of the ranked list."""
     min_document_characters: int = 200
     """Skip shorter files."""
     max_document_bytes: LargeCount = 100_000
-    """Longer files are truncated at the last line that fits."""
+    """Maximum bytes of a document. Longer files are truncated after the last line that fits."""

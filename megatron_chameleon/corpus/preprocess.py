@@ -157,7 +157,7 @@ class _Run:
                     )
 
     def make_shards(self, wanted: Sequence[int], tokenizer: Tokenizer) -> None:
-        """Make the ``wanted`` shards that are not finished yet."""
+        """Write the ``wanted`` shards that are not finished yet."""
         finished = self.folder.finished()
         missing = [number for number in wanted if number not in finished]
         if not missing:
@@ -166,14 +166,16 @@ class _Run:
         reader = self._reader()
         sample = (document.text for chunk in chunks for document in reader.read(chunk))
         tokenizer = with_encoder(tokenizer, self.options.encoding.encoder, sample)
-        # Each worker reads and encodes concurrently, which keeps more than one core busy.
+        # By default there is one worker fewer than cores, since each worker reads and encodes
+        # concurrently, which keeps more than one core busy.
         num_workers = self.options.workers or max(1, len(os.sched_getaffinity(0)) - 1)
         num_workers = min(num_workers, len(missing))
         total = sum(map(self.plan.shard_bytes, missing))
         with progress_bar(total, "B", "tokenizing") as bar:
             if num_workers > 1:
                 run = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
-                del tokenizer  # frees memory; each worker loads the tokenizer itself
+                # Free the memory of the tokenizer, since each worker loads its own copy.
+                del tokenizer
                 make_in_processes(run, missing, num_workers, bar.update)
                 return
             for number in missing:
@@ -191,7 +193,8 @@ class _Run:
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
             joined = join_shards(shards, first_domains, made, drop, bar.update)
         joined.malformed.check(self.options.source.max_malformed_share)
-        if self.options.domains.domain_key is not None:  # otherwise find_sources reports them
+        # Without a domain key, find_sources has already reported the renames.
+        if self.options.domains.domain_key is not None:
             self.options.domains.report_renames(joined.malformed.names, "documents")
         check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
@@ -200,7 +203,7 @@ class _Run:
             wall_seconds=stopwatch.seconds() + sum(shards[number].seconds for number in found),
         )
         sources_hash = _write_sources(made / SOURCES_NAME, self.plan, shards)
-        # The corpus does not depend on these options.
+        # These two options are not recorded, since the corpus does not depend on them.
         options = dataclasses.replace(self.options, workers=None, shard=None)
         inputs = {"tokenizer": tokenizer.sha256, "sources": sources_hash}
         Corpus(
@@ -309,7 +312,7 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
 def make_in_processes(
     run: _Run, numbers: Sequence[int], num_workers: int, on_bytes: OnBytes
 ) -> None:
-    """Make the shards ``numbers`` in worker processes, which never outlive this process.
+    """Write the shards ``numbers`` in worker processes, which never outlive this process.
 
     Raises:
         UserError: from a worker, or because a worker was killed.
@@ -320,7 +323,8 @@ def make_in_processes(
     threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (run, threads))
     try:
-        # Workers inherit the signal mask: only this process receives Ctrl-C, and it kills them.
+        # Workers inherit the signal mask, so only this process receives Ctrl-C; it then kills the
+        # workers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             made = {pool.submit(_make_shard_in_worker, number): number for number in numbers}
@@ -349,8 +353,10 @@ def _start_worker(run: _Run, threads: int) -> None:
     global _worker_run
     _worker_run = run
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    os.environ["RAYON_NUM_THREADS"] = str(threads)  # limits libraries that would use all cores
-    warnings.simplefilter("ignore")  # the parent process has warned
+    # Limit the threads of the Rust libraries, which would otherwise use all cores in each worker.
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    # The parent process has already printed these warnings.
+    warnings.simplefilter("ignore")
 
 
 def _make_shard_in_worker(number: int) -> Exception | None:

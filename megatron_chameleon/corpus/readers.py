@@ -40,12 +40,14 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _BLOCK = 1 << 20
-# Decompression makes blocks several times larger, in the worst case thousands of times.
+# Compressed files are read in smaller blocks, since decompression makes a block several times
+# larger, and in the worst case thousands of times.
 _COMPRESSED_BLOCK = 1 << 18
 _FEWEST_BYTES = 1 << 7
 # Some corpora are compressed with zstd's --long, whose window exceeds the default limit.
 _ZSTD_WINDOW = 2**31
-_GZIP_FORMAT = 31  # zlib's code for "gzip header and trailer, largest window"
+# zlib's code for "gzip header and trailer, largest window".
+_GZIP_FORMAT = 31
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 # Rows are read from a row group in batches of about this many bytes.
@@ -56,10 +58,11 @@ _MAX_BATCH_ROWS = 4096
 _CHUNK_BYTES = {False: 1 << 20, True: 1 << 23}
 
 _LINES_SHOWN = 10
-# Reading stops if this many lines at the beginning of a source all lack the key.
+# Number of lines at the beginning of a source. If all of these lines lack the key, reading fails.
 _LINES_BEFORE_GIVING_UP = 1000
 _KEYS_SHOWN = 20
-_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8
+# Maximum number of bytes of a character in UTF-8.
+_LONGEST_CHARACTER = 4
 _MISSING = object()
 
 # A line longer than a block is gathered in a bytearray, which grows without a second copy. If a
@@ -76,11 +79,11 @@ class Document(NamedTuple):
 
 
 class MalformedLineError(ValueError):
-    """A line is not a valid document; the message is the reason."""
+    """Raised for a line that is not a valid document; the message states the reason."""
 
 
 class MissingKeyError(MalformedLineError):
-    """A line has no value at a required key."""
+    """Raised for a line that has no value at a required key."""
 
 
 @dataclasses.dataclass
@@ -168,7 +171,8 @@ class DocumentReader:
         read = self._from_lines if source.kind == "lines" else self._from_tables
         for documents in read(source, chunk, parser, digest):
             yield from documents
-        if (chunk.start, chunk.stop) == (0, None):  # the chunk is the whole source
+        # If the chunk is the whole source, no later line can have the keys.
+        if (chunk.start, chunk.stop) == (0, None):
             parser.check_keys(1)
         _check_unchanged(source)
         self.hashes[chunk] = digest.hexdigest()
@@ -192,7 +196,8 @@ class DocumentReader:
                 lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
             documents = parser.parse(lines, place)
             number += len(lines)
-            lines.clear()  # a single text may take most of the memory
+            # Free the lines before the texts are used: a single text may take most of the memory.
+            lines.clear()
             yield documents
 
     def _from_tables(
@@ -316,7 +321,8 @@ class _Parser:
                     self._last_error = error
                 by_domain = {self._source.domain or "": 1}
                 first = []
-                if len(self._counts.first) < _LINES_SHOWN:  # locating a line takes time
+                # Only the lines that are printed are located, since locating a line takes time.
+                if len(self._counts.first) < _LINES_SHOWN:
                     first = [f"{source_name}:{place(position)} {error}"]
                 self._counts.add(MalformedLines(0, 1, by_domain, first))
                 continue
@@ -328,10 +334,10 @@ class _Parser:
         return documents
 
     def check_keys(self, least: int) -> None:
-        """Raise UserError if at least ``least`` lines were read and every line lacks a key."""
+        """Raise UserError if at least ``least`` lines were read and all of them lack a key."""
         if self._without_key == self._lines >= least:
             raise UserError(
-                f"{self._source.name}: no line has the key; the last {self._last_error}"
+                f"{self._source.name}: no line has the key; the last line {self._last_error}"
             )
 
     def _document(self, record: dict[str, Any]) -> Document | None:
@@ -351,7 +357,7 @@ class _Parser:
             if not is_domain_name(name):
                 raise MalformedLineError(
                     f"has a domain name of {len(name.encode())} bytes at "
-                    f"'{self.keys['--domain-key']}', not of 1 to {MAX_DOMAIN_BYTES}"
+                    f"'{self.keys['--domain-key']}'; must have 1 to {MAX_DOMAIN_BYTES}"
                 )
             assert self._domains is not None
             domain = self._domains.renamed(name)
@@ -372,12 +378,14 @@ def object_in(line: Line) -> dict[str, Any]:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        if "Not enough memory" in error.msg:  # the line may be valid JSON
+        # If memory runs out, the line does not count as malformed, since it may be valid JSON.
+        if "Not enough memory" in error.msg:
             raise UserError(
                 f"not enough memory to read a line of {len(line):,} bytes; use a smaller "
                 "--max-document-bytes"
             ) from error
-        _decoded(line)  # raises if the line is not UTF-8
+        # If the line is not UTF-8, this call raises a clearer error.
+        _decoded(line)
         raise MalformedLineError(f"is not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(record, dict):
         raise MalformedLineError(f"is not a JSON object but {_kind(record)}")
@@ -396,7 +404,8 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
         raise MissingKeyError(f"has no key '{key}', only {existing}; correct {flag}")
     if value is None:
         return ""
-    if isinstance(value, bytes):  # from a table's column whose type is not marked as text
+    # A column of a table holds bytes if its type is not marked as text.
+    if isinstance(value, bytes):
         return _decoded(value)
     if not isinstance(value, str):
         raise MalformedLineError(f"has {_kind(value)} at '{key}', not a string")
@@ -411,7 +420,7 @@ def _decoded(value: bytes | bytearray) -> str:
 
 
 def _value_at(record: dict[str, Any], key: str) -> Any:
-    """The value at ``key``: a key of that name or, if there is none, a path with dots."""
+    """The value at ``key``: the name of a key or, if no key has this name, a path with dots."""
     if key in record:
         return record[key]
     first, dot, rest = key.partition(".")
@@ -470,7 +479,8 @@ def read_lines(
 def _line_start(stream: BinaryIO, position: int) -> int:
     r"""Start of the first line that begins at ``position`` or later.
 
-    A line begins at 0 and after every ``\n``. If no line does, this is the end of the file.
+    A line begins at 0 and after every ``\n``. If there is no such line, the result is the end of
+    the file.
     """
     if position == 0:
         return 0
@@ -502,7 +512,8 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
         return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
 
     decompressor, inside, size = new_decompressor(), False, _FEWEST_BYTES
-    padding = b""  # gzip allows zeros after a member, with which tapes and block devices pad files
+    # Zeros after a gzip member are skipped: tapes and block devices pad files with them.
+    padding = b""
     try:
         for block in blocks:
             rest = block
@@ -520,7 +531,7 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
                     padding = b"\0" if is_gzip else b""
     except (zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path} is damaged: {error}; download or compress it again") from error
-    # Neither library reports a truncated file.
+    # Truncation is detected here, since neither zlib nor zstandard reports a truncated file.
     if inside:
         raise UserError(f"{path} is truncated: its compressed data have no end; download it again")
 
@@ -624,7 +635,8 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
                 page_checksum_verification=True,
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-            # Errors of the system and of the hub are converted by sources.reading.
+            # Errors of the system and of the hub are raised unchanged, since sources.reading
+            # converts them.
             if isinstance(error, OSError) and (error.errno or remote):
                 raise
             raise UserError(

@@ -2,11 +2,12 @@
 
 A shard is a folder that is moved into place by one rename, so an existing shard is complete.
 
-    shard.json      counts and checksums; it determines how the files below are read
-    tokens.bin      concatenated tokens of all documents, in the corpus's integer type
-    documents.bin   DOCUMENT for each document, in the order of its tokens
-    digests.bin     DIGEST for each distinct text of a domain and split, in sorted runs
-    copies.bin      COPY for each document that repeats a text of the same run
+- ``shard.json`` holds the counts and checksums that are needed to read the other files.
+- ``tokens.bin`` holds the concatenated tokens of all documents, in the corpus's integer type.
+- ``documents.bin`` holds a DOCUMENT record for each document, in the order of the tokens.
+- ``digests.bin`` holds a DIGEST record for each distinct text of a domain and split. The records
+  are written in several runs, each of which is sorted.
+- ``copies.bin`` holds a COPY record for each document that repeats a text of the same run.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ TOKENS_NAME, DOCUMENTS_NAME = "tokens.bin", "documents.bin"
 DIGESTS_NAME, COPIES_NAME = "digests.bin", "copies.bin"
 _NAMES = (TOKENS_NAME, DOCUMENTS_NAME, DIGESTS_NAME, COPIES_NAME)
 
-# Megatron's blended index numbers the domains in int16.
+# Maximum number of domains: Megatron's blended index stores the number of a domain as int16.
 MAX_DOMAINS = 32_767
 # Number of digests sorted together in memory.
 _RUN_DOCUMENTS = 1 << 18
@@ -94,7 +95,8 @@ class Shard(FolderRecord):
 
     KIND = "preprocessed shard"
     FILE_NAME = "shard.json"
-    FORMAT_VERSION = 5  # version 4 had other counts in `malformed`
+    # Version 5 changed the counts in `malformed`.
+    FORMAT_VERSION = 5
     MADE_BY = "remove the folder, and run tools/preprocess_data.py again"
 
     plan: str
@@ -289,7 +291,7 @@ def make_shard(
     writer = ShardWriter(folder, tokenizer.token_type)
     switch_interval = sys.getswitchinterval()
     # After each batch the encoder waits for the GIL while the reader parses. Python's default
-    # switch interval of 5 ms is a tenth of a batch's time.
+    # switch interval, 5 ms, would add a tenth to the time of a batch.
     sys.setswitchinterval(_SWITCH_SECONDS)
     with contextlib.ExitStack() as stack:
         stack.callback(sys.setswitchinterval, switch_interval)
@@ -300,7 +302,8 @@ def make_shard(
             ahead = _next_in_thread(unread)
             tokens, lengths = tokenizer.encode_documents(batch.texts)
             batch.documents["tokens"] = lengths
-            kept = lengths > 1  # documents with more than the end-of-document token
+            # Drop documents that have no token but the end-of-document token.
+            kept = lengths > 1
             if not kept.all():
                 without_tokens.update(batch.documents["domain"][~kept].tolist())
                 tokens = tokens[np.repeat(kept, lengths)]
@@ -349,8 +352,8 @@ def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:
 class _Batch(NamedTuple):
     """Documents to encode, sorted by domain and split.
 
-    ``documents`` are DOCUMENT records [num_documents] without their number of tokens, ``digests``
-    [num_documents, 2] uint64 the halves of the texts' digests.
+    ``documents`` are DOCUMENT records [num_documents] whose number of tokens is not yet set.
+    ``digests`` [num_documents, 2] uint64 holds the two halves of each text's digest.
     """
 
     texts: list[str]
@@ -386,7 +389,8 @@ def _batch(
 ) -> _Batch:
     names, texts, splits = zip(*waiting, strict=True)
     text_digests, sizes = [], []
-    for text in texts:  # one at a time, since a single text may take most of the memory
+    # Texts are converted to UTF-8 one at a time, since a single text may take most of the memory.
+    for text in texts:
         encoded = text.encode()
         text_digests.append(text_digest(encoded))
         sizes.append(len(encoded))
@@ -416,7 +420,7 @@ def assign_splits(
 
     Args:
         digest_prefixes: [num_texts] first 8 bytes of each text's digest, as a big-endian number.
-        shares: of train, valid and test, summing to 1.
+        shares: shares of train, valid and test, summing to 1.
 
     Returns:
         [num_texts] 0 for train, 1 for valid, 2 for test. The first 53 bits of a digest form a

@@ -37,7 +37,7 @@ SourceKind = Literal["lines", "parquet", "dataset"]
 
 INSTALL_DATA = "pip install 'megatron-chameleon[data]'"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-# Suffixes of the files read in a folder; files with other suffixes are only read if named.
+# Suffixes of the files read in a folder; files with other suffixes are only read if passed by name.
 FOLDER_SUFFIXES: dict[str, FileKind] = {".jsonl": "lines", ".parquet": "parquet"}
 FILE_SUFFIXES: dict[str, FileKind] = {**FOLDER_SUFFIXES, ".json": "lines", ".ndjson": "lines"}
 _FORMATS = "use JSON lines as .jsonl, .jsonl.gz or .jsonl.zst, or .parquet"
@@ -64,8 +64,8 @@ class Source:
 
     Attributes:
         name: name in messages, unique in a list of sources.
-        kind: format: "lines" (JSON lines), "parquet", or "dataset" for formats read through
-            ``datasets``.
+        kind: format of the source: "lines" (JSON lines), "parquet", or "dataset" for formats that
+            are read through ``datasets``.
         path: path on this machine, address on the hub, or name of the data set.
         domain: domain of all documents; None if each document names its own, or domains are not
             requested.
@@ -156,7 +156,9 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
             f"{domains.domain_flags[0]} has no effect because every --input names its domain; "
             "leave out this flag, or the names in --input"
         )
-    if domains.domain_key is None:  # with a key, names are known only after reading all lines
+    # With a domain key, the names are reported later, since they are known only after all lines are
+    # read.
+    if domains.domain_key is None:
         domains.report_renames(counts, "files")
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
@@ -173,7 +175,7 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
 def _named_sources(flag: str, inputs: Iterable[str], split: Split | None) -> Iterator[Source]:
     """Yield the sources of ``inputs`` with the domain of NAME=PATH, and ``split`` if not None."""
     for value in inputs:
-        # A path may hold '=' itself, after its first '/'.
+        # An '=' after the first '/' is part of the path.
         name, equals, pattern = value.partition("=")
         is_named = equals and "/" not in name and not name.startswith(DATASET_PREFIX)
         if is_named and not (is_domain_name(name) and pattern):
@@ -300,7 +302,8 @@ def find_files(pattern: str, flag: str) -> list[str]:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    def fail(error: OSError) -> None:  # skipping the folder would lose text silently
+    # Without this function, os.walk would silently skip unreadable folders and lose their text.
+    def fail(error: OSError) -> None:
         raise UserError(
             f"cannot read the folder {error.filename}: {error.strerror or error}; correct its "
             "permissions or --input"
@@ -313,7 +316,8 @@ def _walk(folder: str) -> Iterator[str]:
             continue
         seen.add(os.path.realpath(root))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        # Path removes a leading "./", so that a file has one name however its folder is passed.
+        # Path removes a leading "./", so that a file has the same name for every spelling of its
+        # folder.
         yield from (str(Path(root, name)) for name in files if not name.startswith("."))
 
 
@@ -347,12 +351,12 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UserError) or not is_remote(path):
             raise
-        # The libraries do not wrap exceptions of their HTTP client.
+        # Other exceptions come from the HTTP client, since the libraries do not wrap them.
         raise UserError(f"cannot read {path}: {one_line(error)}; try again later") from error
 
 
 def size_and_time(path: str) -> tuple[int, int]:
-    """Bytes of a file, and its modification time in ns since 1970; 0 where unknown.
+    """Bytes of a file, and its modification time in ns since 1970; an unknown value is 0.
 
     Raises:
         UserError: if it is missing, unreadable or not a regular file.
@@ -486,7 +490,8 @@ def _require_hub(name: DatasetName) -> None:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception as error:  # raised by httpx or requests, depending on the release
+    except Exception as error:
+        # The exception is one of httpx or of requests, depending on the release.
         raise UserError(
             f"{name}: cannot reach {constants.ENDPOINT} ({one_line(error)}); check the network, "
             "download the data set and pass its folder, or use a cached copy: HF_HUB_OFFLINE=1"
@@ -515,7 +520,7 @@ def _target_splits(name: DatasetName, existing: list[str]) -> dict[str, Split | 
 
 
 def _is_supported_directly(builder: DatasetBuilder) -> bool:
-    """Whether readers.py can read the files, with less memory and a count of malformed lines."""
+    """Whether readers.py can read the files; it uses less memory and counts malformed lines."""
     config = builder.config
     if getattr(config, "field", None) is not None or not config.data_files:
         return False
@@ -545,7 +550,8 @@ def _dataset_errors(name: DatasetName) -> Iterator[None]:
         ) from error
     except UserError:
         raise
-    except Exception as error:  # many libraries raise errors, without a common base class
+    except Exception as error:
+        # The error may come from many libraries, whose exceptions have no common base class.
         raise UserError(
             f"{name}: {one_line(error).rstrip('.')}; correct the name, add :CONFIG (or "
             f":{ALL_CONFIGS} for all of them), log in with 'hf auth login' if it is gated or "

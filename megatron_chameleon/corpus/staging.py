@@ -1,11 +1,12 @@
 """Write a corpus folder atomically: staging directories, locks, renames into place.
 
-    OUTPUT/.partial/plan.json          the plan that all processes have agreed on
-    OUTPUT/.partial/shards/000012      a finished shard
-    OUTPUT/.partial/staging/HOST-PID-x a process's staging directory; complete files and shards are
-                                       moved out of it
-    OUTPUT/.partial/published          hash of the corpus.json made from these shards; if this run
-                                       is killed, the next run uses it to remove the shards
+- ``OUTPUT/.partial/plan.json`` is the plan that all processes have agreed on.
+- ``OUTPUT/.partial/shards/000012`` is a finished shard.
+- ``OUTPUT/.partial/staging/HOST-PID-x`` is the staging directory of a process, which moves complete
+  files and shards out of it.
+- ``OUTPUT/.partial/published`` holds the hash of the corpus.json made from these shards. If a run
+  is killed before it removes the shards, the next run uses this hash to detect that the corpus is
+  complete, and removes the shards.
 
 The plan contains everything that determines the contents of the shards. Correctness relies on
 renames alone, which work on any disk that machines share. The lock only prevents starting the same
@@ -125,7 +126,7 @@ class Plan(FolderRecord):
         )
 
     def _compared(self) -> dict[str, str]:
-        """Everything that determines the shards, by name for messages."""
+        """Everything that determines the shards, keyed by the names that messages use."""
         compared = {flag_of(name): repr(value) for name, value in self.options.items()}
         compared |= {"the hash of --tokenizer-model": self.tokenizer, **self.versions}
         for source in self.sources:
@@ -189,7 +190,8 @@ def _chunks(number: int, source: Source, target_bytes: int) -> Iterator[Chunk]:
     if not source.cuttable or source.bytes <= target_bytes:
         yield Chunk(number, bytes=source.bytes)
         return
-    edges = [(0, 0)]  # each chunk's Chunk.start, and the byte at which the chunk begins
+    # Each chunk is listed with its Chunk.start, and with the byte at which it begins.
+    edges = [(0, 0)]
     if source.kind == "parquet":
         total = 0
         for group, group_bytes in enumerate(row_group_bytes(source.path)):
@@ -234,7 +236,8 @@ class CorpusFolder:
         try:
             os.link(draft, path)
         except OSError:
-            # On a disk without hard links, the last of two simultaneous plans is kept.
+            # The link fails if a plan exists. It also fails on a disk without hard links; there, if
+            # two processes write a plan at the same time, the later plan replaces the earlier one.
             if path.exists():
                 existing = Plan.load(self.partial)
                 problem = plan.difference(existing)
@@ -309,12 +312,14 @@ class CorpusFolder:
 
     def remove_work(self) -> None:
         """Remove all shards, the plan and the staging directories."""
-        with contextlib.suppress(OSError):  # there are no shards, or another process removes them
-            # A single rename, since a partly removed set of shards must not be joined.
+        # Renaming fails if there are no shards, or if another process has removed them.
+        with contextlib.suppress(OSError):
+            # The folder is renamed before it is removed, since a partly removed set of shards must
+            # not be joined.
             removed = self.partial / f"removed-{secrets.token_hex(4)}"
             os.rename(self.partial / _SHARDS_NAME, removed)
-        # Removed before the file `published`, which makes the next run resume an interrupted
-        # removal.
+        # The shards are removed before the file `published`, since this file makes the next run
+        # resume an interrupted removal.
         for removed in self.partial.glob("removed*"):
             shutil.rmtree(removed, ignore_errors=True)
         shutil.rmtree(self.partial, ignore_errors=True)
@@ -396,7 +401,8 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
                     (partial / name).unlink(missing_ok=True)
                 partial.rmdir()
             if is_new:
-                with contextlib.suppress(OSError):  # it is not empty
+                # Removing the folder fails if it is not empty.
+                with contextlib.suppress(OSError):
                     root.rmdir()
     finally:
         os.close(descriptor)
@@ -404,7 +410,8 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
 
 def _make_directory(path: Path) -> None:
     for _ in range(_ATTEMPTS):
-        with contextlib.suppress(FileNotFoundError):  # another process removed the empty parent
+        # Try again if another process has removed the empty parent in the meantime.
+        with contextlib.suppress(FileNotFoundError):
             path.mkdir(parents=True)
             return
     path.mkdir(parents=True)

@@ -56,15 +56,16 @@ _MOST_TOKENS = 2**31 - 1
 # tiktoken fails on a million spaces in a row. Parts are long, since tokens at their boundaries may
 # differ from those of the whole text.
 LONGEST_PART = 500_000
-# Characters before the end of a part that are searched for a boundary.
+# Number of characters before the end of a part that are searched for a boundary.
 _WINDOW = 4096
-# Where a long text may be cut, best place first: at a space between two words, at the last of
-# several spaces, or after a line break. Every known pre-tokenizer splits there too.
+# Places at which a long text may be cut, the best first: at a space between two words, at the last
+# of several spaces, or after a line break. Every known pre-tokenizer splits at these places too.
 _BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
 _PLACES = (_BETWEEN_WORDS, re.compile(r"(?= \S)"), re.compile(r"(?<=\S\n)(?=\S)"))
 # Number of parts encoded at once; encoding takes many times the memory of the text.
 _PARTS_AT_ONCE = 4
-# Tokens of several texts, with an end-of-document token after each text; number of tokens per text.
+# Tokens of several texts, with an end-of-document token after each text, and the number of tokens
+# of each text.
 _Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
 
 # tiktoken
@@ -109,8 +110,8 @@ _LLAMA3 = PublishedFile(
     "llama3",
     {f"<|{_LLAMA3_NAMES.get(i, f'unnamed_{i}')}|>": 128_000 + i for i in range(256)},
 )
-# By the SHA-256 of the file: r50k_base (GPT-2), p50k_base, cl100k_base, o200k_base, Llama 3's
-# tokenizer.model.
+# Published tiktoken files by SHA-256: r50k_base (GPT-2), p50k_base, cl100k_base, o200k_base and
+# Llama 3's tokenizer.model.
 PUBLISHED = {
     "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": _GPT2,
     "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": _GPT2,
@@ -137,7 +138,7 @@ class JsonEncoder:
     def __init__(self, path: Path, content: bytes) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # The library raises no narrower class of exceptions.
             raise _unreadable(path, "tokenizer.json of the tokenizers library", error) from error
         # Ignore the file's truncation and padding.
         self._tokenizer.no_truncation()
@@ -195,7 +196,8 @@ class SentencePieceEncoder:
 
     def token_id(self, token: str) -> int | None:
         """Id of the token with this name; None if there is no such token."""
-        found = int(self._model.piece_to_id(token))  # the unknown token's id for unknown names
+        # For an unknown name, piece_to_id returns the id of the unknown token.
+        found = int(self._model.piece_to_id(token))
         return found if self._model.id_to_piece(found) == token else None
 
     def special_tokens(self) -> list[str]:
@@ -246,7 +248,9 @@ class TiktokenEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Encode each text as [num_tokens] uint32; no special tokens are added. Uses all cores."""
-        if len(texts) == 1:  # starting a thread takes as long as encoding a short text
+        # A single text is encoded in this thread, since starting a thread takes as long as encoding
+        # a short text.
+        if len(texts) == 1:
             return [self._encode(texts[0])]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
             return list(pool.map(self._encode, texts))
@@ -284,7 +288,7 @@ def read_ranks(path: Path, content: bytes) -> dict[bytes, int]:
     """Read a tiktoken file: byte string -> rank (token id).
 
     Raises:
-        UserError: if a line is not a base64 string and its rank, a byte has no rank, or two byte
+        UserError: if a line is not a base64 string with its rank, a byte has no rank, or two byte
             strings share a rank.
     """
     try:
@@ -378,7 +382,8 @@ def _read(path: Path) -> TokenizerFile:
         if len(inside) > 1:
             names = ", ".join(found.name for found in inside)
             raise UserError(f"{path} holds more than one tokenizer ({names}); name one file")
-        # A tokenizer.json next to GPT-2's pair of files was made from this pair.
+        # If there is a tokenizer.json next to GPT-2's pair of files, the pair is ignored, since the
+        # tokenizer.json was made from it.
         found = inside[0] if inside else vocab_file_in(path)
         if found is None:
             raise UserError(
@@ -440,7 +445,7 @@ def tokenizer_json_of(vocab_file: Path) -> bytes:
         BPE(vocab, merges)
         if missing := sorted(set(ByteLevel.alphabet()) - vocab.keys()):
             raise ValueError(f"there is no entry for {len(missing)} of the 256 bytes")
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # The library raises no narrower class of exceptions.
         raise UserError(
             f"{vocab_file} and {merges_file.name} are not files of a byte-level BPE like GPT-2's "
             f"({one_line(error)})"
@@ -546,8 +551,8 @@ class Tokenizer:
         longest = lengths.max(initial=0)
         if longest > _MOST_TOKENS:
             raise UserError(
-                f"a document has {longest} tokens, more than the {_MOST_TOKENS} of the .idx "
-                "format; divide it"
+                f"a document has {longest} tokens, more than the {_MOST_TOKENS} that the "
+                ".idx format allows; divide it"
             )
         return tokens, lengths.astype(np.int32)
 
@@ -629,7 +634,7 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
             .model, or a folder that holds one of them.
         eod_token: name of the end-of-document token. In an unknown tiktoken file it is the only
             special token, and its id is the next free one.
-        tiktoken_pattern: see EncoderOptions; other files raise UserError if it is set.
+        tiktoken_pattern: see EncoderOptions; must be None unless the file is a tiktoken file.
 
     Raises:
         UserError: if there is no tokenizer, it cannot be read, its pattern is unknown, or it has no
@@ -664,8 +669,8 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
         )
     if eod_id in encoder.encode_batch([eod_token])[0]:
         warnings.warn(
-            f"'{eod_token}' is not a special token of {file.path}: a text that contains it ends a "
-            "document there",
+            f"'{eod_token}' is not a special token of {file.path}: if a text contains it, the "
+            "document ends at this place",
             stacklevel=2,
         )
     return Tokenizer(file, encoder, eod_id)
