@@ -1,4 +1,4 @@
-"""Arrays at chosen addresses, for kernels whose code depends on their arguments' alignment."""
+"""Arrays at chosen addresses, to test kernels whose code depends on the alignment of arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def at_offset(array: NDArray[Scalar], offset: int) -> NDArray[Scalar]:
-    """Return a copy of ``array`` that begins ``offset`` bytes past a cache line.
+    """Return a copy of ``array`` that begins ``offset`` bytes after the start of a cache line.
 
     Args:
         array: C-contiguous, any shape and dtype.

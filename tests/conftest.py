@@ -12,8 +12,8 @@ from typing import Any
 # These variables are set before torch and numpy are imported. Workers and ranks share a few cores,
 # and the tests of bit-identity need one thread per process for a fixed order of additions.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# If the user sets more threads, waiting threads must not spin, which would take minutes on shared
-# cores.
+# If the user sets more threads, they must sleep while they wait: spinning threads on shared cores
+# would slow the tests by minutes.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def group_of(nodeid: str) -> str:
-    """Return the group of a test: its file in tests/unit, its folder elsewhere."""
+    """Return a test's group: its file's name in tests/unit, or else its folder's name."""
     path = nodeid.partition("::")[0]
     folder = path.split("/")[1]
     return path if folder == "unit" else folder

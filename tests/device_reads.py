@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class ReadsOfValues(TorchDispatchMode):
-    """Count the operations after which the host waits for a value."""
+    """Count the operations that make the host wait for a value from the device."""
 
     def __init__(self):
         super().__init__()

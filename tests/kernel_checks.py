@@ -33,7 +33,7 @@ def _interpret(module: str) -> None:
     """
     import torch
 
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    torch.set_num_threads(1)  # OpenMP's threads do not survive the fork below
     os.environ["TRITON_INTERPRET"] = "1"
     for name in list(sys.modules):
         package, _, last = name.rpartition(".")
@@ -95,12 +95,13 @@ def compile_kernel(
         ptx=ptx,
         registers=usage["REG"],
         stack_bytes=usage["STACK"] + usage["LOCAL"],
-        shared_bytes=max(usage["SHARED"], compiled.metadata.shared),  # static or dynamic memory
+        # SHARED is the static shared memory; metadata.shared is the dynamic shared memory.
+        shared_bytes=max(usage["SHARED"], compiled.metadata.shared),
     )
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """Resource name -> amount for a compiled kernel, as printed by Triton's copy of cuobjdump."""
+    """Resource name -> amount of a compiled kernel, printed by Triton's copy of cuobjdump."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_chameleon.parallel.layout import Layout
 
 ALLOCATION = _EventType.Allocation
-STEPS = 2  # the first step creates the optimizer's moments
+STEPS = 2  # the first step creates the optimizer's moments, so only the second has a full peak
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
@@ -48,13 +48,13 @@ def _held() -> set[int]:
     addresses = set()
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor):
-            with contextlib.suppress(RuntimeError):  # the compiler's fake tensors have no address
+            with contextlib.suppress(RuntimeError):  # torch.compile's fake tensors have no address
                 addresses.add(found.untyped_storage().data_ptr())
     return addresses
 
 
 def _changes(events: list[Any], held: set[int]) -> dict[int, int]:
-    """Return index of each counted event -> change of the allocated memory in bytes.
+    """Return a dictionary: index of each counted event -> change of allocated memory in bytes.
 
     Args:
         events: allocator events; a negative size is a release.
@@ -62,11 +62,11 @@ def _changes(events: list[Any], held: set[int]) -> dict[int, int]:
     """
     events.sort(key=lambda event: event.start_time_ns)
     changes: dict[int, int] = {}
-    made: dict[int, tuple[int, int]] = {}  # address -> index of the event, and size
+    made: dict[int, tuple[int, int]] = {}  # address -> (index of its allocation event, size)
     for moment, block in enumerate(event.extra_fields for event in events):
         if block.alloc_size > 0:
             made[block.ptr] = moment, block.alloc_size
-        elif block.ptr in made:  # otherwise the block was allocated earlier
+        elif block.ptr in made:  # blocks from before the first event are ignored
             first, size = made.pop(block.ptr)
             changes |= {first: size, moment: -size}
     return changes | dict(made[address] for address in held & made.keys())

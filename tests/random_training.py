@@ -28,7 +28,7 @@ OPTIMIZER = OptimizerOptions(lr=1e-4, min_lr=1e-5, lr_warmup_iters=0)
 def random_batches(
     vocab_size: int, rows: int, length: int, num_domains: int = 1
 ) -> Iterator[Batch]:
-    """Yield random micro-batches [rows, length] without end; samples cycle through the domains."""
+    """Yield random micro-batches [rows, length] endlessly; samples cycle through the domains."""
     generator = torch.Generator().manual_seed(0)
     first = 0
     while True:
@@ -48,7 +48,7 @@ class RandomTraining:
 
     Args:
         shape: shape of the model.
-        layout: layout of the ranks.
+        layout: parallel layout of the ranks.
         bf16: train in bfloat16 with main weights in float32.
         compiled: backend of torch.compile for the layers; None trains eagerly.
         optimizer: the optimizer's options.
@@ -78,12 +78,12 @@ class RandomTraining:
         self.model = TrainedModel(self.chunks, self.optimizer, scheduler, self.passes(1, 1))
 
     def passes(self, num_microbatches: int, rows: int, num_domains: int = 1) -> Passes:
-        """The forward and backward passes of one step on this rank."""
+        """Run the forward and backward passes of one step on this rank."""
         shape = BatchShape(num_microbatches, rows, self.shape.max_sequence_length)
         return Passes(self.chunks, shape, num_domains)
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
-        """One optimizer step, whose gradient norm must be finite."""
+        """Take one optimizer step, and assert that the gradient norm is finite."""
         result = self.model.step(forward_backward)
         assert math.isfinite(result.grad_norm)
         return result

@@ -74,7 +74,7 @@ def write_small_corpus(
 
 
 def write_corpus(root: Path, documents: Documents, tokenizer_hash: str = TOKENIZER_HASH) -> Corpus:
-    """Write a corpus of these documents, which lack the end-of-document tokens."""
+    """Write a corpus of these documents, and append an end-of-document token to each."""
     found = {
         name: Domain(**{split: _write_split(root, name, split, texts[split]) for split in SPLITS})
         for name, texts in documents.items()

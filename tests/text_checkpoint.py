@@ -11,7 +11,7 @@ from tests.fixtures.task_data import Words
 
 EOD_TOKEN, POSITIONS = "<|endoftext|>", 256
 SMALL: dict[str, Any] = {"vocab_size": 601, "n_positions": POSITIONS, "n_layer": 4, "n_head": 4}
-# The weights are so large that the model scores different answers differently.
+# With small weights, the model would give different answers almost the same score.
 SMALL |= {"n_embd": 64, "initializer_range": 0.1}
 
 
@@ -32,7 +32,7 @@ def write_text_checkpoint(
     Args:
         folder: target folder.
         texts: training text of the tokenizer; made-up sentences by default.
-        config: of transformers' GPT2Config; a small model by default.
+        config: arguments of transformers' GPT2Config; a small model by default.
     """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel

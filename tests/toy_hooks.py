@@ -13,7 +13,7 @@ from megatron_chameleon.training.plan import TrainingPlan
 
 
 class WeightsHook(TrainingHook):
-    """Base of hooks with weights [k] that sum to 1 and have multiplicative updates."""
+    """Base class of hooks whose weights [k] sum to 1 and are updated multiplicatively."""
 
     def __init__(self, plan: TrainingPlan, _layout: Layout) -> None:
         super().__init__()

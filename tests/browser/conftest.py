@@ -23,7 +23,7 @@ NAMES = ["code", "web", "books", "papers", "wiki", *HOSTILE_NAMES[:2]]
 def browser() -> Iterator[Browser]:
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
-        # A browser is required in CI.
+        # In CI, a missing browser must fail the tests, so that they are never skipped unnoticed.
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(MISSING)
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:

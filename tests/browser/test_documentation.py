@@ -18,13 +18,13 @@ FETCHED = re.compile(
     r"""|url\(["']?(?:https?:)?//|@import\s+["'](?:https?:)?//""",
     re.IGNORECASE,
 )
-# Lists, tables and markup that were rendered as text.
+# Markdown of lists, tables and escapes that was shown as text instead of being rendered.
 UNRENDERED = re.compile(r"\n\s*(?:- |\d+\. |\| )[^\n]{0,60}|\\[_*`|][^\n]{0,60}")
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The documentation, built as by ``make docs``. With --quiet, --strict ignores warnings."""
+    """The documentation, built as in ``make docs``. --quiet would make --strict ignore warnings."""
     folder = tmp_path_factory.mktemp("site")
     (flags,) = re.findall(r"\$\(BIN\)/mkdocs build (.*)", (ROOT / "Makefile").read_text("utf-8"))
     assert flags.split() == ["--strict"]
@@ -90,7 +90,7 @@ def test_lists_and_tables_are_rendered(site):
 def test_the_search_works_from_the_disk(visit):
     page, requests = visit("index.html")
     page.click("input.md-search__input")
-    # Letters typed before the index is loaded are searched with the next letter.
+    # Wait for the index: letters typed before it is loaded are searched only after the next letter.
     page.wait_for_function("typeof __index !== 'undefined'")
     page.locator("input.md-search__input").press_sequentially("num-windows", delay=100)
     page.wait_for_selector(".md-search-result__article")

@@ -1,4 +1,4 @@
-"""The report's page in a real browser: it loads nothing, sorts, scrolls, and can be read."""
+"""Test the report's page in a browser: it loads no other files, sorts, scrolls and is readable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DRAWN_COLORS = """() => {
 
 
 def luminance(color: str) -> float:
-    """Relative luminance as WCAG 2.2 defines it, of 'rgb(r, g, b)'."""
+    """Relative luminance of a color 'rgb(r, g, b)', as defined by WCAG 2.2."""
     values = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -51,7 +51,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def column(page, table: str, index: int) -> list[str]:
-    """The texts of the body's cells."""
+    """The texts of one column in the table's body."""
     cells = page.locator(f"#{table} tbody tr > :nth-child({index + 1})")
     return [text.split("★")[0] for text in cells.all_text_contents()]
 
@@ -112,7 +112,7 @@ ORDERED = [
 
 @pytest.fixture(scope="module")
 def sorting_page(browser, tmp_path_factory):
-    """A page of one table with ``ORDERED`` in its columns, shuffled."""
+    """A page with one table, whose columns are the lists of ``ORDERED`` in reverse order."""
     from megatron_chameleon.report.page import Report, Section, html_page
     from megatron_chameleon.report.tables import Table
 

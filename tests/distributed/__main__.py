@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_sections
 
 
 def main(places: Places) -> None:
-    gc.freeze()  # exclude imported modules from the garbage collections of the ranks
+    gc.freeze()  # ranks then skip imported modules in garbage collections, which saves time
     fork_ranks(MAX_RANKS, places.log, partial(run_sections, places)).join()
     launch_faults(places)
 

@@ -58,7 +58,7 @@ class Case:
 
 
 Again = dict[str, tuple[str, Case]]
-"""Runs that resume another run from its middle: name -> (origin, layout)."""
+"""Runs that resume a copy of another run from its middle: name -> (other run, layout)."""
 
 VIRTUAL: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
@@ -149,9 +149,9 @@ RESUMED: Again = {
     ),
 }
 
-# Runs with validation, and with a NaN gradient on one rank in two steps.
+# Runs with validation, in which one rank has a NaN gradient in two steps.
 BAD = {f"{name}-bad": RUNS[name] for name in ("one", "vpp2", "dp2")}
-"""Up to the first bad step, each run equals the run whose name lacks "-bad"."""
+"""Until its first NaN gradient, each run equals the run of the same name without "-bad"."""
 EVAL_INTERVAL = 4
 BAD_STEPS = (6, 7)
 """Steps with a NaN gradient; a checkpoint is due at the first of these steps."""
@@ -190,7 +190,7 @@ SAVING = {
 ONLINE = {
     "online-one": ONE,
     "online-sp2": SP2,
-    # One batch of windows per domain: rank 1 has no batch, and rank 0 must not wait for rank 1.
+    # Each domain has only one batch of windows, which rank 0 embeds; it must not wait for rank 1.
     "online-dp2-overlapped": dataclasses.replace(RUNS["dp2-overlapped"], micro_batch_size=4),
 }
 ONLINE_AGAIN: Again = {"online-one-to-vpp2": ("online-one", VPP2)}
@@ -201,7 +201,7 @@ ONLINE_INTERVAL = 4
 
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
 DOREMI = {f"doremi-{name}": RUNS[name] for name in ("one", "vpp2", "dp2-overlapped")} | {
-    # The number of losses differs among micro-batches and ranks.
+    # Document masks make the number of losses differ among micro-batches and ranks.
     "doremi-one-masked": dataclasses.replace(ONE, boundaries=MASKED),
     "doremi-dp2-masked": dataclasses.replace(DP2, boundaries=MASKED, micro_batch_size=1),
 }
@@ -230,7 +230,7 @@ ADDED_ROWS = 61
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Layout and batch size for embedding and evaluating with the run 'one'."""
+    """Layout and batch size that are used to embed and evaluate with the model of the run 'one'."""
 
     case: Case
     batch_size: int
@@ -239,12 +239,12 @@ class Reading:
 READINGS = {
     "one": Reading(ONE, 32),
     "sp2": Reading(SP2, 32),
-    "dp2-idle-rank": Reading(DP2, 64),  # one batch per domain: the second rank has no batch
+    "dp2-idle-rank": Reading(DP2, 64),  # a domain has one batch, so rank 1 has none
     "tp2-pp2": Reading(TP2_PP2, 16),
 }
 NUM_WINDOWS = 48
 LAYERS = (1, 3)
-"""Layers that every reading embeds: one in the first and one in the last pipeline stage."""
+"""Layers whose outputs every reading embeds, one each of the first and last pipeline stage."""
 NORMED_LAYER = 1
 """The layer whose embeddings also pass the final norm, which is on the last pipeline stage."""
 OVERLAP = 11
@@ -298,7 +298,7 @@ class Places:
         return self.root / "huggingface" / name
 
     def from_huggingface(self, name: str) -> Path:
-        """The checkpoint converted from the Hugging Face folder, and saved by ``name``."""
+        """The checkpoint that ``name`` saved after it loaded the converted Hugging Face folder."""
         return self.root / "from-huggingface" / name
 
     def mixture(self, reading: str, layer: int) -> Path:
@@ -331,7 +331,7 @@ class Places:
 
 
 def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
-    """Options of a run in one layout, with clipped gradients, weight decay, warm-up and decay."""
+    """Options of a run in one layout, with gradient clipping, weight decay and a warm-up."""
     data = DataOptions()
     if case.permutation != "megatron":
         changes = (f"4={places.uneven_mixture}", f"{SAVE_INTERVAL + 3}=uniform")
@@ -365,7 +365,7 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
 
 
 def tuning_options(places: Places, name: str) -> PretrainOptions:
-    """Options of a run that starts from trained weights, not from random weights of its seed."""
+    """Options of a run that starts from trained weights instead of random weights."""
     is_folder = name in TUNED
     start = places.huggingface("one-padded") if is_folder else places.from_huggingface("one")
     return dataclasses.replace(

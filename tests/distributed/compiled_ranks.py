@@ -3,7 +3,8 @@
     python compiled_ranks.py ROOT BACKEND CASE...
 
 takes two steps of each case, eagerly and compiled by BACKEND. Each rank writes ROOT/RANK.json:
-case -> losses and gradient norms of both, graphs compiled, and reasons of graph breaks.
+case -> losses and gradient norms of both trainings, the number of compiled graphs, and the reasons
+for graph breaks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# The launcher disables torch.compile for all ranks by this variable; these ranks need it.
+# The launcher sets this variable to disable torch.compile, which these ranks need.
 os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
 import torch
@@ -64,7 +65,7 @@ def train(
 
 
 def compare(parallel: TrainingParallelOptions, backend: str) -> dict[str, Any]:
-    """Train eagerly and with compiled layers."""
+    """Train once eagerly and once with compiled layers."""
     with distributed(parallel, seed=0) as layout:
         plain = train(parallel, layout, None)
         torch._dynamo.reset()

@@ -150,7 +150,7 @@ def stop_by(places: Places, reason: str) -> None:
     launcher = fork_ranks(NUM_RANKS, log, train)
     if not reason.startswith("--"):
         wait_for_step(log, before + 2, launcher.is_alive)
-        if reason == "SIGUSR1":  # signal one rank only
+        if reason == "SIGUSR1":  # send the signal to only one rank
             os.kill(int((pids / "1").read_text()), signal.SIGUSR1)
         else:
             os.kill(launcher.pid, signal.SIGTERM)
@@ -172,7 +172,7 @@ def stop_by(places: Places, reason: str) -> None:
 
 
 def agree(places: Places) -> None:
-    """Allocate more memory on rank 1; record memory, signals and corpus damage on both ranks."""
+    """Allocate extra memory on rank 1; on both ranks, record memory, signals and damage."""
     root = places.root / "agreement"
     root.mkdir()
     corpus = write_small_corpus(root / "corpus")

@@ -132,7 +132,7 @@ def _launch(num_ranks: int, log: Path, function: Callable[[], Any]) -> None:
 
 
 def _rank(function: Callable[[], Any]) -> None:
-    """Call ``function``; torchrun expects a return, not SystemExit, on success."""
+    """Call ``function``, and return on success, since torchrun does not expect SystemExit."""
     try:
         function()
     except SystemExit as leaving:

@@ -41,7 +41,7 @@ def doremi(places: Places, name: str, case: Case) -> None:
 
 
 def doge(places: Places, name: str, case: Case) -> None:
-    """DoGE over all domains."""
+    """Run DoGE with all domains."""
     options = DogeOptions(
         corpus=places.corpus,
         output=places.run(name) / "mixture.json",

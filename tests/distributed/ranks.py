@@ -142,7 +142,8 @@ def train_bad(places: Places, name: str) -> None:
     def poison(model: Sequence[torch.nn.Module]) -> Any:
         if next(steps) not in cases.BAD_STEPS or not on_last_rank:
             return None
-        matrix = [p for p in model[-1].parameters() if p.dim() == 2][-1]  # a sharded weight
+        # Choose a matrix, because tensor parallelism shards matrices.
+        matrix = [p for p in model[-1].parameters() if p.dim() == 2][-1]
         return matrix.register_hook(lambda gradient: gradient * float("nan"))
 
     with around_steps(poison):
@@ -222,7 +223,8 @@ def train_tuned(places: Places, name: str) -> None:
 
 
 def answer_downstream(places: Places, name: str | None = None) -> None:
-    from tests.distributed import downstream  # import pyarrow after the fork: it starts a thread
+    # Import this module after the fork, because pyarrow starts a thread.
+    from tests.distributed import downstream
 
     if name is None:
         downstream.write_and_answer(places)
@@ -270,14 +272,14 @@ def free_port() -> int:
 
 def run_sections(places: Places) -> None:
     """Run all sections that this rank takes part in."""
-    open_output()  # as tools do, since a rank with a full disk cannot write its log
+    open_output()  # as in tools, since a rank with a full disk cannot write its log
     ranks = Ranks()
     for section in all_sections():
         if not ranks.join(section):
             continue
         start = time.perf_counter()
         section.work(places)
-        gc.freeze()  # exclude this section's objects from later garbage collections
+        gc.freeze()  # later garbage collections then skip this section's objects
         if is_first_rank():
             print(f"section {section.name}: {time.perf_counter() - start:.1f} s", flush=True)
             places.done(section.name).parent.mkdir(exist_ok=True)

@@ -72,7 +72,7 @@ def read(
 
 
 def read_converted(places: Places) -> None:
-    """Read the checkpoint converted to a Hugging Face folder and back."""
+    """Embed and evaluate with the checkpoint that was converted to Hugging Face and back."""
     read(places, "one", output="converted", checkpoint=places.from_huggingface("one"))
 
 
@@ -93,7 +93,7 @@ def convert_one(places: Places) -> None:
 
 
 def rewrite(places: Places, name: str) -> None:
-    """Load the converted checkpoint over other initial weights in a layout, and save it again."""
+    """Load the converted checkpoint in a layout over different initial weights, and save it."""
     record = CheckpointRecord.load(places.from_huggingface("one"))
     is_narrow = name == cases.NARROW
     narrow = mock.patch("megatron_chameleon.model.gpt.VOCABULARY_MULTIPLE", cases.NARROW_MULTIPLE)

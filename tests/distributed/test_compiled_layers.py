@@ -1,7 +1,7 @@
-"""Test that compiled layers have equal losses and one graph per layer in every kind of layout.
+"""Test that compiled layers keep the losses and need one graph per layer in all kinds of layouts.
 
-The graphs run eagerly, or on the CPU by inductor; their speed on a GPU is not measured. The case of
-one rank is in tests/unit/model/test_gpt.py.
+The backend runs the graphs eagerly, or inductor compiles them for the CPU; their speed on a GPU is
+not measured. tests/unit/model/test_gpt.py tests compiled layers on one rank.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.distributed.cases import COMPILED
 from tests.distributed.launch import finish, start, torchrun
 
 SECONDS = 1800.0
-# Recomputation first runs a layer without gradients, which compiles a second graph.
+# With recomputation, layers first run without gradients, which compiles a second graph.
 GRAPHS = {
     name: 2 if parallel.recompute.recompute_granularity == "full" else 1
     for name, parallel in COMPILED.items()
 }
 NUM_RANKS = 2
-# Tolerances of losses and norms. The backend aot_eager runs the operations of eager mode; inductor
-# fuses operations.
+# Tolerances of losses and gradient norms. The backend aot_eager runs the operations of eager mode;
+# inductor fuses operations, which changes their rounding.
 AOT_TOLERANCE, INDUCTOR_TOLERANCE = 1e-6, 1e-4
 
 
@@ -41,7 +41,7 @@ def check(found, name, tolerance):
         assert case["graphs"] == GRAPHS[name]
         for compiled, plain in zip(case["compiled"], case["plain"], strict=True):
             assert compiled == pytest.approx(plain, rel=tolerance, abs=0)
-    # Only ranks of the last stage have losses.
+    # Only ranks of the last pipeline stage have losses, so at least one rank must have some.
     assert any(loss > 0 for of_rank in found for loss in of_rank[name]["plain"][0][:-1])
 
 

@@ -54,7 +54,7 @@ def test_all_ranks_stop_and_save_at_the_same_step(results, reason):
     assert (launch["run_status"], launch["stopped_by"]) == ("interrupted", reason), launch["log"]
     assert launch["checkpoints"][-1] == f"step-{launch['step']:08d}"
     assert 2 <= launch["step"] < cases.STOPPED_ITERS
-    # The launcher fails if it receives the signal itself.
+    # If the launcher itself receives the signal, its exit status is not 0.
     assert (launch["status"] == 0) == (reason in ("SIGUSR1", "--exit-duration-in-mins"))
 
 

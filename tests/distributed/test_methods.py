@@ -22,7 +22,7 @@ def others(names: Any, again: Again | None = None) -> list[Any]:
 
 
 def series(lines: list[dict[str, Any]], *of_hook: str) -> dict[str, np.ndarray]:
-    """Loss, gradient norm and fields of the hook by step."""
+    """Values per step of the loss, the gradient norm, and fields that the hook logs."""
     found: dict[str, Any] = {name: [line[name] for line in lines] for name in ("loss", "grad_norm")}
     for field in of_hook:
         values = [line["hook"][field] for line in lines]
@@ -104,9 +104,9 @@ def test_doge_finds_the_weights_of_one_rank(results, name):
         flops, plain = (proxy.cost.flops for proxy in proxies)
         if cases.DOGE[name].parallel.pipeline_model_parallel_size == 1:
             assert flops == plain
-        else:  # FLOPs include padding samples
+        else:  # with pipelines, FLOPs include the padding of micro-batches
             assert plain <= flops < 1.4 * plain
-        if name == "doge-pp2":  # three samples in two micro-batches
+        if name == "doge-pp2":  # three samples are padded to two equal micro-batches
             assert flops > plain
 
 

@@ -40,9 +40,9 @@ def test_separating_documents_changes_the_losses(results):
     plain, apart = results.metrics("one"), results.metrics("one-apart")
     tokens = [[sum(s["domain_tokens"].values()) for s in steps] for steps in (plain, apart)]
     assert all(fewer < total for total, fewer in zip(*tokens, strict=True))
-    assert len(set(tokens[1])) > 1  # so the number of losses differs among batches
+    assert len(set(tokens[1])) > 1  # so batches have different numbers of losses
     for one, other in zip(plain, apart, strict=True):
-        losses = one["domain_loss"], other["domain_loss"]  # differences could cancel in the mean
+        losses = one["domain_loss"], other["domain_loss"]  # in the mean, differences could cancel
         assert max(abs(losses[0][name] - losses[1][name]) for name in losses[1]) > SMALLEST_ERROR
 
 
@@ -64,7 +64,7 @@ def test_bf16_losses_equal_those_of_one_rank_in_bf16(results):
 
 
 def assert_identical(results, name, origin, steps=(TRAIN_ITERS,)):
-    """Metrics, weights and moments are bit-identical; the hash covers weights and moments."""
+    """The metrics are bit-identical, and so is the hash of weights and optimizer moments."""
     assert results.metrics(name) == results.metrics(origin)
     for step in steps:
         assert results.checkpoint(name, step).hash == results.checkpoint(origin, step).hash
@@ -102,8 +102,8 @@ def test_resumed_run_continues_each_domain_after_mixture_changes(results):
     name = "one-changing-to-dp2"
     before, after = (results.checkpoint(run) for run in ("one-changing", name))
     assert before.domain_samples == after.domain_samples
-    # Four steps with weights of 1/3, five without news, three with weights of 1/3; each step has 8
-    # samples.
+    # Each step has 8 samples. Four steps have weights of 1/3, the next five have no samples of
+    # news, and the last three have weights of 1/3.
     assert before.domain_samples["news"] == 11 + 8
     assert [phase.first_sample for phase in after.mixture_phases] == [0, 32, 72]
     assert results.checkpoint(name, SAVE_INTERVAL).mixture_phases == after.mixture_phases[:2]
@@ -125,7 +125,7 @@ def test_other_format_of_the_optimizer_state_is_rejected(results, run, case):
         find_progress(plan, layout)
 
 
-# Validation, and a NaN gradient on one rank.
+# Validation, and NaN gradients on one rank.
 
 NEW_FIELDS = ("validation_loss", "skipped_steps", "skipped")
 
@@ -205,5 +205,5 @@ def test_memory_estimate_is_near_the_peak_of_every_rank(results, name):
     assert len(measured) == cases.PEAKS[name].ranks
     for rank, peak in enumerate(measured):
         stage = stages[rank // (len(measured) // len(stages))]
-        # The documented bound is 10%.
+        # The documentation states an error of up to 10%; here it is smaller.
         assert sum(stage.values()) == pytest.approx(peak, rel=0.04)

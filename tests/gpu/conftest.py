@@ -66,7 +66,7 @@ class Tools:
         log = self.root / "log"
         with log.open("wb") as output:
             status = run_within(command, 280, output, cwd=ROOT, environment=environment)
-        assert status == 0, log.read_text()  # status is None after 280 s
+        assert status == 0, log.read_text()  # after 280 s, the status is None
 
     def pretrain(
         self, folder: Path, *flags: str | Path, ranks: int = 1, on_cpu: bool = False
@@ -110,5 +110,5 @@ def clean_torch_state() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
-    """Runs tools in a folder with a small corpus."""
+    """Return a runner of tools in a folder with a small corpus."""
     return Tools(tmp_path_factory.mktemp("gpu"))

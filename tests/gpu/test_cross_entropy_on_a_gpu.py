@@ -1,4 +1,4 @@
-"""Cross-entropy kernels on a device equal float64, for a vocabulary of real size."""
+"""Cross-entropy kernels on a GPU equal a float64 reference, with a vocabulary of realistic size."""
 
 from __future__ import annotations
 

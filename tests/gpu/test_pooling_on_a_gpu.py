@@ -1,4 +1,4 @@
-"""Pooling kernels on a device equal float64, at the shapes of the paper's models."""
+"""Pooling kernels on a GPU equal a float64 reference, at the shapes of the paper's models."""
 
 from __future__ import annotations
 

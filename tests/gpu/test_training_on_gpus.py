@@ -32,8 +32,8 @@ TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 
-# Flags and number of ranks of the run on GPUs, and those of the flags that change losses; the
-# reference run on the CPU has only the latter.
+# Case -> flags of the run on GPUs, its number of ranks, and flags of the reference run on the CPU.
+# The reference run has only those flags that change losses.
 CASES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "fp32": ((), 1, ()),
     "bf16": (BF16, 1, BF16),
@@ -67,7 +67,8 @@ def test_losses_are_those_of_the_cpu(
     assert len(losses(run)) == STEPS
     assert losses(run)[0] - losses(run)[-1] > tolerance
     for line, other in zip(run.metrics(), expected.metrics(), strict=True):
-        for name in (name for name in other if "loss" in name):  # total, per domain, validation
+        # Compare the total loss, the losses of domains, and the validation loss.
+        for name in (name for name in other if "loss" in name):
             assert line[name] == pytest.approx(other[name], abs=tolerance), name
     CheckpointRecord.load(step_folder(run.root, STEPS)).verify()
 
@@ -84,7 +85,7 @@ def test_losses_are_those_of_the_cpu(
 def test_a_run_is_resumed_on_either_device(
     tools: Tools, tmp_path: Path, first: str, second: str, flags: tuple[str, ...], ranks: int
 ) -> None:
-    """Bit-identically with --deterministic."""
+    """With --deterministic, the losses are bit-identical."""
     whole = tools.pretrain(tmp_path / "whole", *flags, ranks=ranks, on_cpu=first == "cpu")
     resumed = tmp_path / "resumed"
     shutil.copytree(whole.root, resumed)
@@ -128,7 +129,7 @@ def test_the_memory_estimate_is_near_the_allocators_peak(
 def test_a_step_waits_for_the_gradients_norm_alone(
     monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
-    """After the first step, CUDA raises an error at any other synchronization."""
+    """After the first step, CUDA raises an error if anything but the gradient norm synchronizes."""
     norm = GuardedOptimizer.get_grad_norm
 
     def norm_that_waits(optimizer: GuardedOptimizer) -> float:

@@ -1,4 +1,4 @@
-"""examples/compare_methods.sh with SIZE=tiny, interrupted and resumed."""
+"""Run examples/compare_methods.sh with SIZE=tiny, interrupt the script, and resume it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_interrupted_comparison_resumes(environment):
                 break
         time.sleep(1.0)
         jobs = psutil.Process(first.pid).children()
-        first.send_signal(signal.SIGTERM)  # only the script gets the signal, as from a scheduler
+        first.send_signal(signal.SIGTERM)  # schedulers, too, may signal only the script
         assert first.wait(timeout=SECONDS) == 130
         assert jobs
         assert not any(job.is_running() for job in jobs)

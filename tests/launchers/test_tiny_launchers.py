@@ -1,4 +1,4 @@
-"""Launchers of examples/ with SIZE=tiny on two CPU ranks.
+"""Run the launchers of examples/ with SIZE=tiny on two CPU ranks.
 
 tests/unit/test_examples.py parses the commands of all launchers.
 """

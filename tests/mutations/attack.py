@@ -6,11 +6,12 @@ builds a small workspace with the project's own tools (corpus, proxy, store, mix
 evaluation, swarm, sweep, Hugging Face folder). Each case copies it, mutates one file and runs a
 tool that reads that file. A case is good if it is
 
-    rejected   status 2, and one line that begins with "error:"
-    unchanged  status 0, and the result of the unmutated workspace
-    edited     status 0, and another result, of a file that users edit: text, a mixture's weights,
-               data made elsewhere
-    fallback   status 0, and another result, of an older checkpoint that a warning names
+    rejected   The exit status is 2, and one line begins with "error:".
+    unchanged  The status is 0, and the result equals that of the unmutated workspace.
+    edited     The status is 0, and the result differs, but users may edit such files: text,
+               tokenizers, mixtures, and data of other programs.
+    fallback   The status is 0, and the result differs because the tool used an older checkpoint; a
+               warning names this checkpoint.
 
 Every other outcome is a failure: a traceback, another status, more than one line, a hang, or a
 different result without a warning.
@@ -44,7 +45,7 @@ from tests.mutations.mutate import mutate
 
 ROOT = Path(__file__).resolve().parents[2]
 DOMAINS = ("news", "code", "poems")
-SECONDS_PER_CASE = 240.0  # a case takes seconds, but longer on a busy machine
+SECONDS_PER_CASE = 240.0  # most cases take seconds, but a busy machine is slower
 MEMORY_BYTES = 12 << 30  # limit on data (RLIMIT_DATA) of each tool
 HANG = 1000  # exit status recorded for a tool that does not end
 OUTCOMES = ("rejected", "unchanged", "edited", "fallback")
@@ -154,7 +155,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 }
 
 
-# Kind of file -> its pattern, and its readers.
+# Kind of file -> pattern of its path, and names of the READERS that read such files.
 KINDS: dict[str, tuple[str, str]] = {
     "text": ("text/*.jsonl", "preprocess"),
     "tokenizer": ("tokenizer.json", "preprocess train-data-path"),
@@ -176,7 +177,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "sweep": ("sweep/**/*.json", "sweep"),
     "Hugging Face": ("huggingface/*", "fine-tune from-huggingface"),
 }
-# Kinds of files that users may edit; after a mutation, another result is not a failure.
+# Kinds of files that users may edit, so that a mutation may change the result.
 EDITABLE = {"text", "tokenizer", "foreign tokens", "mixture", "Hugging Face"}
 
 
@@ -212,7 +213,7 @@ def build_workspace(folder: Path) -> None:
     train = f"pretrain_gpt.py --corpus 1-corpus --run-dir {{}} {TRAIN} {{}}"
     tool(train.format("2-proxy/nano-seed1", 4) + " --mixture uniform")
     tool(train.format("5-base/stopped-seed1", 6) + " --mixture uniform")
-    # This run looks as if it had been killed after step 4.
+    # Make the run look as if it had been killed after step 4.
     shutil.rmtree(folder / "5-base/stopped-seed1/checkpoints/step-00000006")
     for step in (0, 1):
         (folder / "foreign").mkdir(exist_ok=True)
@@ -248,7 +249,7 @@ def _become_tool(command: Sequence[str], folder: Path, out: Path, err: Path) -> 
     os.setsid()
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    # pytest has replaced the streams.
+    # pytest has replaced the streams, which must use the redirected descriptors.
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     os.chdir(folder)
@@ -356,7 +357,7 @@ def attack(numbers: Iterable[int], seed: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run all cases, print failures at once and counts at the end; return 1 after a failure."""
+    """Run all cases; print each failure at once, and counts at the end. Return 1 if any fails."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

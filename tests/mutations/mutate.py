@@ -35,7 +35,7 @@ def damaged(data: bytes, damage: str, rng: random.Random) -> bytes:
         del changed[start:]
     elif damage == "append":
         changed += rng.randbytes(rng.randint(1, 4096))
-    elif damage == "swap_blocks":  # keeps the sum of all bytes
+    elif damage == "swap_blocks":  # a sum of bytes would not detect this
         size = max(min(512, len(data) // 4), 1)
         one, other = (rng.randrange(max(len(data) - size, 1)) for _ in range(2))
         if abs(one - other) >= size:

@@ -7,15 +7,17 @@ from collections.abc import Mapping
 
 STEPS, LOG_INTERVAL, SAVE_INTERVAL = 6, 3, 3
 STEPS_WITHOUT_LOGGING = (2, 3, 5, 6)
-"""Steps whose preceding step is no logging, saving or dry step.
+"""Steps that do not follow a logging, saving or dry step.
 
-The host synchronizations after such a step would be counted in the next step.
+Logging, saving and dry steps also synchronize the host after they end; these synchronizations would
+be counted in the next step.
 """
 
-# The order of sums differs, which changes fp32 losses, which are about 5, by a relative 1e-7.
-# --adam-eps is much larger than the rounding errors of gradients, so the relative difference of
-# updates is equally small. bf16 rounds each logit with a relative error of up to 2^-9; losses are
-# means over 768 tokens. Real errors, such as a missing mask, change losses by more than 1e-2.
+# The two runs add numbers in different orders, which changes fp32 losses by a relative 1e-7; losses
+# are about 5. --adam-eps is much larger than the rounding errors of gradients, so the relative
+# difference of updates is equally small. bf16 rounds each logit with a relative error of up to
+# 2^-9; losses are means over 768 tokens. Real errors, such as a missing mask, change losses by more
+# than 1e-2.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 2e-3
 
 TRAINING_FLAGS = (
@@ -36,9 +38,9 @@ class Case:
     Attributes:
         flags: flags in addition to PRETRAINING_FLAGS.
         ranks: number of ranks.
-        reference: flags of the one-rank run on the CPU with the same losses.
+        reference: flags of a one-rank run on the CPU, whose losses must be the same.
         environment: additional environment variables.
-        is_core: whether ``make test`` includes the run; others are slow.
+        is_core: whether ``make test`` includes the run; otherwise, its tests are marked slow.
     """
 
     flags: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ class Finished:
         return metrics_in(self.folder)
 
     def values(self, name: str) -> list[float]:
-        """Values of a field, from the lines of metrics.jsonl that have it."""
+        """Values of a field in the lines of metrics.jsonl that contain this field."""
         return [line[name] for line in self.metrics() if name in line]
 
     def synchronizations(self) -> list[Synchronizations]:
@@ -61,7 +61,7 @@ class Tools:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # Both processes start, and import torch at the same time.
+        # Start both processes now, so that they import torch concurrently.
         self._drivers: dict[Kind, Driver] = {kind: Driver(kind) for kind in ("cuda", "cpu")}
         self._pretrained: dict[tuple[Any, ...], Finished] = {}
 
@@ -117,14 +117,14 @@ class Tools:
             return on_device(), expected.result()
 
     def close(self) -> None:
-        """End the drivers."""
+        """End the processes of the drivers."""
         for driver in self._drivers.values():
             driver.close()
 
 
 @pytest.fixture(scope="session")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
-    """The tools and a small corpus."""
+    """Return a runner of tools, with a small corpus."""
     tools = Tools(tmp_path_factory.mktemp("simulated-cuda"))
     tools.corpus.mkdir()
     tokenizer = word_tokenizer(tools.corpus / "tokenizer.json")

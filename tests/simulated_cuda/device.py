@@ -55,7 +55,8 @@ def install() -> None:
     # Otherwise torch.tensor(..., device="cuda") would copy without calling the dispatch mode.
     torch._C._set_only_lift_cpu_tensors(True)
     DispatchMode().__enter__()
-    # megatron warns that the CPU's generator, which is used here, has advanced.
+    # The device uses the CPU's generator, so hide Megatron's warning that this generator has
+    # advanced.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -116,7 +117,7 @@ def _move_parameters_as_new_ones() -> None:
                 moved = function(old)
             if isinstance(moved, DeviceTensor):
                 new: Any = moved.detach().requires_grad_(old.requires_grad)
-                # Megatron's attributes, such as those that describe sharding, are copied, too.
+                # Copy the attributes that Megatron sets, such as those that describe sharding.
                 vars(new).update(
                     {**vars(old), "device_index": moved.device_index, "_is_param": True}
                 )
@@ -140,7 +141,7 @@ def _recognize_saving() -> None:
 
 
 def _patch_process_groups() -> None:
-    """Replace NCCL by gloo on the tensors' memory; record the groups that requested gloo."""
+    """Replace NCCL by gloo on the tensors' CPU memory; record the groups that requested gloo."""
     init_process_group, new_group = dist.init_process_group, dist.new_group
 
     def init(backend: str | None = None, *arguments: Any, device_id: Any = None, **options: Any):
@@ -153,7 +154,7 @@ def _patch_process_groups() -> None:
     ):
         options.pop("device_id", None)
         if backend in (None, "nccl"):
-            options.pop("pg_options", None)  # options of NCCL
+            options.pop("pg_options", None)  # NCCL's options do not apply to gloo
         group = new_group(ranks, timeout, _real(backend), *arguments, **options)
         _note(group, dist.get_backend() if backend is None else backend)
         return group
@@ -167,7 +168,7 @@ def _patch_process_groups() -> None:
     for module in (dist, distributed_c10d):
         module.init_process_group, module.new_group = init, new  # type: ignore[attr-defined]
         module.get_backend = backend_of  # type: ignore[attr-defined]
-    # Object collectives pickle objects into tensors, which must be on the device for NCCL.
+    # Object collectives pickle objects into tensors, which NCCL requires on the device.
     distributed_c10d._get_object_coll_device = lambda group=None: device_of(group).type
     distributed_c10d._get_pg_default_device = device_of
     dist.is_nccl_available = lambda: True
@@ -178,7 +179,7 @@ def _real(backend: str | None) -> str | None:
 
 
 def _note(group: Any, backend: str | None) -> None:
-    if isinstance(group, dist.ProcessGroup):  # other ranks are not in the group
+    if isinstance(group, dist.ProcessGroup):  # ranks outside the group get no ProcessGroup
         names = DEVICE.host_groups
         (names.discard if backend == "nccl" else names.add)(group.group_name)
 
@@ -278,7 +279,8 @@ def _patch_torch_cuda() -> None:
     torch.cuda.nccl.version = lambda: (2, 27, 7)
     torch.version.cuda = "13.0"
     torch.backends.cuda.is_flash_attention_available = lambda: True
-    # torch's own pin_memory, with the host's allocator: it keeps strides and rejects overlaps.
+    # Call torch's own pin_memory on the host's allocator, since it keeps strides and rejects
+    # overlaps.
     pin_memory = torch.Tensor.pin_memory
     tensor_class: Any = torch.Tensor
     tensor_class.pin_memory = lambda self, device=None: DEVICE.set_pinned(pin_memory(self))

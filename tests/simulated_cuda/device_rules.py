@@ -1,6 +1,6 @@
 """Check what the simulated device rejects and which operations synchronize the host.
 
-test_training.py runs this as a program, since the device is permanent in its process.
+test_training.py runs this file as a program, since a process cannot uninstall the device.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_what_is_waited_for() -> None:
         lambda: on_device.nonzero(),
         lambda: on_device[on_device > 0],
         lambda: torch.ones(2).to(CUDA),
-        lambda: torch.ones(2).to(CUDA, non_blocking=True),  # the source is not pinned
+        lambda: torch.ones(2).to(CUDA, non_blocking=True),  # waits, since its source is not pinned
         lambda: torch.tensor([1, 2], device=CUDA),
         lambda: on_device.copy_(pinned),
         lambda: pickle.dumps(on_device),

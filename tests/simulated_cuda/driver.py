@@ -59,7 +59,7 @@ class Driver:
         return self._connection.recv()
 
     def close(self) -> None:
-        """Kill the process, which has no state between runs."""
+        """Kill the process; no state is lost, since runs are independent."""
         self._process.kill()
         self._process.join()
 

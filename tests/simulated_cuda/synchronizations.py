@@ -1,4 +1,4 @@
-"""Counts of host synchronizations by kind and source line, in total and between marks."""
+"""Count host synchronizations by kind and source line, in total and per step or forward pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Synchronizations:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend counting."""
+        """Do not count synchronizations within this block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -52,7 +52,7 @@ class Synchronizations:
             self._paused = before
 
     def mark(self, name: str) -> None:
-        """End the current interval of this name, if any, and start the next one."""
+        """End the current interval of this name, if it has one, and start the next interval."""
         if name in self._at_mark:
             self.intervals.setdefault(name, []).append(self.total - self._at_mark[name])
         self._at_mark[name] = self.total.copy()

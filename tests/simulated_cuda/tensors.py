@@ -52,8 +52,7 @@ class Device:
         current: index of the current device.
         synchronizations: host synchronizations counted so far.
         host_groups: names of the process groups that accept host tensors.
-        is_saving: whether ``torch.save`` is running, whose files are loaded with a
-            ``map_location``.
+        is_saving: whether ``torch.save`` is running; its files are loaded with a ``map_location``.
     """
 
     count: int = 1
@@ -64,7 +63,7 @@ class Device:
     _pinned: dict[int, weakref.ref[torch.Tensor]] = dataclasses.field(default_factory=dict)
 
     def set_pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Mark the memory of ``tensor`` as pinned for the lifetime of that object."""
+        """Mark the memory of ``tensor`` as pinned while this tensor object exists."""
         self._pinned[tensor.untyped_storage().data_ptr()] = weakref.ref(tensor)
         return tensor
 
@@ -80,8 +79,9 @@ DEVICE = Device()
 class DeviceTensor(torch.Tensor):
     """A tensor of ``cuda:index`` in the CPU's memory.
 
-    It keeps no reference to a CPU tensor, since ``tensor.data = other`` would change only the C++
-    tensor: :func:`on_host` makes a CPU tensor from the storage for every operation.
+    The object keeps no reference to a CPU tensor, because ``tensor.data = other`` would not change
+    this reference. Instead, :func:`on_host` makes a CPU tensor from the storage for every
+    operation.
     """
 
     device_index: int

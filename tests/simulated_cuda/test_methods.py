@@ -1,4 +1,4 @@
-"""Methods that train proxies compute the CPU's mixtures on the device, with few host waits."""
+"""Methods with proxies find the CPU's mixtures on the device, with few host synchronizations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 
 # Weights are computed from losses or products of gradients, which agree to 1e-5.
 WEIGHT_TOLERANCE = 1e-4
-# In addition to the gradient norm, DoReMi reads the excess losses; DoGE reads the domains of the
-# batch, the positions of their samples, the gradient products, and the number of samples.
+# Host synchronizations per step. DoReMi reads the gradient norm and the excess losses. DoGE reads
+# the gradient norm, the domains of the batch, the positions of their samples, the gradient
+# products, and the number of samples.
 WAITS_OF_A_STEP = {"doremi": 2, "doge": 5}
 LAYOUTS = {
     "one": ((), 1),

@@ -1,4 +1,4 @@
-"""Embedding and evaluation give the CPU's results on the device, with one host wait per domain."""
+"""Embedding and evaluation on the device give the CPU's results; the host waits once per domain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pretraining with all CUDA branches gives the CPU's losses, and the host waits once per step."""
+"""Pretraining on the device gives the CPU's losses, and the host synchronizes once per step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def assert_near(found: Finished, expected: Finished, tolerance: float) -> None:
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys()
         for name in (name for name in other if "loss" in name or name == "grad_norm"):
-            # Gradient norms are larger than losses; their relative differences are similar.
+            # The tolerance is absolute. Gradient norms are larger than losses, so they differ by
+            # more.
             scale = 10 if name == "grad_norm" else 1
             near = pytest.approx(other[name], rel=0, abs=scale * tolerance)
             assert line[name] == near, name
@@ -60,7 +61,7 @@ def test_host_waits_once_per_step(tools: Tools, name: str) -> None:
     done, is_async = on_device(tools, name), "--async-save" in TRAINING[name].flags
     for step in STEPS_WITHOUT_LOGGING:
         if is_async and step > SAVE_INTERVAL:
-            break  # after a save, ranks check at every step whether it has ended
+            break  # from now on, each step synchronizes to check if the save has ended
         for rank, waits in enumerate(done.synchronizations()):
             found = waits.of_step(step)
             assert sum(found.values()) == 1, (rank, step, dict(found))
@@ -68,7 +69,7 @@ def test_host_waits_once_per_step(tools: Tools, name: str) -> None:
 
 @pytest.mark.parametrize("name", params("overlapped-async", "data-parallel"))
 def test_ranks_save_the_same_common_state(tools: Tools, name: str) -> None:
-    """The state has no device tensors, which other ranks would load on rank 0's device."""
+    """The saved state has no device tensors: other ranks would load them on rank 0's device."""
     found = on_device(tools, name)
     assert "common state" not in found.log
     for waits in found.synchronizations():

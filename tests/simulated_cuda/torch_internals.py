@@ -1,10 +1,10 @@
 """Provide the CUDA interfaces that torch's C++ code requires, in a CPU build of torch.
 
 Autograd needs a device guard and an available accelerator to run backward passes of CUDA tensors,
-and pinning needs an allocator; a CPU build of torch has neither. Both are C++ objects with virtual
-functions. This module replaces their virtual tables by copies in which a few slots point to Python
-functions. The slots are those of torch 2.13, so nothing is replaced if :func:`unsupported_reason`
-returns a reason.
+and pinning needs an allocator; a CPU build of torch has neither. The device guard and the CUDA
+hooks are C++ objects with virtual functions. This module replaces their virtual tables by copies in
+which a few slots point to Python functions. The slots are those of torch 2.13, so nothing is
+replaced if :func:`unsupported_reason` returns a reason.
 """
 
 from __future__ import annotations

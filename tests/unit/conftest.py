@@ -14,8 +14,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import hypothesis
 import pytest
 
-# Hypothesis's deadlines would be flaky: cores are shared, and a first call may import or compile
-# code.
+# Tests would sometimes exceed Hypothesis's deadlines, because cores are shared and a first call may
+# import or compile code.
 hypothesis.settings.register_profile("shared cores", deadline=None)
 hypothesis.settings.load_profile("shared cores")
 

@@ -15,7 +15,7 @@ from megatron_chameleon.parallel.options import ParallelOptions
 
 
 def poison_checkpoint(folder: Path, parameter: str) -> None:
-    """Rewrite the checkpoint in ``folder``, weights only, with NaN in one parameter."""
+    """Replace the checkpoint in ``folder`` by one of only weights, with NaN in one parameter."""
     record = CheckpointRecord.load(folder)
     with distributed(ParallelOptions(), seed=0) as layout:
         reader = open_reader(record, layout)

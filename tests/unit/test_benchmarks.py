@@ -38,7 +38,7 @@ class OutOfMemoryFrom:
             each()
 
 
-@pytest.mark.usefixtures("one_rank")  # timing synchronizes with the rank's device
+@pytest.mark.usefixtures("one_rank")  # timing requires a rank and its device
 def test_timing_uses_the_best_micro_batch_that_fits(monkeypatch):
     monkeypatch.setattr(train, "MICRO_BATCH_TOKENS", (32, 64, 128, 256))
     for name in ("reset_peak_memory_stats", "max_memory_allocated"):

@@ -141,7 +141,8 @@ def test_bug_keeps_its_traceback_and_status_1():
 def test_warnings_are_one_line_each_once_on_rank_0(capsys, monkeypatch):
     def tool(_options):
         for text in ("the weights\nsum to 2", "the weights\nsum to 2", "no valid split"):
-            with warnings.catch_warnings():  # like libraries; resets Python's warning registry
+            # As in some libraries, this block resets Python's record of warnings that were shown.
+            with warnings.catch_warnings():
                 warnings.simplefilter("default")
             warnings.warn(text, UserWarning, stacklevel=2)
         for category in (FutureWarning, DeprecationWarning):

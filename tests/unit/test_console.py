@@ -14,7 +14,7 @@ from megatron_chameleon.console import escaped, escaped_but_for_bars
 from tests.distributed.launch import REPOSITORY
 from tools.doctor import DoctorOptions
 
-# Print more than a pipe holds, then write a file.
+# A tool that prints more than a pipe holds, and then writes a file.
 WORK = """
 import sys
 from megatron_chameleon.cli import run_tool

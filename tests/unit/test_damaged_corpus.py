@@ -103,7 +103,8 @@ DAMAGE = {
     "other tokenizer": (change_tokenizer, r"tokenizer\.json"),
 }
 CASES = [(tool, damage) for tool in TOOLS for damage in DAMAGE]
-# A data path from another program has neither checksums nor the hash of its tokenizer.
+# A data path from another program has neither checksums nor the hash of its tokenizer, so only an
+# unknown token can be detected.
 CASES = [case for case in CASES if "path" not in case[0] or case[1] == "unknown token"]
 
 

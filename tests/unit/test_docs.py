@@ -1,4 +1,4 @@
-"""Links and API names in the documentation, and example commands on the tools' pages."""
+"""Test links and API names in the documentation, and example commands on the tools' pages."""
 
 from __future__ import annotations
 

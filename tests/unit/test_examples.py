@@ -24,7 +24,7 @@ from tests.unit.launched import (
     write_everything,
 )
 
-# Launcher -> size, steps, batch size and learning rates of the paper.
+# Launcher -> model size, steps, batch size and learning rates, as in the paper.
 PROXY_RATES, BASE_RATES = (5e-4, 1e-4), (1.5e-4, 5e-5)
 PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
     "pretrain_60m_proxy": ("60m", 2000, 128, PROXY_RATES),
@@ -107,7 +107,8 @@ def test_several_nodes_meet_on_the_first(launch):
     (call,) = launch("pretrain_1_2b", MIXTURE="uniform", **choices).calls
     assert (call.ranks.nnodes, call.ranks.node_rank, call.ranks.master_addr) == ("4", 2, "node7")
     assert (call.ranks.nproc_per_node, call.ranks.standalone) == ("8", False)
-    for name in ("finetune_stack", "baselines/regmix", "baselines/unimax"):  # rank 0 runs python
+    # These launchers also run python, but only on the first node.
+    for name in ("finetune_stack", "baselines/regmix", "baselines/unimax"):
         others = succeeded(launch(name, NNODES="2", NODE_RANK="1", MASTER_ADDR="first"))
         assert {call.program for call in others.calls} <= {"torchrun"}
 
@@ -162,7 +163,7 @@ def test_baseline_computes_a_mixture_by_its_method(launch, name):
     assert options.output.parent == Path("runs/slimpajama/4-mixture")
     if name in MODEL_FREE:
         assert {call.program for call in launched.calls} == {"python"}
-        assert options.token_budget == 10_000 * 128 * 1024  # tokens of the 684m base model
+        assert options.token_budget == 10_000 * 128 * 1024  # the base model's tokens
     choices = {"RUN": "my run", "CORPUS": "runs/stack/1-corpus", "NPROC": "3"}
     for call in method_calls(launch(name, "--", "--token-budget", "77", **choices)):
         assert call.options.corpus == Path("runs/stack/1-corpus")
@@ -206,7 +207,7 @@ def test_downstream_tasks_are_the_papers(launch, tmp_path):
 PROGRAMS = {
     "srun": 'echo "$LASTS" > "$OUT/later"\nexit "$STATUS"',
     "squeue": 'date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S',
-    # After srun, the time that the script reads is LASTS seconds ahead of the real time.
+    # After the fake srun, the fake date returns the real time plus LASTS seconds.
     "date": """
 [ "$*" = +%s ] || exec /bin/date "$@"
 echo $(($(/bin/date +%s) + $(cat "$OUT/later" 2> /dev/null || echo 0)))
@@ -225,7 +226,7 @@ SCRIPT = str(EXAMPLES / "pretrain_684m.sh")
 def job(tmp_path):
     """Run pretrain.sbatch in a job that ends in two hours: ``job(**environment)``.
 
-    After the fake srun, the time that the script reads is LASTS seconds ahead.
+    After the fake srun, the fake date returns the real time plus LASTS seconds.
     """
     for name, body in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")

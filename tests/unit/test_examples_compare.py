@@ -48,7 +48,7 @@ while (($#)); do
   shift
 done
 """
-# The real tool runs ``--check choice``; ``--check evaluations`` always succeeds.
+# Run the real tool for ``--check choice``; let ``--check evaluations`` always succeed.
 CHECKS = f"""#!/usr/bin/env bash
 case " $* " in
   *" --check choice "*) exec {sys.executable} "$@" ;;

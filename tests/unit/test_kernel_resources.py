@@ -17,7 +17,7 @@ from megatron_chameleon.embedding import pooling_kernels
 from megatron_chameleon.model import cross_entropy_kernels
 
 SHARED_BYTES = 4096
-WIDE_LOAD, WIDE_STORE = "ld.global.v4.b32", "st.global.v4.b32"  # 16 bytes
+WIDE_LOAD, WIDE_STORE = "ld.global.v4.b32", "st.global.v4.b32"  # instructions that move 16 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Case:
         constants: constexpr arguments.
         warps: warps per block.
         aligned: arguments that are divisible by 16 at a launch.
-        registers: maximum number per thread; all threads of an SM share 65,536 registers.
+        registers: maximum number of registers per thread; all threads of an SM share 65,536
+            registers.
         wide: 16-byte load and store instructions that the PTX must contain.
     """
 

@@ -15,8 +15,8 @@ import pathlib, sys
 with open("calls", "a") as calls:
     calls.write(sys.argv[1] + "\\n")
 """
-# Imitate torchrun with a rank that hangs in a collective: the child is in another session and
-# ignores SIGTERM.
+# Imitate torchrun with a rank that hangs in a collective: its child process runs in another session
+# and ignores SIGTERM.
 HANGING = """
 import pathlib, subprocess, sys, time
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True)"

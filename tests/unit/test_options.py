@@ -62,7 +62,7 @@ def default_options(options_type):
 
 
 def numeric_fields(options, kind):
-    """Yield name and setter of each field of type ``kind``, also of nested options."""
+    """Yield name and setter of each field of type ``kind``, including fields of nested options."""
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         if dataclasses.is_dataclass(value):
@@ -81,7 +81,7 @@ def test_number_is_rejected_or_representable(options_type):
     ):
         for name, put in numeric_fields(options, kind):
             for number in extremes:
-                if abs(number) <= most:  # the field may accept or reject the value
+                if abs(number) <= most:  # the type can hold it, so the field may accept it
                     with contextlib.suppress(UserError):
                         put(number)
                     continue

@@ -31,7 +31,7 @@ def test_latest_checkpoint_of_a_run_is_found(tmp_path):
     steps = [step_folder(tmp_path, step) for step in (500, 1000, 99_999_999)]
     for folder in reversed(steps):
         checkpoint_in(folder)
-    step_folder(tmp_path, 100_000_000).mkdir()  # a record is missing
+    step_folder(tmp_path, 100_000_000).mkdir()  # without a record, it is no checkpoint
     assert checkpoint_folders(tmp_path) == steps
     assert find_checkpoint(tmp_path) == find_checkpoint(steps[-1]) == steps[-1]
     with pytest.raises(UserError, match=r"--checkpoint .*neither a checkpoint nor a run"):
@@ -91,7 +91,8 @@ def test_removing_leftovers_restores_a_checkpoint_set_aside_by_a_killed_save(run
         remove()
         assert checkpoint_folders(run) == [step_folder(run, step) for step in (1, 2)]
         CheckpointRecord.load(newest).verify()
-        checkpoint_in(newest.with_name(f".{newest.name}.replaced"))  # killed after both renames
+        # This is the state after a save that was killed after both renames.
+        checkpoint_in(newest.with_name(f".{newest.name}.replaced"))
         remove()
         assert len(list(newest.parent.iterdir())) == 2
     assert not list(run.rglob("*.tmp"))

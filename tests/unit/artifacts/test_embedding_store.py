@@ -63,7 +63,7 @@ def test_store_of_another_recipe_is_unchanged(store):
 
 def test_file_of_other_tensors_is_rejected(store):
     path, vectors = store.root / store.domains["a"].file, vectors_of(0)
-    # As written by early releases.
+    # Early releases wrote no checksums.
     unchecked = {"a": dataclasses.replace(store.domains["a"], sha256=None)}
     for tensors in (
         {"weights": vectors},

@@ -87,7 +87,7 @@ def test_mean_perplexity_and_bits_per_byte_match_direct_formulas():
     domains = {"a": DomainLoss(1.0, 10**6, 5.0), "b": DomainLoss(31 / 15, 15, 5.0, 75, clusters)}
     found = result(domains)
     assert found.mean_perplexity == pytest.approx((math.exp(1) + math.exp(31 / 15)) / 2)
-    assert found.mean_perplexity_error is None  # 'a' has no clusters
+    assert found.mean_perplexity_error is None  # domain 'a' has no clusters, which errors need
     assert domains["b"].bits_per_byte == pytest.approx(31 / math.log(2) / 75)
     expected = plain_error([10.0, 12.0, 9.0], [20, 30, 25]) / math.log(2)
     assert domains["b"].bits_per_byte_error == pytest.approx(expected)

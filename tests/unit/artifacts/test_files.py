@@ -17,12 +17,12 @@ from tests.full_disk import largest_file_size
 
 
 def test_file_is_replaced_after_the_block(tmp_path):
-    path = tmp_path / "deeper" / ("n" * 255)  # the longest name of most file systems
+    path = tmp_path / "deeper" / ("n" * 255)  # the longest name that most file systems allow
     before = os.umask(0o027)
     try:
         with replacing(path) as temporary:
             temporary.write_text("new")
-            assert temporary.parent == path.parent  # renaming needs the same file system
+            assert temporary.parent == path.parent  # renaming works only within a file system
             assert not path.exists()
     finally:
         os.umask(before)

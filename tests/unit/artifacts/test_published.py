@@ -10,7 +10,7 @@ import pytest
 from megatron_chameleon.artifacts.published import published_columns
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-# Column -> sum of its printed figures.
+# Column -> sum of its printed weights, which is not always 1.
 SUMS = {"pile/chameleon": 1.0171, "pile/doge": 1.1346, "pile/human": 0.998, "pile/regmix": 0.998}
 SUMS |= {"slimpajama/chameleon-5k": 0.967, "wiki40b/chameleon-finetune": 1.001}
 SUMS |= {"slimpajama/doremi-2k": 1.001, "slimpajama/chameleon-1k": 0.999}

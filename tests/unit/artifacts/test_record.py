@@ -71,7 +71,7 @@ def test_record_is_read_as_it_was_written(sample):
     assert sample.load() == sample.written
     text = sample.file.read_text(encoding="utf-8")
     assert ("checksum" in json.loads(text)) != sample.written.EDITABLE
-    assert str(sample.file.parent) not in text  # an artifact can be moved
+    assert str(sample.file.parent) not in text  # so that an artifact can be moved
 
 
 def test_changed_record_is_rejected_by_its_checksum(samples):
@@ -86,13 +86,13 @@ def test_changed_record_is_rejected_by_its_checksum(samples):
         assert before in text
         sample.file.write_text(text.replace(before, after))
         assert "has changed" in rejection(sample)
-    sample.file.write_text(json.dumps(json.loads(text)))  # white space does not count
+    sample.file.write_text(json.dumps(json.loads(text)))  # the checksum ignores white space
     assert sample.load() == sample.written
 
 
 def test_damaged_file_is_rejected(sample):
     lines = sample.file.read_text(encoding="utf-8").splitlines()
-    edit(sample, format_version=99, provenance=...)  # the version is checked before the fields
+    edit(sample, format_version=99, provenance=...)  # the version is checked before other fields
     assert "format_version 99" in rejection(sample)
     sample.file.write_text("\n".join([*lines[:4], "} broken", *lines[4:]]), encoding="utf-8")
     assert f"{sample.file}:5: " in rejection(sample)
@@ -163,7 +163,7 @@ def test_only_a_record_of_the_same_kind_is_replaced(tmp_path):
 
 
 def agrees(written: Any, read: Any) -> bool:
-    """Whether ``read`` has the values ``written``, without any type conversion."""
+    """Whether the values of all common fields are equal; only an integer may be read as a float."""
     if isinstance(written, dict) and isinstance(read, dict):
         return all(agrees(written[key], read[key]) for key in written.keys() & read.keys())
     if isinstance(written, list) and isinstance(read, list):
@@ -176,7 +176,7 @@ def agrees(written: Any, read: Any) -> bool:
 
 
 def is_accepted(sample: Sample, scratch: Path) -> bool:
-    """Whether the mutated file is read; it must then be read without any change."""
+    """Whether the mutated file can be read; if so, check that saving it again changes no value."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -198,7 +198,7 @@ def is_accepted(sample: Sample, scratch: Path) -> bool:
 
 
 def test_mutated_record_is_rejected_or_read_without_change(sample, tmp_path):
-    edit(sample)  # removes the checksum, which would detect every mutation
+    edit(sample)  # remove the checksum, which would detect every mutation
     text, accepted = sample.file.read_text(encoding="utf-8"), 0
     for seed in range(NUM_MUTATIONS):
         sample.file.write_text(text, encoding="utf-8")

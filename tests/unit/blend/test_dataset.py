@@ -219,7 +219,7 @@ def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutat
 @pytest.mark.parametrize("bound_of_kind", [("random", 2), ("nearly 0 or equal", 3)], ids=str)
 @pytest.mark.parametrize("num_domains", [4, 30])
 def test_counts_follow_weights_that_change_often(make_corpus, num_domains, bound_of_kind):
-    """These bounds hold for these schedules only, see BlendOrder."""
+    """The bounds hold only for the schedules of this test; see BlendOrder."""
     kind, bound = bound_of_kind
     data = corpus_tokens(make_corpus({"a": [SEQ_LENGTH + 1]}))
     data = dataclasses.replace(data, domains=data.domains * num_domains)

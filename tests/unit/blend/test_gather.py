@@ -24,7 +24,7 @@ VOCAB_SIZE = 60_000
 
 
 def unaligned(array):
-    """Copy of an array at an odd address, as those of an .idx are."""
+    """Copy of an array at an odd address, like the arrays of an .idx file."""
     return np.frombuffer(bytes(1) + array.tobytes(), array.dtype, -1, 1)
 
 
@@ -38,7 +38,7 @@ def token_file(lengths, dtype, rng):
 
 
 def indexed_view(lengths, dtype, index_dtype, seq_length, first, seed):
-    """Return a view by random Megatron indices, the order of documents, and each window's begin."""
+    """Return a view of random Megatron indices, the order of documents, and where windows begin."""
     rng = np.random.default_rng(seed)
     file = token_file(lengths, dtype, rng)
     documents = rng.permutation(len(lengths)).astype(np.int32)
@@ -86,7 +86,7 @@ def expected(view, documents, begins, seq_length):
     st.integers(0, 2**32 - 1),
 )
 def test_windows_match_plain_slices(lengths, seq_length, dtype, kind, first, seed):
-    lengths[-1] += 2 * seq_length + 5  # the other documents may be empty
+    lengths[-1] += 2 * seq_length + 5  # other documents may be empty, but a window must fit
     if isinstance(kind, str):
         view, documents, begins = epoch_view(
             lengths, dtype, seq_length, kind == "shuffled", seed, phase=first

@@ -16,7 +16,7 @@ from tests.unit.blend.inputs import hard_weights
 
 
 def compiled(weights, num_samples):
-    """Megatron's own helper on the same input."""
+    """Run Megatron's own helper on the same input."""
     index = np.full(num_samples, -1, np.int16)
     sample_index = np.full(num_samples, -1, np.int64)
     weights = np.asarray(weights, dtype=np.float64)
@@ -30,7 +30,8 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(array, other)
 
 
-# Enough samples for several rounds of all lanes, with good and with hopeless guesses.
+# There are enough samples for several rounds of all parallel lanes. Each lane starts from guessed
+# counts; some weights make the guesses converge, and others do not.
 @pytest.mark.parametrize("num_domains", [1, 2, 7, 17, 40, 600])
 def test_blend_equals_the_compiled_helper_for_difficult_weights(num_domains):
     num_samples = 400_000 // max(1, num_domains // 10)

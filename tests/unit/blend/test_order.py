@@ -17,7 +17,7 @@ WEIGHTS = st.lists(st.floats(0, 1) | st.just(1.0), min_size=1, max_size=12).filt
 
 
 def reference(blended, num_samples):
-    """Domain of each of the first samples, from counters of samples at every node."""
+    """Domain of each of the first samples, found by counting samples at each node of the tree."""
     half = order.HALF_BITS
     counted = [0] * len(blended._nodes)
     domains = []

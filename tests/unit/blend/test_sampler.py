@@ -77,7 +77,7 @@ def test_prefetching_changes_no_batch(depth, monkeypatch):
     with contextlib.closing(prefetch(micro_batches(samples, 6, 2), CPU)) as ahead:
         assert numbers(ahead) == numbers(micro_batches(Samples(24), 6, 2))
     assert threading.current_thread() not in samples.threads
-    with read_ahead(micro_batches(samples, 6, 2), CPU) as batches:  # on the CPU, this thread reads
+    with read_ahead(micro_batches(samples, 6, 2), CPU) as batches:  # no thread is needed on the CPU
         next(batches)
     assert threading.current_thread() in samples.threads
 
@@ -100,7 +100,7 @@ def test_an_error_or_close_stops_the_thread():
 
 @pytest.mark.parametrize(("first_step", "steps"), [(0, [3, 1]), (1, [2, 1]), (3, [1])])
 def test_each_part_is_prefetched_when_its_first_batch_is_read(first_step, steps):
-    """The samples may change before the first batch of a part is requested."""
+    """Later parts are not read ahead, because the mixture may change before their first batch."""
     samples, count = Samples(24), threading.active_count()
     assert steps_between_changes(first_step, 4, 3) == steps
     parts = [3 * each for each in steps]

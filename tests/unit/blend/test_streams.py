@@ -45,7 +45,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("number", [9, 10_000])  # a small entry is read, a large one mapped
+@pytest.mark.parametrize("number", [9, 10_000])  # small entries are read, large ones memory-mapped
 @pytest.mark.parametrize(
     "damage", [flip, lambda entry: os.truncate(entry, 20), lambda entry: os.truncate(entry, 0)]
 )
@@ -73,7 +73,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
 
 def build_concurrently(folder, start, results):
     def slowly():
-        time.sleep(0.2)  # so that all threads build the entry
+        time.sleep(0.2)  # so that no thread finds a finished entry
         return arrays_of(50)
 
     start.wait()

@@ -42,7 +42,7 @@ def all_documents(corpus: Corpus, name: str) -> list[str]:
 def assert_same(first: Corpus, second: Corpus) -> None:
     """Assert that two corpora differ only in the time, place and cost of their creation."""
     for corpus in (first, second):
-        corpus.verify()  # compares the token files with the checksums in their domains
+        corpus.verify()  # checks files against the checksums that are compared below
     assert list(first.domains.items()) == list(second.domains.items())
     assert (first.hash, first.not_written) == (second.hash, second.not_written)
     assert left_in(first.root) == left_in(second.root)

@@ -1,7 +1,7 @@
-"""Kill preprocessing before each of its changes to the output folder in turn, and resume it.
+"""Kill preprocessing right before some of its changes to the output folder, and resume it.
 
-Run by its test as a script. The processes are forked from a process that has imported everything
-but encoded nothing, so that hundreds of runs take seconds.
+A test runs this file as a script. The processes are forked from a process that has imported
+everything but encoded nothing, so that many runs take only seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def kill_at(at: int, output: Path) -> Callable[[], int]:
 
     def is_change(event: str, arguments: tuple[object, ...]) -> bool:
         if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
-            return True  # rmtree passes names relative to an open folder
+            return True  # rmtree passes names relative to an open folder, so ``output`` is missing
         if event == "open" and (
             arguments[1] in ("r", "rb") or not isinstance(arguments[1], str | None)
         ):
@@ -66,7 +66,7 @@ def main(folder: Path, shard_bytes: int) -> None:
         folder / "expected",
         folder / "tokenizer.json",
         domains=DomainOptions(domain_key="set"),
-        encoding=EncoderOptions(encoder="own"),  # saves the time of comparing encoders
+        encoding=EncoderOptions(encoder="own"),  # "auto" would spend time on comparing encoders
         split="60,20,20",
         shard_bytes=shard_bytes,
         workers=1,
@@ -80,7 +80,7 @@ def main(folder: Path, shard_bytes: int) -> None:
         (folder / "changes").write_text(f"{changes()}")
 
     def reject_complete() -> None:
-        """Run the same command on a complete corpus, which removes leftover work."""
+        """Run the same command on the complete corpus; it removes leftover files, and fails."""
         with pytest.raises(UserError, match="already holds a corpus"):
             preprocess_data(killed)
 
@@ -105,7 +105,7 @@ def main(folder: Path, shard_bytes: int) -> None:
             assert finished >= most, f"shards were lost at {at}"
             most = finished
             resumed += finished > 0
-            run_until(at // 3 + 1)  # the resumed run is killed too
+            run_until(at // 3 + 1)  # kill the resumed run, too
         if not (output / "corpus.json").exists():
             assert in_child(lambda: preprocess_data(killed)) == 0, at
         elif (output / ".partial").exists():

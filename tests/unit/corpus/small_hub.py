@@ -1,4 +1,4 @@
-"""A local server with the part of the Hugging Face hub that is needed to read a data set.
+"""A local server with the functions of the Hugging Face hub that are needed to read a data set.
 
 Repositories are <root>/<owner>/<name>, with one commit each.
 """
@@ -50,7 +50,7 @@ class _HubHandler(BaseHTTPRequestHandler):
         repository = root / owner / name
         if not rest or not name or not repository.is_dir():
             self._refuse(404, "RepoNotFound")
-        elif parts[1] not in ("", "main", COMMIT):  # empty for the repository itself
+        elif parts[1] not in ("", "main", COMMIT):  # requests for a repository have no revision
             self._refuse(404, "RevisionNotFound")
         elif head == "/api":
             self._describe(repository, parts, body)

@@ -39,7 +39,7 @@ PAIRS = {f"pairs {name}": name for name in PATTERNS}
 
 @pytest.fixture(scope="module", params=["json", "model", "gpt2 files", *PATTERNS, *PAIRS])
 def tokenizer(request, tokenizer_json, sentencepiece_model, tmp_path_factory):
-    """One tokenizer per format; with "pairs", tokens depend on where text is split into words."""
+    """One tokenizer per format. In PAIRS, tokens depend on how text is split into words."""
     folder = tmp_path_factory.mktemp("fast")
     if request.param in PAIRS:
         return load_tokenizer(write_pairs(folder / "a.tiktoken"), EOD, PAIRS[request.param])
@@ -81,7 +81,7 @@ def test_gigatoken_and_the_own_library_encode_any_text_alike(tokenizer, found):
 
 def test_the_own_library_encodes_unstable_characters(tokenizer_json, tmp_path):
     """The tokens depend on whether a library's Unicode tables define the character as a letter."""
-    letters = [chr(n) for n in range(0x10940, 0x10960)]  # letters of Sidetic, new in Unicode 17
+    letters = [chr(n) for n in range(0x10940, 0x10960)]  # Unicode 17 adds letters of Sidetic
     content = json.loads(tokenizer_json.read_text())
     model = content["model"]
     model["vocab"]["að"] = len(model["vocab"])  # 'a' and the first byte of such characters
@@ -99,7 +99,7 @@ def test_the_own_library_encodes_unstable_characters(tokenizer_json, tmp_path):
 
 @pytest.fixture
 def disagreeing(tokenizer_json):
-    """A tokenizer whose file differs in two ids from the file that its own encoder has read."""
+    """A tokenizer whose file has two ids swapped, compared with the file that its encoder read."""
     tokenizer = load_tokenizer(tokenizer_json, EOD)
     content = orjson.loads(tokenizer.file.content)
     vocab = content["model"]["vocab"]
@@ -123,7 +123,7 @@ def test_the_own_library_encodes_a_corpus_where_ids_disagree(
 
     own = corpus("own")
     with pytest.warns(UserWarning, match="differently"):
-        assert corpus("auto").domains == own.domains  # compares the checksums of files
+        assert corpus("auto").domains == own.domains  # domains include checksums of their files
     with pytest.raises(UserError, match="--encoder own"):
         corpus("gigatoken")
 
@@ -132,7 +132,7 @@ def test_a_difference_found_while_encoding_is_an_error(disagreeing, monkeypatch)
     monkeypatch.setattr(gigatoken, "_COMPARE_EVERY", 1000)
     fast = with_gigatoken(disagreeing)
     fast.encode_documents(["plain words " * 100] * 3)
-    fast.encode_documents(["a Q"])  # not compared: too soon after the last comparison
+    fast.encode_documents(["a Q"])  # not compared, so soon after the last comparison
     with pytest.raises(UserError, match="--encoder own"):
         fast.encode_documents(["Q " * 5000])
 
@@ -146,5 +146,6 @@ def test_two_releases_of_unicode_agree_on_stable_characters(monkeypatch):
         differing |= newer ^ {c for c in everything if unicodedata.category(c).startswith(kind)}
     assert not [c for c in differing if is_stable(c)]
     assert differing, "both use the same release: nothing was compared"
-    monkeypatch.setattr(unicodedata, "category", lambda character: "Lo")  # as in a newer Python
+    # Imitate a Python with a newer Unicode release.
+    monkeypatch.setattr(unicodedata, "category", lambda character: "Lo")
     assert [is_stable(c) for c in "a世\u1c89\U00011f04"] == [True, True, False, False]

@@ -64,7 +64,7 @@ def build(prefix, dtype, documents):
 # Writing
 
 
-# The small buffer is flushed after each document, the large one once at the end.
+# The small buffer is flushed after each document, the large buffer only at the end.
 @pytest.mark.parametrize("buffer_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("count", [0, 300])
 @pytest.mark.parametrize("vocab_size", [400, 65_500])
@@ -150,7 +150,7 @@ def is_rejected(prefix, expected):
     block=st.binary(min_size=1, max_size=24),
 )
 def test_damage_is_found_or_changes_no_token(suffix, kind, place, block):
-    """Without recorded contents, changed boundaries or signs of tokens may go unnoticed."""
+    """Without recorded contents, changed boundaries or negative tokens may remain undetected."""
     assume(suffix == ".idx" or kind in ("cut", "append"))
     with tempfile.TemporaryDirectory() as folder:
         prefix = write(Path(folder) / "a.b")

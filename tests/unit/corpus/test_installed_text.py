@@ -77,7 +77,8 @@ def test_a_domain_that_is_too_small_is_replaced_by_the_next(options):
     assert not options.output_dir.exists()
     first = {found.domain.name for found in gather_installed_text(options)}
     shutil.rmtree(options.roots[0] / "torch")
-    unfinished = options.output_dir / ".python_source.jsonl.0123456789ab.tmp"  # of a killed run
+    # A killed run has left this file.
+    unfinished = options.output_dir / ".python_source.jsonl.0123456789ab.tmp"
     unfinished.touch()
     second = {found.domain.name for found in gather_installed_text(options)}
     assert first ^ second == {"cpp_headers", "number_tables"}

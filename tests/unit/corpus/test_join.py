@@ -71,11 +71,11 @@ def test_the_splits_follow_the_shares_and_never_change():
     assert split_all(digests, (0.34, 0.33, 0.33)) == ["test", "train", "valid", "test", "train"]
 
 
-# Duplicates and held-out text. A row: halves of the digest, domain, split, by_source.
+# Duplicates and held-out text. A row holds both halves of the digest, domain, split and by_source.
 
 
 def reasons_reference(rows):
-    """Plain reference: find the reasons row by row."""
+    """Plain reference: row by row, find why a document is kept or excluded."""
     of_each_text: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for high, low, _, split, by_source in rows:
         of_each_text.setdefault((high, low), []).append((split, by_source))
@@ -110,7 +110,7 @@ def shards_of(folder, rows_of_each):
     return found, numbers, folder / "left-out"
 
 
-# Few values, so that all kinds of equality occur.
+# There are few distinct values, so that all combinations of equal and different fields occur.
 ROWS = st.tuples(
     st.integers(0, 3).map(lambda high: high << 62),
     st.integers(0, 1).map(lambda low: low << 63),
@@ -199,7 +199,7 @@ def documents_in(corpus, name, split):
 
 
 def test_regrouped_documents_keep_their_tokens_and_splits(tmp_path, monkeypatch):
-    """Two of the three domains get random labels; domain 'four' has no valid documents."""
+    """Two of the three domains get random labels; domain 'four' gets no validation documents."""
     file = word_tokenizer(tmp_path / "tokenizer.json")
     corpus = write_small_corpus(tmp_path, tokenizer_hash=sha256_of_files(file))
     tokenizer, rng, divided = corpus_tokenizer(corpus), np.random.default_rng(5), ("news", "poems")

@@ -105,7 +105,7 @@ def test_a_corpus_holds_each_document_once_in_order(options, texts, sentencepiec
 
 @pytest.mark.parametrize("drop", [True, False])
 def test_no_text_of_valid_or_test_is_in_an_earlier_split(options, jsonl, texts, drop):
-    """Domain a defines its own splits; domain b is split by hash and has some of a's texts."""
+    """The files of domain a define its splits; domain b is split by hash, and has texts of a."""
     train, valid, test, other = texts(200, 1), texts(40, 2), texts(40, 3), texts(300, 4)
     a, a_valid, a_test, b = (
         jsonl(f"{name}.jsonl", lines)
@@ -159,7 +159,8 @@ def test_malformed_lines_of_all_shards_count_together(options, jsonl, texts):
     assert corpus.not_written["a"].malformed == 2
 
 
-# Two shards of more than 1,000 lines; the parent process reads no sample.
+# There are two shards of more than 1,000 lines, and the parent process reads no sample, so that a
+# worker raises the error.
 IN_WORKERS = {"text_key": "no", "workers": 2, "shard_bytes": 200_000}
 IN_WORKERS |= {"encoding": EncoderOptions(encoder="own")}
 
@@ -265,8 +266,8 @@ def mixed(options, jsonl, texts, tmp_path):
 
 
 def assert_same_tokens(corpus, whole):
-    """Assert that the token files are the same; the chunks in sources.json differ."""
-    corpus.verify()  # compares the files with the checksums in their domains
+    """Assert that the token files are the same. The chunks in sources.json may differ."""
+    corpus.verify()  # checks files against the checksums that are compared below
     assert list(corpus.domains.items()) == list(whole.domains.items())
     assert corpus.not_written == whole.not_written
 

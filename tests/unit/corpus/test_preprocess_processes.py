@@ -1,4 +1,4 @@
-"""Preprocessing in several processes, as a command, killed at any point, and on a cluster."""
+"""Run preprocessing as a command, in several processes, killed at any point, and on a cluster."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_the_command_makes_a_corpus_without_importing_torch(command, jsonl, text
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
     assert Corpus.load(tmp_path / "corpus").names == ["a", "b"]
     errors = [line for line in done.stderr.replace("\r", "\n").splitlines() if line.strip()]
-    assert {line.split(":")[0] for line in errors} == {"tokenizing", "joining"}  # progress bars
+    # Only progress bars are printed to stderr.
+    assert {line.split(":")[0] for line in errors} == {"tokenizing", "joining"}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_an_interrupted_run_leaves_finished_shards_to_resume_from(
         children = psutil.Process(process.pid).children()
         return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
-    if target == "early":  # while the workers are being started
+    if target == "early":  # while workers are starting
         wait_until(lambda: process.poll() is not None or len(workers()) >= 2)
     else:
         wait_until(lambda: process.poll() is not None or len(list(shards.glob("*"))) >= 3)

@@ -151,7 +151,7 @@ def test_domains_are_renamed_or_left_out_and_counted(jsonl, odd_line):
     path = jsonl("a.jsonl", [*lines, *odd_line])
     reader, found = read(path, by_key("set", "A=x", "C=x", "B="))
     assert found == [Document(*pair) for pair in (("x", "0"), ("x", "2"), ("D", "3"), ("x", "4"))]
-    assert reader.malformed.names == {"A": 2, "B": 2, "C": 1}  # D is not renamed
+    assert reader.malformed.names == {"A": 2, "B": 2, "C": 1}  # D keeps its name
     assert reader.malformed.count == len(odd_line)
 
 
@@ -176,7 +176,7 @@ LINES = st.one_of(
 def test_every_division_gives_the_same_documents(
     lines, ending, mark, ended, edges, block_size, suffix
 ):
-    """Compressed files, of several members or frames, are not divided."""
+    """Compressed files are not divided, even if they have several members or frames."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         path = Path(folder, f"a.jsonl{suffix}")
         data = ending.join(lines) + ending * ended
@@ -221,7 +221,7 @@ from megatron_chameleon.corpus.readers import DocumentReader
 from megatron_chameleon.corpus.sources import Chunk, find_sources
 
 def peak():
-    # Not getrusage, which counts what the process had before it became this one.
+    # getrusage would include the memory of this process before exec.
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 for path in sys.argv[2:]:
@@ -259,7 +259,7 @@ def test_memory_depends_on_the_longest_line_and_not_on_the_file(tmp_path, suffix
     long.write_bytes(PACK[suffix](one + b'{"text": "' + b"x" * size + b'"}\n' + one))
     characters, peak, malformed = peak_of_reading(1 << 28, long)
     assert (characters, malformed) == (size + 520, 0)
-    assert peak < 3.6 * size  # memory holds the line, the parser's copy, and the text
+    assert peak < 3.6 * size  # for the line, the parser's copy, and the text
     characters, peak, malformed = peak_of_reading(1_000_000, long)
     assert (characters, malformed) == (520, 1)
     assert peak < 22e6
@@ -390,4 +390,4 @@ def test_memory_does_not_grow_with_a_row_group(write):
     large = write(rows, name="b.parquet", compression="none", row_group_size=len(rows))
     assert large.stat().st_size > 90e6
     _, growth, _ = peak_of_reading(1 << 28, small, large)
-    assert growth < 90e6  # Arrow's buffers, of constant size
+    assert growth < 90e6  # Arrow's buffers have a constant size

@@ -39,7 +39,7 @@ def folder(tmp_path):
 
 
 def find(*inputs, **domains):
-    """The sources of ``inputs``; with keywords, domains are requested."""
+    """Find the sources of ``inputs``; keyword arguments are DomainOptions."""
     options: dict[str, Any] = {
         name: (tuple(value),) if isinstance(value, list) else value
         for name, value in domains.items()
@@ -54,7 +54,7 @@ def names(folder, found):
 
 def test_folders_are_searched_at_any_depth(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
-    for path in (".", "./", *READ_IN_FOLDERS):  # a file has one name, however its folder is passed
+    for path in (".", "./", *READ_IN_FOLDERS):  # the name does not depend on the folder's spelling
         assert {source.name for source in find(path)} <= set(READ_IN_FOLDERS)
     assert names(folder, find(f"x={folder}")) == [(name, "x") for name in READ_IN_FOLDERS]
     assert names(folder, find(f"{folder}/[x].jsonl")) == [("[x].jsonl", None)]
@@ -76,7 +76,7 @@ def test_a_file_is_read_once_per_domain_under_different_names(folder):
         (f"={path}", None),
         (f"{folder}/b.jsonl", None),
     ]
-    (folder / "lang=en").mkdir()  # the equals sign belongs to the path
+    (folder / "lang=en").mkdir()  # here, the equals sign is part of the path
     (folder / "lang=en/a.jsonl").touch()
     assert names(folder, find(folder / "lang=en")) == [("lang=en/a.jsonl", None)]
 
@@ -200,7 +200,7 @@ def test_configs_can_be_domains_with_their_own_splits(tmp_path, own_cache, monke
         for i in range(count)
         for j in range(3)
     ]
-    assert len(read(f"hf:{root}:en")[1]) == 6  # only the train split
+    assert len(read(f"hf:{root}:en")[1]) == 6  # these are the files of the train split
     monkeypatch.chdir(tmp_path)
     assert DatasetName.parse(f"hf:{root.name}#dev") == DatasetName(root.name, split="dev")
 

@@ -154,7 +154,7 @@ def test_another_plan_is_rejected_while_work_by_the_first_exists(tmp_path, monke
 
     if not links:
         monkeypatch.setattr(os, "link", reject)
-    stale = f"{socket.gethostname()}-{LARGER_THAN_ANY_PROCESS_ID}-abc"  # of a killed process
+    stale = f"{socket.gethostname()}-{LARGER_THAN_ANY_PROCESS_ID}-abc"  # left by a killed process
     write(tmp_path / ".partial" / "staging" / stale, "half-written")
     with corpus_folder(tmp_path, overwrite=False, shared=True) as first:
         first.agree(PLAN)
@@ -177,7 +177,7 @@ def test_shards_are_removed_by_one_rename_and_before_published(tmp_path, monkeyp
 
     with corpus_folder(tmp_path, overwrite=False, shared=False) as folder:
         put_shard(folder)
-        write(partial / "removed" / "000000", "shard.json")  # of a killed run
+        write(partial / "removed" / "000000", "shard.json")  # left by a killed run
         write(partial, "published")
         monkeypatch.setattr(shutil, "rmtree", record)
         folder.remove_work()
@@ -204,7 +204,8 @@ def test_a_folder_has_one_writer_unless_it_is_shared(tmp_path):
 
 def test_only_stale_directories_of_this_machine_are_removed(tmp_path):
     host = socket.gethostname()
-    for name in (f"{host}-7-abc", f"{host}-b-7-abc"):  # of a killed process, and of another machine
+    # The first folder was left by a killed process; the second belongs to another machine.
+    for name in (f"{host}-7-abc", f"{host}-b-7-abc"):
         write(tmp_path / ".partial" / "staging" / name, "half-written")
     for shared in (True, False):
         with corpus_folder(tmp_path, overwrite=False, shared=shared) as folder:

@@ -133,7 +133,7 @@ def test_a_corpus_records_patterns_and_special_tokens_missing_in_the_file(path, 
 LONGEST = 40
 WORDS = st.sampled_from([*("word", "Word's", "x", "12", "1234567"), *"(é\t", "==", "//", "世界"])
 SPACES = st.sampled_from([" ", " ", " ", "", "  ", "    ", "\n", "\n\n", " \n  ", "\r\n", "\t"])
-# Every range as long as a part contains a boundary.
+# In each range of LONGEST characters, the text has a place where it can be split.
 LONG_TEXTS = st.lists(st.tuples(WORDS, SPACES, WORDS, st.just(" ")), max_size=30).map(
     lambda found: "".join(part for group in found for part in group)
 )
@@ -168,7 +168,7 @@ def tiktoken_file(tokenizer_json, tmp_path):
 )
 def test_patterns_split_like_those_of_the_library(name, encoding, monkeypatch):
     library = tiktoken_ext.openai_public
-    monkeypatch.setattr(library, "load_tiktoken_bpe", lambda *args, **kwargs: {})  # a download
+    monkeypatch.setattr(library, "load_tiktoken_bpe", lambda *args, **kwargs: {})  # do not download
     expected = library.ENCODING_CONSTRUCTORS[encoding]()["pat_str"]
 
     @given(awkward_text() | st.text())
@@ -203,7 +203,7 @@ def test_long_texts_that_tiktoken_fails_on_are_divided(tiktoken_file):
 
 
 def test_gpt2_files_may_have_other_names_and_orders(tokenizer_json, tmp_path):
-    """Use the names in transformers, in Megatron-LM and in the first release of GPT-2."""
+    """The names of the files differ in transformers, Megatron-LM and the first release of GPT-2."""
     vocab_file = write_gpt2_files(tokenizer_json, tmp_path)
     expected = tokenizer_json_of(vocab_file)
     assert tokenizer_json_of(write_gpt2_files(tokenizer_json, tmp_path, "gpt2-")) == expected

@@ -20,7 +20,7 @@ def awkward_text() -> st.SearchStrategy[str]:
 
 
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable bytes as they are, other bytes from 256 on."""
+    """GPT-2's characters for bytes: printable bytes are kept, others become 256 and above."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     table = {chr(value): value for value in printable}
@@ -30,7 +30,7 @@ def byte_of_character() -> dict[str, int]:
 
 
 def write_gpt2_files(tokenizer_json: Path, folder: Path, prefix: str = "") -> Path:
-    """Write vocab.json and merges.txt; return the first."""
+    """Write vocab.json and merges.txt; return the path of vocab.json."""
     model = json.loads(tokenizer_json.read_text())["model"]
     vocab_file = folder / f"{prefix}vocab.json"
     vocab_file.write_text(json.dumps(model["vocab"]))

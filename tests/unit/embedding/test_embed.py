@@ -108,7 +108,7 @@ def test_padding_to_few_widths_changes_no_vector(reader, corpus, windows, embedd
 def test_final_norm_and_windows_across_documents_match_the_reference(one_rank, corpus):
     reader = make_reader(one_rank)
     norm = reader.model.decoder.final_layernorm
-    with torch.no_grad():  # initially ones and zeros, which hide errors
+    with torch.no_grad():  # initial ones and zeros would hide errors
         norm.weight.add_(torch.linspace(-0.5, 0.5, norm.weight.numel()))
         norm.bias.add_(torch.linspace(1.0, -1.0, norm.bias.numel()))
     lengths = open_tokens(corpus, corpus.names[0], "train").lengths

@@ -48,7 +48,7 @@ def options(text_checkpoint, task_data, tmp_path):
 
 
 def modified(folder):
-    """Return the modification times of the finished parts."""
+    """Return the modification times of the results of finished tasks."""
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.json")}
 
 
@@ -56,7 +56,7 @@ def test_accuracies_equal_lm_evals_with_the_exported_model(
     options, text_checkpoint, task_data, capsys, monkeypatch
 ):
     with monkeypatch.context() as offline:
-        offline.setattr(socket.socket, "connect", None)  # local copies need no hub
+        offline.setattr(socket.socket, "connect", None)  # any connection would fail
         result = evaluate_downstream(options)
     table = capsys.readouterr().out
     assert result.protocol.lm_eval_version.startswith("0.4.")
@@ -98,13 +98,13 @@ def test_tasks_that_cannot_be_evaluated_leave_gaps(options, task_data, tmp_path,
     lines[3] = json.dumps({**json.loads(lines[3]), "correct_answer": "a lamp " * 300})
     path.write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"sciq-0shot\.json .*data is sha256:"):
-        evaluate_downstream(changed)  # results on different data are not mixed
+        evaluate_downstream(changed)  # results on different data must not be combined
     again = dataclasses.replace(
         changed, output=tmp_path / "again.json", tasks=("sciq",), shots=(0,)
     )
     with pytest.raises(UserError, match=r"no task could be evaluated.*a continuation has"):
         evaluate_downstream(again)
-    path.write_text("")  # an interrupted copy leaves such a file
+    path.write_text("")  # like a file of an interrupted copy
     with pytest.raises(UserError, match=f"^no task could be evaluated.*{path} is empty[^\n]*$"):
         evaluate_downstream(again)
     shutil.copytree(task_data / "allenai" / "sciq", data / "sciq", dirs_exist_ok=True)
@@ -192,13 +192,13 @@ def test_a_killed_evaluation_of_the_papers_tasks_resumes(environment, options, t
         assert [(shots, x.documents) for shots, x in score.by_shots.items()] == [(0, 4), (1, 4)]
 
 
-@pytest.mark.slow  # lm-eval reads all of its task definitions
+@pytest.mark.slow  # lm-eval takes long to read its task definitions
 def test_lm_evals_own_command_evaluates_a_checkpoint(environment, options, task_data, tmp_path):
     log, output = tmp_path / "log", tmp_path / "out"
     command = [sys.executable, "-m", "megatron_chameleon.evaluation.downstream", "run"]
     command += ["--model", "megatron_chameleon", "--tasks", "sciq", "--output_path", str(output)]
     command += ["--model_args", f"checkpoint={options.checkpoint}", "--batch_size", "4"]
-    # The data sets are read from the working directory.
+    # Start in the folder of the data sets, since they are read from the working directory.
     assert finish(start(command, log, folder=task_data), SECONDS) == 0, log.read_text()
     (results,) = output.rglob("results_*.json")
     body = json.loads(results.read_text())

@@ -175,7 +175,7 @@ def test_loss_and_standard_error_equal_a_plain_loop(
 
 
 def test_bits_per_byte_use_the_bytes_of_the_text(evaluate, corpus, trained_run, tmp_path):
-    """Each token is a number, and encodes its digits and a space before them."""
+    """Each token is a number; its text is a space followed by the digits of the number."""
     with pytest.warns(UserWarning, match="no bits per byte"):
         without = evaluate()
     root = Path(shutil.copytree(corpus.root, tmp_path / "corpus"))

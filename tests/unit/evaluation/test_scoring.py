@@ -34,7 +34,7 @@ def attended(row, sequences):
     tokens, positions = batch["tokens"][0], batch["positions"][0]
     causal = torch.ones(row.length + 2, row.length + 2, dtype=torch.bool).tril()
     visible = ~batch["attention_mask"][0, 0] if "attention_mask" in batch else causal
-    assert visible.any(dim=1).all()  # kernels disagree on the softmax of a fully masked row
+    assert visible.any(dim=1).all()  # attention kernels disagree on fully masked rows
     return [(tokens[seen].tolist(), positions[seen].tolist()) for seen in visible]
 
 
@@ -72,7 +72,7 @@ def question(context, continuation):
 
 @pytest.fixture(scope="module")
 def questions(reader):
-    """Questions with contexts of all lengths, some shared, some too long for the model."""
+    """Questions with contexts of all lengths; some are shared, some are too long."""
     rng = np.random.default_rng(0)
 
     def draw(length):
@@ -82,15 +82,15 @@ def questions(reader):
     for length in (1, 5, 40, 41, 120, POSITIONS - 3, POSITIONS + 30):
         context = draw(length)
         questions += [question(context, draw(int(rng.integers(1, 12)))) for _ in range(4)]
-        # Continuations of one token, like the letters of answers.
+        # Continuations may be a single token, like the letters of multiple-choice answers.
         questions += [question(context, [token]) for token in draw(3)]
-        questions += [question([*context[:-1], 7], draw(3))]  # shares a prefix
+        questions += [question([*context[:-1], 7], draw(3))]  # shares a prefix with the others
     questions += [questions[0], question(draw(9), []), question(draw(2), draw(POSITIONS))]
     return [questions[number] for number in rng.permutation(len(questions))]
 
 
 def reference_score(reader, question):
-    """Compute (log-likelihood, is greedy) by a forward pass over this question alone."""
+    """Compute (log-likelihood, is greedy) by a forward pass over only this question."""
     whole = np.concatenate([question.context, question.continuation]).astype(np.int64)
     tokens = torch.from_numpy(whole[-(POSITIONS + 1) :])
     inputs, length = tokens[None, :-1], len(question.continuation)

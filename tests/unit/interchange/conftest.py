@@ -10,7 +10,7 @@ from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.interchange import ExportOptions, exported_text
 from tests.small_corpus import write_small_corpus
 
-# 'poems' has no weight.
+# 'poems' has a weight of zero, so exports must not sample it.
 WEIGHTS = {"news": 0.1 + 0.2, "code": 1 / 7, "poems": 0.0, "wiki(en)": 1 - (0.1 + 0.2) - 1 / 7}
 
 

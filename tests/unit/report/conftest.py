@@ -1,4 +1,4 @@
-"""Fixtures of the report's tests: random numbers, and a run folder."""
+"""Fixtures of the report's tests: a random generator, and a run folder."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def rows_of(table: Table) -> dict[str, list[str]]:
 
 
 def write_sweep(root: Path, mixtures: dict[str, list[Mixture]]) -> Sweep:
-    """Write a sweep over values 1, 2, ... of each key of ``mixtures``; all are 1 at the centre."""
+    """Write a sweep over values 1, 2, ... of each key in ``mixtures``; the centre is at 1."""
     centre: dict[str, SettingValue] = dict.fromkeys(mixtures, 1)
     points: dict[str, SweepPoint] = {}
     for parameter, along in mixtures.items():
@@ -172,7 +172,7 @@ def write_sweep(root: Path, mixtures: dict[str, list[Mixture]]) -> Sweep:
                 continue
             file = f"4-mixture/sweep/{parameter}-{value}.json"
             mixture.save(root / file)
-            read = Mixture.load(root / file).hash  # loading normalizes the weights
+            read = Mixture.load(root / file).hash  # loading changes the hash by normalizing weights
             points[file] = SweepPoint(values, file, read, ["2-proxy/tiny-seed1"])
     axes: dict[str, list[SettingValue]] = {
         parameter: list(range(1, len(along) + 1)) for parameter, along in mixtures.items()
@@ -241,7 +241,7 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
         result = EvaluationResult.load(root / f"6-evaluation/{name}.json")
         domains = {}
         for domain, loss in result.domains.items():
-            losses = loss.loss + difficulty[domain]  # twelve documents of 50 tokens
+            losses = loss.loss + difficulty[domain]  # [12]: each of 12 documents has 50 tokens
             clusters = Clusters((50 * losses).tolist(), [50] * 12, [200] * 12)
             domains[domain] = DomainLoss(losses.mean(), 600, loss.unigram_loss, 2400, clusters)
         edit_evaluation(root, name, domains=domains)

@@ -122,7 +122,7 @@ def table_of(root):
 
 @pytest.mark.parametrize("uniform_has_a_file", [True, False])
 def test_the_table_shows_weights_perplexity_and_cost(root, uniform_has_a_file):
-    if not uniform_has_a_file:  # its base runs were trained with --mixture uniform
+    if not uniform_has_a_file:  # --mixture uniform needs no file
         (root / "4-mixture/uniform.json").unlink()
     table = table_of(root)
     assert table.header == ("weight of", "Uniform", "UniMax", "Chameleon", "DoReMi")

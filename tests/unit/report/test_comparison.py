@@ -48,7 +48,7 @@ def test_averages_and_counts_are_over_domains(root):
     unigram = (math.exp(6.0) + math.exp(6.1) + math.exp(6.2)) / 3
     assert average[-3:] == [f"{unigram:.2f}", f"{uniform:.2f}", f"{chameleon:.2f}"]
     assert better[0] == "domains better than Uniform"
-    assert better[-2:] == ["-", "1 of 3"]  # an equal figure is not better
+    assert better[-2:] == ["-", "1 of 3"]  # an equal perplexity is not better
     marks = [[is_best(cell) for cell in row[-2:]] for row in table.rows]
     assert marks == [[False, True], [True, False], [True, True]]
     assert [is_best(cell) for cell in table.summary[0][-2:]] == [True, False]
@@ -68,7 +68,7 @@ def test_intervals_come_from_the_mixture_that_the_run_is_named_after(root, rng, 
     folder = RunFolder.load(root)
     assert any("interval" in h for h in perplexity_table(folder, compare(folder)).header)
     assert caveats(folder, compare(folder)) == []
-    # Intervals of a recomputed mixture are not shown.
+    # If the mixture has been recomputed, intervals of the old mixture are not shown.
     random_mixture(NAMES, rng).save(own)
     shutil.copytree(root, copy := root.with_name("copy"))
     edit(copy / "4-mixture/chameleon-pretrain.json", cost=Cost(device_seconds=999.0))
@@ -96,7 +96,7 @@ def test_evaluations_that_cannot_be_compared_are_rejected(root, changes, message
 def test_losses_and_paired_differences_have_standard_errors(root):
     tokens = np.array([20, 30, 50])  # tokens of the three documents of a domain
     first = {name: np.array([2.0, 3.0, 4.0]) + i for i, name in enumerate(NAMES)}
-    # Losses become significantly lower, significantly higher, and neither.
+    # The losses of the three domains are significantly lower, significantly higher, and similar.
     shifts = zip(NAMES, ([-0.11, -0.1, -0.1], [0.1, 0.1, 0.12], [-0.5, 0.4, 0]), strict=True)
     second = {name: first[name] + shift for name, shift in shifts}
     for run, losses in ((UNIFORM, first), (CHAMELEON, second)):

@@ -41,7 +41,7 @@ def test_means_over_shots_averages_and_counts_are_shown_in_percent(root):
     found = rows_of(mean)
     assert found["sciq"] == ["60.0 ± 2.0", "65.0 ± 2.0"]
     assert found["copa"] == ["40.0 ± 2.0", "30.0 ± 2.0"]
-    # Errors of two tasks of 2 each: sqrt(4 + 4) / 2.
+    # Both tasks have an error of 2, so the average has an error of sqrt(4 + 4) / 2.
     assert found["average"] == ["50.0 ± 1.4", "47.5 ± 1.4"]
     assert found["tasks better than Uniform"] == ["-", "1 of 2"]
     assert marks_of(mean)["sciq"] == [False, True]

@@ -207,7 +207,7 @@ def test_umap_keeps_the_number_of_threads():
         return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
 
     vectors = np.random.default_rng(0).normal(size=(30, HIDDEN)).astype(np.float32)
-    umap_points(vectors)  # loads the libraries that start threads
+    umap_points(vectors)  # load the libraries that start threads before threads are counted
     before = threads()
     assert torch.get_num_threads() == 1
     umap_points(vectors)
@@ -225,7 +225,7 @@ def test_domains_in_the_legend_are_far_apart_on_the_map():
     assert len(named) == len(set(named)) == MOST_NAMED
     centres = shown.centroids[named]
     apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)[~np.eye(21, dtype=bool)]
-    assert apart.min() > 10  # an even grid would have distances of 22
+    assert apart.min() > 10  # points on an even grid would be 22 apart
     figure = window_map_figure(shown)
     (axes,) = figure.axes
     assert to_hex(axes.lines[0].get_color()) == PROXY_COLOR

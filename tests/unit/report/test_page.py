@@ -40,7 +40,7 @@ def files_in(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The folder of a report, which is made once, and the text that was printed."""
+    """The folder of a report that is made once, and the text that was printed."""
     root = write_run_folder(tmp_path_factory.mktemp("made") / "run")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         report = make_report(root)

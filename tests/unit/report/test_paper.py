@@ -1,4 +1,4 @@
-"""The paper's figures are shown next to those of runs in the same setting."""
+"""The report shows the paper's numbers next to those of runs in the same setting."""
 
 from __future__ import annotations
 
