@@ -99,7 +99,7 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
     print(
         f"{_describe(shape)}, step {record.step} of {record.root}\n"
         f"written to {options.output} in {options.dtype}, with its {tokenizer.file.name}"
-        f"{'' if kind == 'tokenizers' else f' (not for AutoTokenizer, but the {kind} package)'}\n"
+        f"{'' if kind == 'tokenizers' else f' (for the {kind} package, not for AutoTokenizer)'}\n"
         f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
     )
 
@@ -226,7 +226,7 @@ class HuggingFaceWeights:
 
     @property
     def left_out(self) -> list[str]:
-        """Describe what is not loaded, one line per item."""
+        """Describe the weights and settings that are not loaded, one line each."""
         config, lines = self.config, []
         if rows := config.vocab_size - self.vocab_size:
             lines.append(
@@ -234,7 +234,7 @@ class HuggingFaceWeights:
                 f"the tokenizer has {self.vocab_size} tokens"
             )
         if dropout := max(config.resid_pdrop, config.embd_pdrop, config.attn_pdrop):
-            lines.append(f"its dropout of {dropout:g} is not used: models here train without")
+            lines.append(f"its dropout of {dropout:g} is not used: models train without dropout")
         return lines
 
     def hash(self) -> str:
@@ -287,7 +287,7 @@ def read_tensors(files: Sequence[Path]) -> Tensors:
 
 
 def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
-    """Find the weight files in ``folder``: one file, or the shards listed in its index."""
+    """Find the weight files in ``folder``: a single file, or the shards that an index lists."""
     for name in (_SAFETENSORS, _PICKLED):
         index = folder / (name + _INDEX_SUFFIX)
         if (folder / name).is_file():
@@ -302,7 +302,7 @@ def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
         if name == _PICKLED and not allow_pickle:
             raise UserError(
                 f"{folder} has its weights only in {_PICKLED}, a pickle, which can contain code; "
-                f"get it with {_SAFETENSORS}, or convert its tensors to a checkpoint with "
+                f"pass a folder with {_SAFETENSORS}, or convert its tensors to a checkpoint with "
                 "tools/convert_checkpoint.py from-huggingface --allow-pickle"
             )
         files = [folder / name for name in names]
@@ -329,7 +329,7 @@ def check_output(folder: Path, marker: str, *, overwrite: bool) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir() or folder.is_symlink():
-        raise UserError(f"--output {folder} is not a folder; choose a new one")
+        raise UserError(f"--output {folder} is not a folder; choose a new folder")
     if (folder / marker).is_file():
         if not overwrite:
             raise UserError(

@@ -48,7 +48,7 @@ def read_index(folder: Path) -> Metadata:
             index = _IndexUnpickler(stream).load()
         if type(index) is not Metadata:
             raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
-        # megatron's "_extra_state" entries are never read.
+        # megatron's "_extra_state" entries may be bytes, since they are never read.
         for name, entry in index.state_dict_metadata.items():
             if type(entry) is not TensorStorageMetadata and "_extra_state" not in name:
                 raise pickle.UnpicklingError(f"{name} is not a tensor")
@@ -72,8 +72,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class _IndexUnpickler(pickle._Unpickler):
     """Unpickler restricted to plain values, torch's dtypes and the records of an index.
 
-    It extends Python's implementation, since the C implementation lets a pickle set the state of
-    any object that it names, including functions and classes of other modules.
+    This class extends Python's implementation of the unpickler, since the C implementation lets a
+    pickle set the state of any object that it names, including functions and classes of other
+    modules.
     """
 
     stack: list[Any]

@@ -56,7 +56,7 @@ def shape_of(record: CheckpointRecord) -> ModelShape:
     """Return the model's shape.
 
     Raises:
-        UserError: if checkpoint.json has no valid shape, or one too large for its files.
+        UserError: if checkpoint.json has no valid shape, or a shape too large for the files.
     """
     where, hint = f"{record.root}/checkpoint.json", "the checkpoint is damaged; use another"
     shape = check_values(where, ModelShape, record.model, hint, "model")
@@ -69,26 +69,26 @@ def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
     """Raise UserError if the checkpoint and the corpus use different tokenizers."""
     if record.tokenizer_hash != corpus.tokenizer.sha256:
         raise UserError(
-            f"{record.root} was trained with another tokenizer than {corpus.root} was made with; "
-            "preprocess the text again with that tokenizer (--tokenizer-model)"
+            f"{record.root} was trained with another tokenizer than that of {corpus.root}; "
+            "preprocess the text again with the checkpoint's tokenizer (--tokenizer-model)"
         )
 
 
 def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokenizer:
     """Open the tokenizer of the checkpoint's training data.
 
-    Its location is taken from ``options``, or from the options that the checkpoint records: those
-    of a run with --corpus or --data-path, or of a conversion.
+    The tokenizer's location is taken from ``options``, or else from the options that the checkpoint
+    records: those of a training run with --corpus or --data-path, or of a conversion.
 
     Raises:
-        UserError: if the tokenizer cannot be found, or if the checkpoint was trained with another.
+        UserError: if the tokenizer cannot be found, or differs from that of the training data.
     """
     path = options.tokenizer_model or recorded_tokenizer(record)
     if path is None or not (options.tokenizer_model or path.exists()):
         problem = f"is no longer at {path}" if path else "is not recorded"
         raise UserError(
-            f"the tokenizer of {record.root} {problem}; pass it, or the corpus that was made with "
-            "it, with --tokenizer-model"
+            f"the tokenizer of {record.root} {problem}; pass the tokenizer, or a corpus made "
+            "with it, with --tokenizer-model"
         )
     if Corpus.exists(path):
         options.reject_changed(("tiktoken_pattern", "eod_token"), f"the corpus {path} records it")
@@ -110,7 +110,7 @@ def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokeni
     if tokenizer.sha256 != record.tokenizer_hash:
         raise UserError(
             f"{tokenizer.path} is not the tokenizer that {record.root} was trained with (its hash "
-            "differs); pass that one, or the corpus that was made with it, with --tokenizer-model"
+            "differs); pass that tokenizer, or a corpus made with it, with --tokenizer-model"
         )
     return tokenizer
 
@@ -118,7 +118,8 @@ def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokeni
 def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
     """Return the recorded path of the tokenizer, or of the corpus or model folder that holds it.
 
-    A relative path is resolved from the run's working directory, or else from the current one.
+    A relative path is resolved from the run's working directory, or if nothing is found there, from
+    the current directory.
     """
     options = record.provenance.options
     data = options.get("data") or options
@@ -161,8 +162,8 @@ def load_training(
 ) -> None:
     """Load weights, optimizer, scheduler and random states, to resume a run exactly. Collective.
 
-    Data-parallel ranks share the same state: each reads a part of it, and then they exchange the
-    parts.
+    Data-parallel ranks share the same state: each rank reads a part of it, and the ranks exchange
+    the parts.
 
     Raises:
         UserError: if a file is damaged, not listed in ``record``, or belongs to another run.
@@ -242,7 +243,7 @@ def _content_errors(folder: Path) -> Iterator[None]:
     """Convert torch's and megatron's errors for a bad checkpoint into a UserError."""
     try:
         yield
-    # Errors of devices and of other ranks are RuntimeErrors, and do not concern the checkpoint.
+    # RuntimeErrors are raised by devices and by other ranks; the checkpoint does not cause them.
     except (UserError, RuntimeError, OSError, MemoryError):
         raise
     except CheckpointException as error:  # raised while reading a tensor
@@ -263,7 +264,7 @@ def _unreadable(path: Path, error: BaseException) -> UserError:
     referenced = re.search(r"GLOBAL (\S+)", str(error))
     if referenced:
         reason = f"it references {referenced[1]}"
-    elif "weights_only" in str(error):  # torch advises to load the file without this option
+    elif "weights_only" in str(error):  # torch's message advises to disable this option
         reason = "it holds more than tensors and plain values"
     else:
         reason = first_line(error)

@@ -1,14 +1,14 @@
 """Fixes for saving and loading optimizer state in megatron-core 0.16.
 
-Loading. Apex and Transformer Engine keep the step count in the parameter groups, torch's AdamW in
-the state of each parameter. megatron confuses the two conventions:
+Loading. Apex and Transformer Engine keep the step count in the parameter groups; torch's AdamW
+keeps it in the state of each parameter. megatron confuses the two conventions:
 
-- It reads the step count of a new optimizer, which has none yet.
+- It reads the step count of a new optimizer, which has no step count yet.
 - It expects a step count in the saved state of every parameter.
-- It writes in place to views of leaf tensors.
+- It writes in place to views of leaf tensors, which autograd rejects.
 - All parameters get the same step tensor, which is then incremented once per parameter.
-- An unsharded optimizer restores the step only if the optimizer that saved it kept it in the same
-  place.
+- An unsharded optimizer restores the step count only if the saving optimizer kept the step count in
+  the same place.
 
 Saving. The distributed optimizer gathers the state of a gradient buffer without the padding between
 its buckets, but slices parameters at offsets that include the padding. So the state after the first
@@ -95,7 +95,7 @@ def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimize
 def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
     """Replace the method that writes loaded tensors, on this optimizer only."""
 
-    @torch.no_grad()  # fp32 shards are views of leaf tensors
+    @torch.no_grad()  # autograd rejects writes to fp32 shards: views of leaf tensors
     def set_state(model_parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         group, order = optimizer.model_param_group_index_map[model_parameter]
         main_parameter = optimizer.optimizer.param_groups[group]["params"][order]

@@ -31,9 +31,9 @@ class ToHuggingFaceOptions(TokenizerChoice):
     """Convert a checkpoint of any layout to a Hugging Face GPT-2 folder."""
 
     checkpoint: Path
-    """A run folder (its latest checkpoint) or one checkpoint folder."""
+    """A run folder, whose latest checkpoint is converted, or a checkpoint folder."""
     output: Path
-    """The folder to write: config.json, weights in safetensors, and the tokenizer."""
+    """The folder to write, with config.json, weights in safetensors and the tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of the written weights; only float32 is lossless."""
     max_shard_size: str = "5GB"
@@ -53,7 +53,7 @@ class FromHuggingFaceOptions(CheckedOptions):
     """Convert a Hugging Face GPT-2 folder to a checkpoint of step 0, loadable in any layout."""
 
     model: Path
-    """The folder to read: config.json, weights in safetensors, and the tokenizer."""
+    """The folder to read, with config.json, weights in safetensors and the tokenizer."""
     output: Path
     """The checkpoint folder to write."""
     tokenizer_model: Path | None = None

@@ -81,7 +81,7 @@ def save_checkpoint(state: State, record: CheckpointRecord) -> None:
 def plan_save(state: State, record: CheckpointRecord) -> AsyncRequest:
     """Plan a save and return the request that executes the save. Collective.
 
-    Data-parallel ranks share the same state, and each writes a part of it.
+    Data-parallel ranks share the same state, and each rank writes a part of it.
 
     Args:
         state: the state to save; its tensors may change once the request has started to write.
@@ -148,7 +148,7 @@ class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
         staged: list[Any] = []
 
         def stage() -> list[Any]:
-            """Copy to the host and keep a reference, since freed pinned memory would be reused."""
+            """Copy tensors to the host; keep the copies: freed pinned memory would be reused."""
             staged.extend(request.preload_fn())
             return staged
 
@@ -242,7 +242,7 @@ def _write_and_hash(
     def write(number: int, bucket: Any) -> tuple[list[WriteResult], CheckpointFile]:
         """Write one file with the function that megatron runs in a process, and hash it."""
         done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        counted: queue.Queue[int] = queue.Queue()  # megatron counts finished files with the queue
+        counted: queue.Queue[int] = queue.Queue()  # megatron takes one item per written file
         counted.put(number)
         FileSystemWriterAsync.write_preloaded_data(
             transforms, number, bucket, done, counted, use_fsync=True

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_chameleon.parallel.triton_probe import has_kernels
 
-# Number of logits converted to float32 at a time: 4 MiB fit into the cache of a core, and a GPU
-# without Triton needs long kernels.
+# Number of logits converted to float32 at a time. On the CPU, 4 MiB fit into the cache of a core.
+# On a GPU without Triton, small operations would be inefficient.
 CHUNK_ON_CPU, CHUNK_ON_GPU = 1 << 20, 1 << 27
 
 
@@ -35,8 +35,8 @@ def chunked_cross_entropy(
     """Compute the losses of ``labels`` under ``logits``, in float32 for any dtype of the logits.
 
     The gradient overwrites the logits, so they cannot be read after the backward pass; autograd
-    raises if another operation needs them. A backward pass that retains its graph does not
-    overwrite the logits.
+    raises RuntimeError if another operation needs them. A backward pass that retains its graph does
+    not overwrite the logits.
 
     Args:
         logits: [..., columns], contiguous. With ``group``, each rank has its shard of the
@@ -157,7 +157,7 @@ def _logits_of(rows: torch.Tensor, labels: torch.Tensor, columns: int) -> torch.
 def _over_ranks(
     denominator: torch.Tensor, predicted: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine both values of every rank's vocabulary shard into those of the whole vocabulary."""
+    """Combine the ranks' denominators and label logits into those of the whole vocabulary."""
     largest = denominator.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     sums = torch.stack([(denominator - largest).exp(), predicted])

@@ -1,9 +1,9 @@
 """Count FLOPs from shapes and by the paper's rule, and compute model FLOPs utilization.
 
-Counted from shapes: a product of [m, k] by [k, n] counts 2*m*k*n. Causal attention counts only the
-half of the scores that is used. The output layer counts with the unpadded vocabulary. Embedding
-lookups, norms, activations and the optimizer are not counted (under 1% together). A backward pass
-counts as two forward passes.
+Counted from shapes: a product of [m, k] by [k, n] counts 2*m*k*n. For causal attention, only the
+half of the scores that is used is counted. For the output layer, the vocabulary is counted without
+padding. Embedding lookups, norms, activations and the optimizer are not counted (under 1%
+together). A backward pass counts as two forward passes.
 
 The paper (Chameleon, ICML 2025) counts 6 N D for training and 2 N D for a forward pass. N excludes
 the embeddings and the output layer. The proxy called 82M has six layers, but the paper uses the N

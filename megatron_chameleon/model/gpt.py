@@ -48,8 +48,8 @@ class GPT(GPTModel):
     """megatron's GPTModel with a cross entropy that keeps no second copy of the logits.
 
     Args:
-        real_vocab_size: number of tokens. Further rows of the embedding are padding: the logits
-            include them, the softmax of the loss does not.
+        real_vocab_size: number of tokens. Further rows of the embedding are padding, which the
+            logits include and the softmax of the loss excludes.
         settings: arguments of megatron's GPTModel.
     """
 
@@ -225,8 +225,8 @@ def build_model_chunks(
             position_embedding_type="learned_absolute",
             vp_stage=vp_stage,
         )
-        # megatron's own initialization is overwritten, but it has marked the tensors that are
-        # sharded.
+        # megatron's own initialization is overwritten, but is needed: it marks the sharded tensors,
+        # which initialize_weights has to slice.
         initialize_weights(model, shape, seed)
         model.to(layout.device)
         chunks.append(Float16Module(config, model) if config.bf16 else model)

@@ -59,7 +59,7 @@ class GPT2Config:
     resid_pdrop: NonNegativeFloat = 0.1
     embd_pdrop: NonNegativeFloat = 0.1
     attn_pdrop: NonNegativeFloat = 0.1
-    layer_norm_epsilon: Annotated[float, Field(ge=1e-5, le=1e-5)] = 1e-5  # megatron's
+    layer_norm_epsilon: Annotated[float, Field(ge=1e-5, le=1e-5)] = 1e-5  # megatron's default
     scale_attn_weights: Literal[True] = True
     scale_attn_by_inverse_layer_idx: Literal[False] = False
     add_cross_attention: Literal[False] = False
@@ -163,7 +163,8 @@ def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) ->
     for ours, (theirs, _) in huggingface_tensors(shape).items():
         tensor = parameters[ours].detach()
         if ours == WORD_EMBEDDINGS:
-            tensor = tensor[: shape.vocab_size].clone()  # a slice would be saved with its padding
+            # Without a copy, the padding in the same storage would be saved, too.
+            tensor = tensor[: shape.vocab_size].clone()
         if "linear_qkv" in ours:
             tensor = _swap_outer(tensor, heads, 3)
         if tensor.dim() == 2 and "decoder" in ours:

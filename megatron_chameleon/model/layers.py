@@ -136,9 +136,9 @@ class SequenceParallelLayerNorm(torch.nn.LayerNorm):
 class RecomputedMLP(MLP):
     """megatron's MLP, with activations recomputed from its input in the backward pass.
 
-    Uses torch's checkpoint function. megatron's checkpoint function saves and restores random
-    states, which the compiler cannot trace, and calls ``backward`` recursively, which hangs for an
-    MLP that returns its bias.
+    This class uses torch's checkpoint function, because megatron's checkpoint function saves and
+    restores random states, which the compiler cannot trace, and calls ``backward`` recursively,
+    which hangs for an MLP that returns its bias.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:

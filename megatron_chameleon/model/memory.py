@@ -1,8 +1,8 @@
 """Estimate a training rank's tensor memory from shapes: states, and the peak of a step.
 
 The estimate counts bytes of tensors, like torch's allocator. It does not count the CUDA context,
-workspaces of libraries, NCCL's buffers and fragmentation on a GPU, or gloo's copies of the data it
-sends on the CPU.
+workspaces of libraries, NCCL's buffers and fragmentation on a GPU, or, on the CPU, gloo's copies of
+sent data.
 
 The activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in
 Large Transformer Models", equation 2, for a model without dropout and with attention that does not
@@ -11,8 +11,8 @@ keep scores. With n = s * b tokens, t tensor-parallel ranks, h and f the widths,
     n * (4h/r + 4h/t + 2f/t)
 
 elements, where r is t under sequence parallelism and 1 otherwise: the inputs and outputs of both
-layer norms (4h), queries, keys and values (3h), the output of attention (h), and both sides of the
-activation (2f).
+layer norms (4h), queries, keys and values (3h), the output of attention (h), and the input and the
+output of the activation function (2f).
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     hidden = tokens * h * element
     residual = tokens // (tensor if parallel.sequence_parallel else 1) * h * element
 
-    # Bytes that a chunk keeps per micro-batch, and bytes of a micro-batch recomputed at a time.
+    # Bytes that a chunk keeps per micro-batch, and bytes of the activations recomputed at a time.
     layers = size.num_layers // pipeline // virtual
     log_sum_exp = tokens * size.num_attention_heads // tensor * FLOAT32_BYTES
-    mlp = 2 * tokens * ffn * element  # both sides of the activation
+    mlp = 2 * tokens * ffn * element  # the activation's input and output
     layer = 4 * residual + 4 * tokens * h // tensor * element + log_sum_exp + mlp
     chunk, recomputed = layers * layer, 0
     if recompute.recompute_granularity == "selective":
@@ -105,9 +105,10 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     optimizer_shards = setup.data_parallel_size if parallel.use_distributed_optimizer else 1
     stages = []
     for stage in range(pipeline):
-        # Chunks between their forward and backward passes in megatron's schedules: one forward and
-        # one backward pass alternate once the pipeline is full (Narayanan et al. 2021, "Efficient
-        # Large-Scale Language Model Training on GPU Clusters", section 2.2).
+        # Count the chunks whose activations are kept between their forward and backward passes. In
+        # megatron's schedules, forward and backward passes alternate once the pipeline is full
+        # (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
+        # section 2.2).
         later = pipeline - stage - 1
         warm_up = later if virtual == 1 else 2 * later + (virtual - 1) * pipeline
         kept = min(warm_up + 1, setup.num_microbatches * virtual) * chunk

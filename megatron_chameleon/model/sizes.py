@@ -90,7 +90,7 @@ class ModelShape:
         if 2 * self.num_parameters > num_bytes:
             raise UserError(
                 f"{where}: {self.num_parameters:,} parameters do not fit into the {num_bytes:,} "
-                "bytes of its files: it is damaged; use another"
+                "bytes of its files, so it is damaged; use another copy"
             )
 
     @property

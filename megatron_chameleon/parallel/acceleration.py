@@ -79,10 +79,8 @@ def acceleration_report(root: Path) -> AccelerationReport:
     if triton[0] == "available" and (problem := triton_problem()):
         triton = "broken", problem
     apex = nvidia_apex()
-    # The layers are megatron-core's plain layers with torch's norms.
-    transformer_engine = _package(
-        "transformer_engine.pytorch", "megatron-core uses only its FusedAdam"
-    )
+    # Layers do not use Transformer Engine: they are megatron-core's own, with torch's norms.
+    transformer_engine = _package("transformer_engine.pytorch", "used for FusedAdam only")
     return AccelerationReport(
         torch_version=torch.__version__,
         cuda_devices=[
@@ -129,7 +127,7 @@ def nvidia_apex() -> tuple[State, str]:
             f"{folders[0] if folders else spec.origin} is another project of that name, which "
             "megatron-core mistakes for NVIDIA's: pip uninstall apex"
         )
-    used_for = "its FusedAdam, and gradient_accumulation_fusion if built with it"
+    used_for = "FusedAdam, and gradient_accumulation_fusion if Apex was built with it"
     return _package("apex.optimizers", used_for)
 
 

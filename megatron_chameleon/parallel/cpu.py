@@ -42,8 +42,8 @@ def install_cpu_stand_in() -> bool:
     torch.cuda.empty_cache = lambda: None
     torch.cuda.set_device = lambda device: None
 
-    # The only CPU generator replaces the CUDA generators, also in megatron's tracker. The tracker
-    # warns that the CPU generator advances, which is intended here.
+    # The CPU has a single generator, which replaces the CUDA generators, also in megatron's
+    # tracker. The tracker would warn that the CPU generator advances, which is intended here.
     def get_state(device: Any = None) -> torch.Tensor:  # torch passes device= by name
         return torch.get_rng_state()
 

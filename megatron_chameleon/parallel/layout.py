@@ -203,8 +203,8 @@ def device_name(device: torch.device) -> str:
 
 
 def _prepare_device() -> torch.device:
-    # NVIDIA's containers allow TF32 (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1), which has only 10
-    # mantissa bits in place of fp32's 23.
+    # fp32 must not be rounded to TF32, which NVIDIA's containers allow
+    # (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1): TF32 has 10 mantissa bits, fp32 has 23.
     torch.set_float32_matmul_precision("highest")
     problem = unusable_gpu()
     if problem is not None:

@@ -35,9 +35,10 @@ def triton_problem() -> str | None:
         import triton
 
         triton.jit(_empty_kernel)[(1,)](torch.empty(1, device="cuda"))
-    # The compiler, linker, driver or Triton can raise any error; torch's operations are used then.
+    # Compiler, linker, driver and Triton raise many types of errors; after any of them, torch's
+    # operations are used instead.
     except Exception as error:
-        return _missing_tools() or f"Triton launches no kernel: {error}".splitlines()[0]
+        return _missing_tools() or f"Triton cannot launch a kernel: {error}".splitlines()[0]
     return None
 
 

@@ -41,9 +41,9 @@ from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.records import Progress, RunRecords
 from megatron_chameleon.training.run_folder import FRESH_START
 
-# These options affect results, so they must not change on resume. The hashes of the corpus, the
-# initial mixture and the pretrained weights are compared too, as are the mixture changes and the
-# hook in the checkpoint.
+# These options affect results, so they must not change on resume. A resume also compares the hashes
+# of the corpus, the initial mixture and the pretrained weights, and the mixture changes and the
+# hook that the checkpoint records.
 FIXED_OPTIONS = (
     "model_size",
     "seq_length",
@@ -65,7 +65,7 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
 
     Raises:
         UserError: on every rank, if the folder holds a run with other options, corpus or mixture,
-            or all its checkpoints are damaged.
+            or all of its checkpoints are damaged.
     """
 
     def find_run() -> TrainingRun | None:
@@ -81,9 +81,9 @@ def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
     checkpoint, problems = newest_verified_checkpoint(plan.options.run_dir, layout)
     sharded = plan.options.parallel.use_distributed_optimizer
     if checkpoint and bool(checkpoint.layout.get("use_distributed_optimizer")) != sharded:
-        # megatron saves the distributed optimizer's state in another format.
+        # megatron cannot load this state: the distributed optimizer's state has another format.
         raise UserError(
-            f"{checkpoint.root} has the optimizer's state in another format; "
+            f"{checkpoint.root} holds optimizer state in another format; "
             f"{'leave out' if sharded else 'pass'} --use-distributed-optimizer to resume from it"
         )
     return Progress(run, checkpoint, tuple(problems))
@@ -99,7 +99,7 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
     if not TrainingRun.exists(folder):
         if checkpoint_folders(folder):
             raise UserError(
-                f"{folder} has checkpoints but no run.json, which describes their run; "
+                f"{folder} has checkpoints, but no run.json that describes their run; "
                 "choose another folder"
             )
         return None
@@ -134,7 +134,7 @@ def _flat(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify_files(record: Corpus | CheckpointRecord, what: str, layout: Layout) -> None:
-    """Verify the hashes of the files of ``record``; ranks share the work. Collective.
+    """Verify the hashes of the files of ``record``; each rank verifies some of them. Collective.
 
     Raises:
         UserError: on every rank, if any file does not match its hash.
@@ -148,7 +148,7 @@ def verify_files(record: Corpus | CheckpointRecord, what: str, layout: Layout) -
 def newest_verified_checkpoint(
     run_dir: Path, layout: Layout
 ) -> tuple[CheckpointRecord | None, list[str]]:
-    """Find the newest checkpoint whose hashes verify, and the errors of newer ones. Collective.
+    """Find the newest undamaged checkpoint, and the errors of newer checkpoints. Collective.
 
     Raises:
         UserError: on every rank, if there are checkpoints and all of them are damaged.
@@ -171,11 +171,11 @@ def newest_verified_checkpoint(
 
 
 def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) -> MixtureSchedule:
-    """Join the checkpoint's mixture phases and the plan's phases after the checkpoint.
+    """Join the mixture phases of the checkpoint and the plan's phases after that checkpoint.
 
     Raises:
-        UserError: if the plan changes the mixture before the checkpoint, and the checkpoint lacks
-            this change.
+        UserError: if the plan changes the mixture before the step of the checkpoint, and the
+            checkpoint does not record this change.
     """
     if checkpoint is None:
         return plan.schedule
@@ -184,20 +184,20 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
         Phase(phase.first_sample, tuple(phase.weights[name] for name in names))
         for phase in checkpoint.mixture_phases
     )
-    # The first phase is skipped: check_run_folder has compared the hashes of the initial mixtures.
+    # The first phase is not compared: check_run_folder has compared the initial mixtures' hashes.
     for phase in plan.schedule.until(checkpoint.samples)[1:]:
         if phase not in past:
             step = phase.first_sample // plan.options.global_batch_size
             raise UserError(
-                f"--mixture-change {step}=...: the run is at step {checkpoint.step} and used "
-                f"other weights from step {step} on; pass a step >= {checkpoint.step}"
+                f"--mixture-change {step}=...: the run is at step {checkpoint.step}, and used "
+                f"another mixture from step {step} on; pass a step >= {checkpoint.step}"
             )
     ahead = [p for p in plan.schedule.phases if p.first_sample >= max(checkpoint.samples, 1)]
     return MixtureSchedule((*past, *ahead))
 
 
 def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> None:
-    """Check that a resumed run reads the same samples as an uninterrupted one.
+    """Check that a resumed run reads the same samples as an uninterrupted run.
 
     Raises:
         UserError: if the checkpoint has another version of the sample order, or its per-domain
@@ -214,16 +214,16 @@ def check_same_samples(samples: BlendedTokens, checkpoint: CheckpointRecord) -> 
         if count != checkpoint.domain_samples.get(name):
             raise UserError(
                 f"{checkpoint.root} records {checkpoint.domain_samples.get(name)} samples of "
-                f"'{name}', but its weights imply {count}: it is damaged or was written by another "
-                "version; resume from an earlier checkpoint, or start from scratch"
+                f"'{name}', but its mixture implies {count}: it is damaged or was written by "
+                "another version; resume from an earlier checkpoint, or start from scratch"
             )
 
 
 def roll_back(progress: Progress, run_dir: Path) -> None:
     """Roll the run in ``run_dir`` back to the step of ``progress``, on rank 0.
 
-    Metrics of later steps are deleted. Newer checkpoints are renamed; a :class:`CheckpointWarning`
-    reports damaged ones.
+    Metrics of later steps are deleted. Newer checkpoints are renamed; if they are damaged, a
+    :class:`CheckpointWarning` is issued.
 
     Raises:
         UserError: if the folder cannot be written.
@@ -261,7 +261,7 @@ class CheckpointWriter:
         Args:
             state: state to save; with ``--async-save``, the caller may modify it after this call.
             record: record of the checkpoint.
-            is_last: whether the run stops after this save, which is then synchronous and must
+            is_last: whether the run stops after this save. The last save is synchronous and must
                 succeed.
 
         Raises:
@@ -275,7 +275,9 @@ class CheckpointWriter:
                 self._in_flight = record
             else:
                 request.execute_sync()
-                if not record.guard.get("streak"):  # during a streak, old checkpoints are kept
+                # During a streak of skipped steps, no checkpoint is deleted, so that the one before
+                # the streak is kept.
+                if not record.guard.get("streak"):
                     self._delete_old()
         except SaveError as error:
             if is_last:

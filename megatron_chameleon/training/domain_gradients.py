@@ -1,7 +1,7 @@
 """Per-domain gradients from a single pass over the global batch.
 
 The samples of the batch are sorted by domain, so that each micro-batch has a single domain. Each
-domain's gradient is copied from the gradient buffers before the next one is computed.
+domain's gradient is copied from the gradient buffers before the next domain's gradient is computed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_chameleon.blend.sampler import Batch, to_device
 from megatron_chameleon.training.optimizer import is_counted
 
-# Number of products in a chunk of a dot product. Each chunk is summed in float32, and the sums of
-# the chunks are added in float64. Larger chunks are less exact and not faster.
+# A dot product is computed in chunks of this many products. Each chunk is summed in float32, and
+# the sums of the chunks are added in float64. Larger chunks would be less exact and no faster.
 CHUNK = 1 << 10
 
-# Number of chunks that one matrix multiplication sums.
+# Number of chunks per batched matrix multiplication. It limits the memory of the chunks' sums.
 CHUNKS_AT_ONCE = 512
 
 Span = tuple[int, int]
@@ -39,7 +39,7 @@ class DomainGradients:
     Attributes:
         domain_tokens: [k] float64, tokens with a loss per domain in the global batch.
         learning_rate: learning rate of the upcoming update.
-        present: domains with tokens in the batch, in order; the other gradients are zero.
+        present: domains with tokens in the batch, in order; gradients of other domains are zero.
     """
 
     def __init__(self, model: Sequence[DistributedDataParallel], num_domains: int) -> None:
@@ -73,7 +73,8 @@ class DomainGradients:
         """Write the sum of the gradients, weighted by ``weights`` [k], to the gradient buffers.
 
         All ranks use the weights of rank 0: the last digits of a hook's result may depend on the
-        processor, and replicas of the same parameters would diverge.
+        processor, so replicas of the same parameters would diverge if each rank used its own
+        result.
         """
         agreed = to_device(weights.to(torch.float64, copy=True), self.domain_tokens.device)
         dist.broadcast(agreed, src=0)
@@ -101,11 +102,12 @@ def micro_batches_by_domain(
 
     Args:
         micro_batches: one rank's micro-batches of a step.
-        rows: domain -> its samples, as indices into the concatenated ``micro_batches``.
-        largest: maximum samples of a micro-batch.
-        pipeline: number of pipeline stages; with several, all micro-batches of a domain have the
-            same size.
-        rounds: number that divides the number of micro-batches, as interleaved stages require.
+        rows: domain -> indices of its samples in the concatenated ``micro_batches``.
+        largest: maximum number of samples in a micro-batch.
+        pipeline: number of pipeline stages; if there are several, all micro-batches of a domain
+            have the same size.
+        rounds: the number of micro-batches is a multiple of this number, as interleaved pipeline
+            stages require.
     """
     counts, padded = {}, {}
     for domain, own in rows.items():
@@ -150,7 +152,7 @@ class GradientBucket:
 def span_products(rows: torch.Tensor) -> torch.Tensor:
     """Dot products of ``rows`` [m, n] float32 with each other: [m, m] float64.
 
-    Chunks of ``CHUNK`` numbers are summed in float32, at full speed, and their sums in float64.
+    Chunks of ``CHUNK`` products are summed in float32 for speed; their sums are added in float64.
     """
     count, length = rows.shape
     total = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
@@ -180,7 +182,7 @@ def _buckets(model: Sequence[DistributedDataParallel], count: int) -> Iterator[G
                 numel = bucket.grad_data.numel()
                 # ``first`` to ``last`` is this rank's shard. Without the distributed optimizer,
                 # every data-parallel rank holds all gradients, but includes only this range in dot
-                # products.
+                # products, so that the sum over the ranks includes each gradient once.
                 first, last = (numel * r // group.size() for r in (group.rank(), group.rank() + 1))
                 gradient = bucket.grad_data[first:last] if sharded else bucket.grad_data
                 mine = bucket.offset + first, bucket.offset + last
@@ -189,7 +191,7 @@ def _buckets(model: Sequence[DistributedDataParallel], count: int) -> Iterator[G
 
 
 def spans_within(spans: Iterable[Span], within: Span, origin: int) -> list[Span]:
-    """Intersect ``spans`` with ``within``, shift them by -``origin``, and join adjacent ones."""
+    """Intersect ``spans`` with ``within``, shift by -``origin``, and join adjacent spans."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         start, stop = max(start, within[0]) - origin, min(stop, within[1]) - origin

@@ -26,7 +26,7 @@ class SkippedStep:
 
     Attributes:
         step: step number, from 1.
-        reason: why it was skipped.
+        reason: why the step was skipped.
         domain_samples: domain -> samples in the global batch, without zeros.
         domain_loss: domain -> mean loss of its tokens.
     """
@@ -69,7 +69,8 @@ class StepGuard:
         self._phase: int | None = state.get("phase")  # older checkpoints lack the phase
         self.skipped: int = state.get("skipped", 0)
         self.updates: int = state.get("updates", 0)
-        # Older checkpoints hold a dictionary for each skipped step, newer ones its number.
+        # Older checkpoints hold a dictionary per skipped step; newer checkpoints hold the step
+        # number.
         streak = state.get("streak", ())
         self.streak: list[int] = [s["step"] if isinstance(s, dict) else s for s in streak]
         self.unlogged: list[SkippedStep] = []
@@ -106,10 +107,10 @@ class StepGuard:
         return True
 
     def _spike_threshold(self, name: str) -> float:
-        """Mean plus --spike-factor standard deviations; infinite until the window is half full.
+        """Largest value that is not a spike: the mean plus --spike-factor standard deviations.
 
-        OLMo 2 skips steps this way (OLMo et al. 2024, "2 OLMo 2 Furious"), except that here spikes
-        do not enter the window.
+        The threshold is infinite until the window is half full. OLMo 2 skips steps in the same way
+        (OLMo et al. 2024, "2 OLMo 2 Furious"), except that here spikes do not enter the window.
         """
         values, factor = self._windows[name], self._options.spike_factor
         if not factor or len(values) < max(2, self._options.spike_window // 2):
@@ -130,7 +131,7 @@ class StepGuard:
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON values.
 
-        A run that resumes with this state makes the same decisions.
+        A resumed run with this state makes the same decisions as an uninterrupted run.
         """
         return {
             "skipped": self.skipped,
@@ -166,12 +167,18 @@ class StepSync:
         self._host.copy_(mine, non_blocking=True)
 
     def loss(self) -> float | None:
-        """Mean loss of the step's tokens; None without losses. Call it after the norm is known."""
+        """Mean loss of the step's tokens; None if no token has a loss.
+
+        Call this method after computing the gradient norm.
+        """
         loss, tokens = self._host[:2].tolist()
         return loss / tokens if tokens else None
 
     def stop_reasons(self) -> list[str]:
-        """The ``REASONS`` for which any rank wants to stop. Call it after the norm is known."""
+        """``REASONS`` for which at least one rank wants to stop.
+
+        Call this method after computing the gradient norm.
+        """
         flags = self._host[2:].tolist()
         return [reason for reason, flag in zip(REASONS, flags, strict=True) if flag]
 

@@ -33,21 +33,21 @@ from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.step import Passes
 
 TokenValues = Sequence[torch.Tensor]
-"""A tensor [b, s] with a value per token, for each micro-batch of this rank; empty on ranks before
-the last pipeline stage."""
+"""One tensor [b, s] per micro-batch of this rank, with a value per token; an empty list on ranks
+before the last pipeline stage."""
 
 
 class TrainingHook:
     """Base class of training hooks, called identically on every rank.
 
-    Its decisions must depend only on values that all ranks share: its own state, all-reduced sums
-    and the step.
+    A hook's decisions must depend only on values that all ranks share: the hook's own state,
+    all-reduced sums and the step.
 
     Attributes:
         combines_gradients: whether :meth:`gradient_weights` is called at every step.
         mixture_interval: steps between two calls of :meth:`new_mixture`; 0 if it is not called.
-            Other values require a sample order that allows mixture changes (``--permutation epoch``
-            or feistel).
+            A positive value requires a sample order that allows mixture changes (``--permutation
+            epoch`` or feistel).
         flops: floating-point operations of the hook, in addition to training, since the process
             started.
     """
@@ -61,8 +61,8 @@ class TrainingHook:
     def prepare(self) -> None:
         """Allocate the device memory that the hook needs throughout training.
 
-        Called once, before the model is built and the dry first step; not called if the run is
-        already finished.
+        This method is called once, before the model is built and before the dry first step. It is
+        not called if the run is already finished.
         """
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor | None:
@@ -78,7 +78,7 @@ class TrainingHook:
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
         """Return the weights of the per-domain gradients; called after the backward pass.
 
-        ``gradients.learning_rate`` is the learning rate of the upcoming update.
+        ``gradients.learning_rate`` is the learning rate of the update that follows.
 
         Returns:
             [k] weights of the gradients in the update; by default the domains' shares of the
@@ -94,7 +94,7 @@ class TrainingHook:
             model: this rank's chunks of the model, for forward passes.
 
         Returns:
-            Domain weights from this step on, or None to keep the current ones.
+            Domain weights from this step on, or None to keep the current weights.
         """
         return None
 
@@ -105,16 +105,17 @@ class TrainingHook:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run restores, as JSON values.
 
-        Also called before each step, after :meth:`new_mixture`, so that a skipped step can be
-        undone; keep it small.
+        This method is also called before each step, after :meth:`new_mixture`, so that a skipped
+        step can be undone; keep the state small.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`.
 
-        Called when a run is resumed, and after each skipped step, to undo changes that
-        :meth:`loss_weights` and :meth:`gradient_weights` made from a possibly NaN loss or gradient.
+        This method is called when a run is resumed. It is also called after each skipped step, to
+        undo changes that :meth:`loss_weights` and :meth:`gradient_weights` made from a loss or
+        gradient that may be NaN.
         """
 
 
@@ -129,7 +130,7 @@ class GlobalBatch:
         step: number of steps done before this step.
         micro_batches: this rank's micro-batches.
         passes: forward and backward passes of the trained model.
-        shape: shape of that model.
+        shape: shape of the trained model.
         layout: layout of the ranks.
         hook: the training hook, whose FLOPs are counted.
     """
@@ -158,8 +159,8 @@ class GlobalBatch:
         """Compute the losses of all tokens by a forward pass of the trained model or another model.
 
         Args:
-            other: passes of another model in the same layout, such as a reference model; by default
-                those of the trained model.
+            other: passes of another model in the same layout, such as a reference model; by
+                default, the passes of the trained model.
             other_shape: shape of the other model, to count its FLOPs.
         """
         shape = other_shape or self.shape
@@ -192,8 +193,8 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
     """Build the run's hook in its initial state; the base class if ``make`` is None.
 
     Raises:
-        UserError: if the hook changes the mixture, but ``--permutation`` does not allow it or
-            ``--mixture-change`` is set too.
+        UserError: if the hook changes the mixture, but ``--permutation`` does not allow mixture
+            changes, or ``--mixture-change`` is set, too.
     """
     hook = make(plan, layout) if make else TrainingHook()
     if hook.mixture_interval:
@@ -202,7 +203,7 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
             raise UserError(f"{name} changes the mixture, which needs --permutation epoch")
         if plan.options.data.mixture_change:
             raise UserError(
-                f"--mixture-change: {name} changes the mixture, too; leave out --mixture-change"
+                f"--mixture-change: {name} itself changes the mixture; leave out --mixture-change"
             )
     return hook
 
@@ -239,7 +240,7 @@ class HookRunner:
             allocated here.
         passes: passes of the trained model, built with ``per_token_loss`` if the hook combines
             gradients.
-        shape: shape of that model.
+        shape: shape of the trained model.
         layout: layout of the ranks.
     """
 
@@ -275,7 +276,7 @@ class HookRunner:
 
         Args:
             batches: this rank's micro-batches.
-            step: steps done before this one.
+            step: number of steps done before this step.
             learning_rate: learning rate of the upcoming update.
         """
         if hook_name(self._hook) is None:
@@ -319,7 +320,7 @@ class HookRunner:
         # Indices of each domain's samples in the concatenated micro-batches.
         rows: list[list[int]] = [[] for _ in range(batch.num_domains)]
         domains = torch.cat([part["domain"] for part in batch.micro_batches])
-        for row, domain in enumerate(domains.tolist()):  # synchronizes with the device once
+        for row, domain in enumerate(domains.tolist()):  # tolist() synchronizes once
             rows[domain].append(row)
         stages = self._layout.pipeline_size
         by_domain = micro_batches_by_domain(
@@ -327,7 +328,7 @@ class HookRunner:
             {domain: rows[domain] for domain in gradients.present},
             largest=self._passes.shape.micro_batch_size,
             pipeline=stages,
-            rounds=stages if len(self._model) > 1 else 1,  # interleaved stages
+            rounds=stages if len(self._model) > 1 else 1,  # stages are interleaved
         )
         sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
         padding = torch.zeros(1, dtype=torch.int64, device=self._passes.device)
@@ -342,7 +343,7 @@ class HookRunner:
         length = self._passes.shape.seq_length
         padded = int(sum_over_ranks(padding, self._layout)) * length
         self._hook.flops += training_flops(self._shape, padded, length)
-        if self._layout.is_last_stage:  # sampled tokens, without padding samples
+        if self._layout.is_last_stage:  # exclude padding samples from the sampled tokens
             sampled = torch.tensor([len(own) * length for own in rows])
             sums[:, 2] = to_device(sampled, self._passes.device)
         return sums

@@ -1,4 +1,4 @@
-"""Memory of a run: its estimate, hints when it runs out, and a first step without an update."""
+"""Memory of a run: estimate, hints after out-of-memory errors, and a dry first step."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MEMORY_HINT = (
     "--bf16, or more ranks with a larger --tensor-model-parallel-size"
 )
 
-# A step changes these attributes of megatron's bucket groups. The first two belong to the gradient
-# counts that complete a bucket, which are measured in the first batch. The last records whether
-# parameters have been gathered.
+# Attributes of megatron's bucket groups that a step changes, and that dry_first_step restores. In
+# its first batch, a bucket group counts the gradients that complete a bucket; the first two
+# attributes belong to this count. The third one records whether parameters have been gathered.
 BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_gather_dispatched")
 
 
@@ -53,7 +53,7 @@ def training_setup(options: ModelOptions, shape: ModelShape, world_size: int) ->
 
 
 def print_estimate(options: EstimateMemoryOptions) -> int:
-    """Print the peak memory of a rank; return exit status 1 if it exceeds the device memory.
+    """Print a rank's peak memory; return exit status 1 if it exceeds the device memory, else 0.
 
     Raises:
         UserError: if the options do not describe a possible run.
@@ -125,11 +125,11 @@ def check_host_memory(plan: TrainingPlan, layout: Layout) -> None:
 
 
 def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> None:
-    """Run one step without an update, to allocate its peak memory. Collective.
+    """Run one step without an update, to allocate the peak memory of a step. Collective.
 
-    Weights, gradients, optimizer, schedule and random states are unchanged afterwards, but not
-    after an error, which ends the run. The hook has already allocated its memory. Its forward
-    passes are not run, since they need less memory than a step.
+    Afterwards, weights, gradients, optimizer, schedule and random states are as before. If an error
+    is raised, they are not restored, since the error ends the run. The hook has already allocated
+    its memory. The hook's forward passes are not run, since they need less memory than a step.
 
     Raises:
         torch.OutOfMemoryError: if the device memory does not suffice.

@@ -46,8 +46,8 @@ class Interval:
     Attributes:
         loss: mean loss of the steps that were not skipped; NaN if all were skipped.
         domain_loss: mean loss of each domain in these steps.
-        domain_tokens: tokens with a loss, without skipped steps.
-        domain_tokens_drawn: all tokens sampled, including skipped steps.
+        domain_tokens: each domain's tokens with a loss, excluding skipped steps.
+        domain_tokens_drawn: each domain's sampled tokens, including skipped steps.
         grad_norm: gradient norm of the last step that was not skipped.
         tokens_per_second: tokens sampled per second, over all ranks.
         memory_bytes: largest memory of any rank, as measured by :func:`memory_bytes`.
@@ -113,7 +113,7 @@ class IntervalMeter:
 
 
 def sum_over_ranks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Sum of ``values`` over the data-parallel ranks' last stages, on every rank. Collective."""
+    """Sum of ``values`` over the replicas' last pipeline stages, on every rank. Collective."""
     sums = values.clone() if counts_losses(layout) else torch.zeros_like(values)
     dist.all_reduce(sums)
     return sums
@@ -145,7 +145,7 @@ class PhaseTimers:
 
     forward_backward, optimizer and mixture (a hook's mixture change) are measured on the device,
     by CUDA events on a GPU. data is the time in which this process makes batches, possibly while a
-    GPU computes. During all other phases, such as saving, training waits.
+    GPU computes. Training waits during all other phases, such as saving.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -208,19 +208,22 @@ def build_profiler(
     """Build the profiler of rank 0; None on other ranks and without ``--profile``.
 
     Enter the profiler as a context before the first step, and call its ``step`` after each step.
-    The profiler writes the trace even if the run ends early; if writing fails, it warns.
+    The profiler writes the trace even if the run ends early. If the trace cannot be written, a
+    warning is issued.
 
     Args:
         options: options of the run.
         layout: layout of the ranks.
-        first_step: steps done before this start of the run.
+        first_step: number of steps done when the run was started or resumed.
     """
     start = options.profiling.profile_step_start - first_step
     end = options.profiling.profile_step_end - first_step
     if not options.profiling.profile or not layout.is_main:
         return None
     if start < 0:
-        warnings.warn("no trace of --profile: the run is past --profile-step-start", stacklevel=2)
+        warnings.warn(
+            "--profile writes no trace: the run is past --profile-step-start", stacklevel=2
+        )
         return None
 
     def action(step: int) -> ProfilerAction:
@@ -236,7 +239,7 @@ def build_profiler(
             with replacing(options.run_dir / "profile" / name) as temporary:
                 trace.export_chrome_trace(os.fspath(temporary))
         except (OSError, UserError) as error:
-            warnings.warn(f"no trace of --profile: {error}", stacklevel=2)
+            warnings.warn(f"--profile wrote no trace: {error}", stacklevel=2)
 
     return torch.profiler.profile(schedule=action, on_trace_ready=write)
 
@@ -292,7 +295,8 @@ class TensorBoardLogger:
 
     def log(self, step: int, figures: Figures) -> None:
         """Write every finite number; nested names are joined, as in 'domain_loss/news'."""
-        writer, self._writer = self._writer, None  # an OSError ends the writer's thread
+        # An OSError ends the writer's thread, so the next call then opens a new writer.
+        writer, self._writer = self._writer, None
         writer = writer or self._open(self._folder, purge_step=self._logged_step + 1)
         self._logged_step = step
         for name, value in scalars(figures):
@@ -369,7 +373,8 @@ def _installed(package: str, without: str) -> bool:
     installed = importlib.util.find_spec(package) is not None
     if not installed:
         warnings.warn(
-            f"{package} is not installed, so it gets no metrics; install {package}, or {without}",
+            f"{package} is not installed, so no metrics are logged to it; install {package}, or "
+            f"{without}",
             stacklevel=3,
         )
     return installed

@@ -132,8 +132,9 @@ def build_scheduler(
 class GuardedOptimizer(ChainedOptimizer):
     """megatron's optimizer with a callback that may reject a step by its gradient norm.
 
-    Clipping needs the norm on the host anyway. A rejected step changes neither weights nor moments,
-    and ``step`` returns False as its first value, as megatron does when a loss scale overflows.
+    The callback adds no synchronization, since clipping needs the norm on the host anyway. A
+    rejected step changes neither weights nor moments, and ``step`` returns False as its first
+    value, as megatron does when a loss scale overflows.
 
     Attributes:
         accepts: callback that takes the gradient norm and returns whether to update the model.
@@ -152,7 +153,7 @@ class GuardedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Update the model if the step is accepted; return whether it was."""
+        """Update the model if the step is accepted; return whether the model was updated."""
         return self.accepts(self._grad_norm) and bool(super().step_with_ready_grads())
 
 
@@ -168,14 +169,15 @@ def is_counted(parameter: torch.nn.Parameter) -> bool:
 def use_fused_kernels(optimizer: GuardedOptimizer) -> None:
     """Use torch's fused kernels in ``optimizer`` and in megatron's gradient clipping.
 
-    If megatron uses functions of Transformer Engine or Apex, they are kept.
+    Functions of Transformer Engine or Apex that megatron uses are kept.
     """
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, torch.optim.AdamW):
             _fuse(part.optimizer)
-            # Loading a checkpoint overwrites the settings of the parameter groups.
+            # Loading a checkpoint overwrites the settings of the parameter groups, so they are set
+            # again after loading.
             part.optimizer.register_load_state_dict_post_hook(_fuse)
-    # megatron chooses these functions at import and has no argument for others.
+    # megatron chooses these functions at import, and no argument can replace them.
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = l2_norm
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
@@ -281,7 +283,7 @@ def build_trained_model(
         # Losses are summed, not averaged: ranks have different numbers of samples of a domain.
         per_token_loss=options.boundaries.eod_mask_loss or combines_gradients,
         recompute=options.parallel.recompute,
-        # The CPU is always deterministic, so the option must not change its results.
+        # On the CPU, which is always deterministic, the option must not change results.
         deterministic=options.deterministic and on_gpu,
         # This is Megatron's default, except for compiled layers: the compiler cannot trace Apex's
         # kernel.

@@ -25,7 +25,7 @@ from megatron_chameleon.ranges import (
 
 @dataclasses.dataclass(frozen=True)
 class StoppingOptions(CheckedOptions):
-    """When a run saves a checkpoint and exits with status 0, to be resumed later.
+    """When to stop a run early, after saving a checkpoint to resume from; the exit status is 0.
 
     SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, sent to any rank, stops the run in this way at any time.
     tools/compute_mixture.py exits with status 75 if it was stopped, but with 0 under torchrun.
@@ -40,16 +40,17 @@ class CheckpointingOptions(CheckedOptions):
     """How checkpoints are written, and how many are kept."""
 
     async_save: bool = False
-    """Write checkpoints in background processes during training, except the last one of a run. It
-    needs host memory for a second copy of the state."""
+    """Write checkpoints in background processes during training, except a run's last checkpoint.
+    This option needs host memory for a second copy of the state."""
     keep_last_checkpoints: int = 5
     """Number of checkpoints to keep; older ones are deleted when a newer one is complete. 0 keeps
-    all; 1 leaves no older checkpoint to resume from if the last one is damaged."""
+    all checkpoints; 1 leaves no older checkpoint to resume from if the last checkpoint is
+    damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardOptions(CheckedOptions):
-    """When to skip a step, so that data and learning rate advance, but the model is unchanged."""
+    """When to skip a step: data and learning rate advance, but the model is not updated."""
 
     max_consecutive_skipped_steps: Count = 10
     """Stop after this many consecutive skipped steps, counted across resumes. A step is skipped if
@@ -98,22 +99,22 @@ class OnlineOptions(CheckedOptions):
     """Online Chameleon: recompute the mixture during training from the model's own embeddings."""
 
     online_interval: Count | None = None
-    """Steps between two recomputations of the mixture; by default it is never recomputed. Needs
-    --permutation epoch or feistel."""
+    """Steps between two recomputations of the mixture; by default, the mixture is never recomputed.
+    Needs --permutation epoch or feistel."""
     online_windows: Count = 256
     """Maximum windows of training text per domain, each of up to --seq-length tokens. Every
     recomputation uses the same windows."""
     online_layer: int | None = None
-    """Average the hidden states after this many layers, before the final norm; by default half of
-    the layers."""
+    """Average the hidden states after this many layers, without the final norm; by default after
+    half of the layers."""
     online_recipe: Literal["reference", "paper", "scaled"] = "reference"
-    """How weights are computed from embeddings, as for --recipe of tools/compute_mixture.py."""
+    """How weights are computed from embeddings; see --recipe of tools/compute_mixture.py."""
     online_smoothing: BelowOne = 0.5
-    """Weight of the previous mixture in the new one (assumed: the paper leaves online mixing to
-    later work)."""
+    """Weight of the previous mixture in the new mixture (assumed value: the paper leaves online
+    mixing to later work)."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for other --online options without --online-interval."""
+        """Raise UserError for --online options that have no effect without --online-interval."""
         super().__post_init__()
         if self.online_interval is None:
             settings = ("online_windows", "online_layer", "online_recipe", "online_smoothing")
@@ -152,9 +153,9 @@ class ValidationOptions(CheckedOptions):
     eval_interval: int = 1000
     """Steps between two validations; 0 disables validation."""
     eval_iters: Count = 100
-    """Maximum global batches of one validation, divided equally among the domains."""
+    """Maximum number of global batches in one validation, divided equally among the domains."""
     eval_tokens: LargeCount | None = None
-    """Maximum tokens per domain of one validation; replaces --eval-iters."""
+    """Maximum number of tokens per domain in one validation; replaces --eval-iters."""
     eval_last_step: bool = False
     """Also validate after the last step if --eval-interval does not divide --train-iters."""
 
@@ -176,13 +177,14 @@ class OptimizerOptions(CheckedOptions):
     """AdamW with linear warm-up and cosine decay."""
 
     lr: Positive = 5e-4
-    """Peak learning rate (paper, proxies: 5e-4; 684M and 1.2B: 1.5e-4)."""
+    """Peak learning rate (paper: 5e-4 for proxies, 1.5e-4 for the 684M and 1.2B models)."""
     min_lr: NonNegative = 1e-4
-    """Learning rate at the end of the cosine (paper, proxies: 1e-4; 684M and 1.2B: 5e-5)."""
+    """Learning rate at the end of the cosine (paper: 1e-4 for proxies, 5e-5 for the 684M and 1.2B
+    models)."""
     lr_warmup_iters: int = 500
-    """Steps of linear warm-up (assumed: the paper does not say)."""
+    """Steps of linear warm-up (assumed value: the paper states none)."""
     weight_decay: NonNegative = 0.01
-    """Decoupled weight decay, on matrices only (paper)."""
+    """Decoupled weight decay (from the paper), applied to matrices only."""
     adam_beta1: BelowOne = 0.9
     """First-moment decay (assumed)."""
     adam_beta2: BelowOne = 0.95
@@ -216,7 +218,7 @@ class ModelOptions(CheckedOptions):
     seq_length: Count = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
     global_batch_size: BatchSize = 128
-    """Sequences per step, over all ranks (paper: 128; Pile: 512)."""
+    """Sequences per step, over all ranks (paper: 128, but 512 for the Pile)."""
     micro_batch_size: BatchSize = 8
     """Sequences per forward pass of a rank."""
     bf16: bool = False
@@ -228,7 +230,8 @@ class ModelOptions(CheckedOptions):
 class EstimateMemoryOptions(ModelOptions):
     """Estimate the memory of each rank of a training run, without starting it.
 
-    The flags are those of tools/pretrain_gpt.py, plus the values that training reads from files.
+    The flags are those of tools/pretrain_gpt.py, plus flags for values that training reads from
+    files.
     """
 
     model_size: str = "82m"
@@ -238,13 +241,13 @@ class EstimateMemoryOptions(ModelOptions):
     world_size: Count = 1
     """Number of ranks, over all nodes."""
     device_memory_gb: Positive | None = None
-    """Memory of each device in GB (10^9 bytes), to report whether the run fits; the exit status is
-    1 if it does not."""
+    """Memory of each device in GB (10^9 bytes), to report whether the run fits; if the run does not
+    fit, the exit status is 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingOptions(ModelOptions):
-    """Options of every training run: of a base model and of a method's proxy."""
+    """Options of every training run, whether of a base model or of a method's proxy model."""
 
     train_iters: Count = 2000
     """Optimizer steps (paper: 2000 for the Chameleon proxy, 10000 for the other proxies)."""
@@ -262,7 +265,7 @@ class TrainingOptions(ModelOptions):
     log_interval: Count = 10
     """Steps between two log lines."""
     save_interval: Count = 500
-    """Steps between two checkpoints; the last step always writes one."""
+    """Steps between two checkpoints; a checkpoint is always written after the last step."""
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     checkpointing: CheckpointingOptions = dataclasses.field(default_factory=CheckpointingOptions)
@@ -274,10 +277,13 @@ class TrainingOptions(ModelOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions(CheckedOptions):
-    """Input files and folder of a run. A base class, so that these options come first in --help."""
+    """Input files and folder of a run.
+
+    These options are in a base class so that --help lists them first.
+    """
 
     run_dir: Path
-    """Folder of this run, for run.json, metrics.jsonl and checkpoints."""
+    """Folder of this run, to which run.json, metrics.jsonl and checkpoints are written."""
     corpus: Path | None = None
     """Folder written by tools/preprocess_data.py; alternatively, pass --data-path."""
     mixture: str | None = None
@@ -327,11 +333,13 @@ class PretrainOptions(TrainingOptions, RunOptions):
         if self.corpus is not None:
             of_data_path = ("split", "tokenizer_model", "tiktoken_pattern", "eod_token")
             self.data.reject_changed(
-                of_data_path, f"only for --data-path, not --corpus {self.corpus}"
+                of_data_path, f"applies to --data-path, not to --corpus {self.corpus}"
             )
         else:
-            self.data.reject_changed(["verify_corpus"], "needs --corpus, which has hashes")
-            self.reject_changed(["mixture"], "--data-path has its own weights")
+            self.data.reject_changed(
+                ["verify_corpus"], "needs --corpus, since --data-path has no hashes"
+            )
+            self.reject_changed(["mixture"], "--data-path sets the weights")
             if self.data.tokenizer_model is None:
                 raise UserError("--data-path needs --tokenizer-model, the tokenizer of its tokens")
         if self.data.permutation != "megatron":

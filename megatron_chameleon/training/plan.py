@@ -37,14 +37,14 @@ class TrainingPlan:
     """Options of a run, and the artifacts that they name.
 
     Attributes:
-        options: options of the run. ``model_size`` is the name of the size, or None if it has
-            none.
+        options: options of the run. ``model_size`` is the name of the size, or None if the size has
+            no name.
         data: the training tokens.
         mixture: initial mixture.
         schedule: mixture weights of every sample, in the order of ``data.names``.
-        by_size: whether the samples follow Megatron's order for data sets without weights: with
-            ``--data-path`` without weights, or with a single domain.
-        pretrained: initial weights of the model; None for random ones.
+        by_size: whether the samples follow Megatron's order for data sets without weights, which is
+            used for a corpus with a single domain and for a ``--data-path`` without weights.
+        pretrained: initial weights of the model; None for random initialization.
         shape: shape of the model.
         provenance: provenance of the run.
     """
@@ -119,7 +119,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         size = model_size(options.model_size or DEFAULT_SIZE)
         shape = ModelShape(size, data.tokenizer.vocab_size, options.seq_length)
     check_model_layout(shape.size, options.parallel, options.seq_length)
-    # Record the name of the model size if it has one, so that records do not depend on whether
+    # Record the name of the model size, if any, so that records do not depend on whether
     # --model-size was passed.
     options = dataclasses.replace(options, model_size=name_of(shape.size))
     inputs = {"corpus": data.hash, "mixture": mixture.hash}
@@ -145,13 +145,14 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
         are the sizes of the data sets, which Megatron uses if no weights are passed.
 
     Raises:
-        UserError: if a file is missing, damaged or does not fit.
+        UserError: if a file is missing, damaged or incompatible with the options.
     """
     if options.corpus is not None:
         corpus = Corpus.load(options.corpus)
         mixture = load_mixture(options.mixture, corpus.names)
         weights = mixture.weights_for(corpus.names, str(options.corpus))
-        # Megatron's builder does not blend a single data set.
+        # Megatron's builder does not blend a single data set, so samples follow the order without
+        # weights.
         return corpus_tokens(corpus), mixture, weights, len(weights) == 1
     assert options.data.data_path is not None
     assert options.data.tokenizer_model is not None
@@ -160,7 +161,7 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
         options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
     )
     data = data_path_tokens(path, options.data.split, tokenizer.identity)
-    if path.weights is None:  # weights are sizes in samples: a small domain would get 0
+    if path.weights is None:  # a domain smaller than a sample would get weight 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
     weights = [float(weight) for weight in path.weights or sizes]
@@ -199,7 +200,7 @@ def load_schedule(
             )
         changes[step] = name
     if not all(options.data.mixture_change):
-        raise UserError("--mixture-change: pass STEP=MIXTURE, or leave it out")
+        raise UserError("--mixture-change has no value: pass STEP=MIXTURE, or leave it out")
     schedule = MixtureSchedule.fixed(weights)
     for step, name in sorted(changes.items()):
         new = load_mixture(name, data.names).weights_for(data.names, data.where)
@@ -214,8 +215,9 @@ def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
     for name, tokens in plan.data.tokens.items():
         if epochs[name] > MANY_EPOCHS:
             warnings.warn(
-                f"domain '{name}' will be repeated {epochs[name]:.1f} times: its {tokens:,} tokens "
-                f"are few for its weight; beyond {MANY_EPOCHS:g} epochs, returns diminish",
+                f"domain '{name}' will be repeated {epochs[name]:.1f} times: it has only "
+                f"{tokens:,} tokens for its weight; beyond {MANY_EPOCHS:g} epochs, repeated text "
+                "helps less",
                 MixtureWarning,
                 stacklevel=2,
             )

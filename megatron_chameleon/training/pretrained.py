@@ -38,7 +38,7 @@ class Pretrained:
         where: folder of the weights.
         shape: shape of the run's model; its position table may be longer than the run's samples.
         hash: hex SHA-256 of the weights.
-        load: function that loads the weights into this rank's chunks of the model.
+        load: function that loads the weights into this rank's model chunks.
         left_out: descriptions of weights that are not loaded.
     """
 
@@ -50,7 +50,7 @@ class Pretrained:
 
 
 def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | None:
-    """Find and check the weights that ``--pretrained-checkpoint`` names; None without it.
+    """Find and check the weights of ``--pretrained-checkpoint``; None without this option.
 
     Args:
         options: options of the new run.
@@ -89,7 +89,7 @@ def _from_checkpoint(path: Path, data: TokenData) -> Pretrained:
     shape, where = shape_of(checkpoint), checkpoint.root
     if checkpoint.tokenizer_hash != data.tokenizer.sha256:
         raise UserError(
-            f"{where} was trained with another tokenizer than {data.where} has; preprocess the "
+            f"{where} was trained with another tokenizer than that of {data.where}; preprocess the "
             f"text with the tokenizer of the weights (--tokenizer-model), or pass another {FLAG}"
         )
     if shape.vocab_size != data.tokenizer.vocab_size:

@@ -39,7 +39,7 @@ from megatron_chameleon.training.step import StepResult
 class Progress:
     """Progress of a run: its run.json and the checkpoint to resume from, if any.
 
-    ``problems`` are the errors of newer, damaged checkpoints.
+    ``problems`` are the errors of newer checkpoints, which are damaged.
     """
 
     run: TrainingRun | None = None
@@ -53,12 +53,12 @@ class Progress:
 
     @property
     def guard(self) -> dict[str, Any]:
-        """State of the step guard in the checkpoint; empty without one."""
+        """State of the step guard in the checkpoint; empty without a checkpoint."""
         return self.checkpoint.guard if self.checkpoint else {}
 
 
 class RunRecords:
-    """Count and measure the steps of a run, and write its log and records.
+    """Count and measure the steps of a run, and write the run's log and records.
 
     Attributes:
         step: number of steps done.
@@ -146,7 +146,10 @@ class RunRecords:
         return self._stopwatch.cost(flops, self.layout.world_size)
 
     def last_checkpoint(self, before_step: int | None = None) -> str | None:
-        """Folder of the last checkpoint (before step ``before_step``); None if there is none."""
+        """Folder of the last checkpoint; None without a checkpoint.
+
+        With ``before_step``, only checkpoints before that step are considered.
+        """
         run_dir = self.plan.options.run_dir
         end = step_folder(run_dir, before_step or self.step + 1)
         folders = [folder for folder in checkpoint_folders(run_dir) if folder < end]
@@ -160,7 +163,7 @@ class RunRecords:
         return interval
 
     def log(self, interval: Interval, lr: float, validation_loss: Mapping[str, float]) -> None:
-        """Print and log an interval, on rank 0; exclude the time for this from the measured speed.
+        """Print and log an interval, on rank 0; the measured speed excludes the time for logging.
 
         Args:
             interval: measurements since the last log.
@@ -173,7 +176,7 @@ class RunRecords:
         flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
         tokens_per_second = interval.tokens_per_second / layout.world_size
         tflops = flops_per_token * tokens_per_second / 1e12
-        # The device's peak FLOP/s are known for bfloat16 only.
+        # MFU is logged with --bf16 only, since DENSE_BF16_PEAK holds only the FLOP/s of bfloat16.
         peak = DENSE_BF16_PEAK.get(device_name(layout.device)) if plan.options.bf16 else None
         mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
         seconds = self._stopwatch.seconds()
@@ -281,7 +284,7 @@ class RunRecords:
         return "\n".join(lines)
 
     def checkpoint(self, hook: HookState | None) -> CheckpointRecord:
-        """Build the record of a checkpoint of the last step, which must have been logged."""
+        """Build the record of a checkpoint after the last step; call :meth:`read_meter` first."""
         plan, step, samples = self.plan, self.step, self.samples_at(self.step)
         counts = self.samples.counts(samples).tolist()
         return CheckpointRecord(
@@ -307,8 +310,8 @@ class RunRecords:
         """Update run.json, on rank 0.
 
         Raises:
-            UserError: if the first or the last record cannot be written; otherwise a failure is a
-                warning, and the previous record is kept.
+            UserError: if the first or the last record cannot be written. If another record cannot
+                be written, a warning is issued, and the previous record is kept.
         """
         if not self.layout.is_main:
             return

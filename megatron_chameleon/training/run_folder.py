@@ -22,14 +22,14 @@ FRESH_START = (
 )
 """Hint at the end of messages about a run folder that holds another run."""
 # --overwrite moves the old run to this folder inside the run folder, since the run folder itself
-# may be a mount point or a link. run.json is moved last and restored first: once it has moved, the
-# move is complete.
+# may be a mount point or a link. run.json is moved last and restored first, so that a moved
+# run.json shows that the move is complete.
 _REPLACED = ".replaced"
 
 
 @contextlib.contextmanager
 def on_main(context: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Enter ``context`` on rank 0 only. Collective.
+    """Enter the context manager ``context`` on rank 0 only. Collective.
 
     Raises:
         UserError: on every rank, if entering raises it on rank 0.
@@ -55,21 +55,21 @@ def locked_run_folder(folder: Path) -> Iterator[None]:
         lock = path.open("ab+", buffering=0)
     with lock:
         try:
-            # A POSIX lock, which is not inherited by the forked processes that write a checkpoint
-            # and may outlive this one by some seconds.
+            # This is a POSIX lock because forked processes do not inherit it, and the forked
+            # processes that write a checkpoint may outlive this one by some seconds.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             lock.seek(0)
             holder = lock.read(256).decode(errors="replace").strip()
             raise UserError(
                 f"{folder} is in use by another job ({holder}): wait for it, end it, or choose "
-                f"another folder; if there is no such job, delete {path}"
+                f"another folder; if no such job exists, delete {path}"
             ) from error
         except OSError:  # the file system has no locks
             pass
         if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
             raise UserError(f"{folder} was in use by another job, which has just ended; try again")
-        with contextlib.suppress(OSError):  # if the disk is full, the lock is held anyway
+        with contextlib.suppress(OSError):  # a full disk does not affect the lock
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         try:
@@ -118,7 +118,7 @@ def starting_run(folder: Path, *, overwrite: bool) -> Iterator[None]:
 
 
 def _restore(folder: Path) -> None:
-    """Delete the old run if a new one has started; otherwise move the old one back."""
+    """Delete the old run if the new run has started; otherwise move the old run back."""
     replaced = folder / _REPLACED
     if not replaced.exists():
         return

@@ -110,9 +110,9 @@ class Passes:
         Args:
             batches: this rank's micro-batches. If some of their tokens are masked, the model must
                 be built with ``per_token_loss``.
-            num_microbatches: number of micro-batches; by default as many as in a step.
-            loss_weights: [k] weight of a token's loss by its domain; by default 1.
-            micro_batch_size: samples per micro-batch; by default as many as in a step. Without
+            num_microbatches: number of micro-batches; by default, the number in a step.
+            loss_weights: [k] weight of the loss of each domain's tokens; by default 1.
+            micro_batch_size: samples per micro-batch; by default, the number in a step. Without
                 pipeline parallelism, micro-batches may also be smaller.
 
         Returns:
@@ -199,8 +199,8 @@ def micro_batch_loss(
         batch: a micro-batch, with loss_mask [b, s] and domain [b].
         token_losses: [b, s], the loss of each token.
         num_domains: number of domains (k).
-        loss_weights: [k] weight of a token's loss by its domain; by default 1. The logged sums are
-            unweighted.
+        loss_weights: [k] weight of the loss of each domain's tokens; by default 1. The logged sums
+            are unweighted.
         per_token: whether to return the summed loss and the number of tokens, which may be 0.
             Megatron then divides the gradient by the number of tokens of all micro-batches and
             data-parallel ranks. If False, the mean is returned; without masked tokens, all
@@ -235,7 +235,8 @@ def finalize_gradients(
 ) -> None:
     """Bitwise equivalent of megatron's ``finalize_model_grads`` without device synchronization.
 
-    For each chunk, megatron's function checks on the host whether the token count is zero.
+    megatron's function synchronizes once per chunk, to check on the host whether the token count is
+    zero.
 
     Args:
         model: this rank's model chunks.
@@ -250,7 +251,7 @@ def finalize_gradients(
     pipeline = pg_collection.pp
     dist.broadcast(num_tokens, src=get_pp_last_rank(pipeline), group=pipeline)
     dist.all_reduce(num_tokens, group=pg_collection.dp_cp)
-    scale = 1.0 / num_tokens.clamp(min=1)  # without tokens, gradients are already zero
+    scale = 1.0 / num_tokens.clamp(min=1)  # without tokens, zero gradients must not become NaN
     for chunk in model:
         chunk.scale_gradients(scale)
 
@@ -258,6 +259,6 @@ def finalize_gradients(
 def counts_losses(layout: Layout) -> bool:
     """Whether sums over ranks include this rank's losses.
 
-    Tensor-parallel ranks have identical losses, so only the first of them is included.
+    Tensor-parallel ranks have identical losses, so only the first tensor-parallel rank is included.
     """
     return layout.is_last_stage and layout.tensor_rank == 0

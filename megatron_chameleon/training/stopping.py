@@ -14,8 +14,9 @@ OUT_OF_TIME = "--exit-duration-in-mins"
 SIGNAL_NAMES = tuple(number.name for number in SIGNALS)
 REASONS = (*SIGNAL_NAMES, OUT_OF_TIME)
 """Why a run may stop, in the order of :meth:`StopRequests.flags`."""
-# Ctrl-C reaches a rank twice, from the terminal and from torchrun; so does a scheduler's signal to
-# all processes of a job. Signals within this time of the first count as the same request.
+# Ctrl-C reaches a rank twice, from the terminal and from torchrun, and so does a signal that a
+# scheduler sends to all processes of a job. All signals within this time after the first signal
+# therefore count as one request.
 SECONDS_OF_ONE_REQUEST = 5.0
 
 

@@ -50,7 +50,7 @@ def pretrain(
     hook_factory: HookFactory | None = None,
     stops: StopRequests | None = None,
 ) -> None:
-    """Train or resume the run described by ``options``. Collective: every rank calls it.
+    """Train or resume the run described by ``options``. Collective.
 
     Args:
         options: options of the run.
@@ -58,8 +58,8 @@ def pretrain(
         stops: stop-signal handler; created for this call if None.
 
     Raises:
-        UserError: if the options or their input files are invalid, before anything is written or
-            deleted; later, if too many consecutive steps are skipped.
+        UserError: if the options or the input files are invalid (raised before anything is written
+            or deleted), or if too many consecutive steps are skipped.
     """
     with (
         explain_out_of_memory(),
@@ -78,7 +78,8 @@ def pretrain(
             samples = plan.samples(resumed_schedule(plan, progress.checkpoint))
             records = RunRecords(plan, layout, samples, progress, hook)
             if progress.checkpoint and records.is_done:
-                # An earlier process was killed between its last checkpoint and its last run.json.
+                # An earlier process was killed after it wrote its last checkpoint, but before it
+                # updated run.json.
                 if progress.run and progress.run.status != "finished":
                     records.write_run("finished")
                 records.print(
@@ -201,7 +202,7 @@ class Trainer:
         return self.guard.accepts(self.sync.loss(), grad_norm, phase.first_sample)
 
     def _record_skipped(self, result: StepResult) -> None:
-        """Report a skipped step, and undo its changes of the hook's state.
+        """Report a skipped step, and undo the changes that it made to the hook's state.
 
         Raises:
             UserError: if too many consecutive steps were skipped.
@@ -222,7 +223,7 @@ class Trainer:
             first = self.guard.streak[0]
             raise UserError(
                 f"{len(self.guard.streak)} steps in a row were skipped, {first} to "
-                f"{records.step}; {skipped}; last checkpoint before them: "
+                f"{records.step}; {skipped}; last checkpoint before these steps: "
                 f"{records.last_checkpoint(before_step=first) or 'none'}; start a new run "
                 "with a lower --lr, a longer --lr-warmup-iters, or without the text of these "
                 "domains (--mixture)"
@@ -269,9 +270,9 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Restrict torch to deterministic algorithms within the block, if ``enabled``.
 
     scaled_dot_product_attention then skips its nondeterministic backends, and operations without a
-    deterministic implementation raise RuntimeError. Enter it before CUDA is initialized: cuBLAS and
-    NCCL read their environment variables once. Environment variables that the user has set are
-    kept. See torch.use_deterministic_algorithms.
+    deterministic implementation raise RuntimeError. Enter the block before CUDA is initialized,
+    because cuBLAS and NCCL read their environment variables only once. Environment variables that
+    the user has set are kept. See torch.use_deterministic_algorithms.
     """
     if not enabled:
         yield

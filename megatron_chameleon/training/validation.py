@@ -133,7 +133,9 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
             "--split, or pass --eval-interval 0"
         )
     if empty:
-        warnings.warn(f"not validated, for lack of a valid split: {', '.join(empty)}", stacklevel=2)
+        warnings.warn(
+            f"validation skips domains without a valid split: {', '.join(empty)}", stacklevel=2
+        )
     return Validation(texts, data.names, passes, layout)
 
 

@@ -172,7 +172,7 @@ def test_a_damaged_pickle_is_a_user_error(tmp_path, zipped):
     tensors = {"a": torch.ones(4, 3), "b": torch.arange(5)}
     torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
     whole = path.read_bytes()
-    # Most bytes of the zip file are padding, and the pickle is near the beginning.
+    # Most bytes of the zip file are padding, so only the beginning with the pickle is damaged.
     size = whole.index(b"byteorder") if zipped else len(whole)
     for _ in range(60):
         damaged = bytearray(whole)
@@ -261,7 +261,7 @@ def test_a_tiktoken_file_is_copied(folder, tmp_path):
 
 
 def test_embedding_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, capsys):
-    """Many public models have more embedding rows than tokens, a round number."""
+    """Many public models round the number of embedding rows up beyond the number of tokens."""
     path = tmp_path / "small.json"
     path.write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE - 20, EOD))
     record = to_checkpoint(folder, tmp_path / "checkpoint", tokenizer_model=path)
@@ -275,7 +275,7 @@ def test_embedding_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, caps
 
 
 def made_with(record, **options):
-    """Return the record as if the checkpoint was made with these options."""
+    """Return the record as if the checkpoint had been made with ``options``."""
     made_by = dataclasses.replace(record.provenance, options=options)
     return dataclasses.replace(record, provenance=made_by)
 

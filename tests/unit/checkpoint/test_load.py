@@ -216,8 +216,10 @@ def replace_tensor(record, content, entry=None):
 
 
 def declare_bytes(record, code):
-    """torch unpickles byte entries without restriction; megatron accepts byte entries with a
-    size."""
+    """Declare a tensor in the index as bytes, which torch would unpickle without restriction.
+
+    The entry has a size, since megatron does not accept byte entries without a size.
+    """
     entry = BytesStorageMetadata()
     vars(entry)["size"] = torch.Size([128, SHAPE.size.hidden_size])
     replace_tensor(record, code, entry)
@@ -245,7 +247,7 @@ def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem):
     record = dataclasses.replace(record, files=hash_files(record.root))
     with pytest.raises(UserError, match=problem) as error:
         open_reader(record, one_rank)
-    assert "weights_only" not in str(error.value)  # torch's message advises to run the code
+    assert "weights_only" not in str(error.value)  # torch's own message advises to allow the code
     assert not trace.exists()
 
 

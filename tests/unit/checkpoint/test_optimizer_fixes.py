@@ -1,8 +1,7 @@
 """Fixes for saving and loading optimizer state.
 
-The Adam of Transformer Engine needs a GPU. GroupStepAdam has the state layout and the loading rules
-of Transformer Engine's FusedAdam, and torch's arithmetic, so that a resumed run must equal an
-uninterrupted run.
+Transformer Engine's FusedAdam needs a GPU. GroupStepAdam replaces it: it has the same state layout
+and loading rules, but torch's arithmetic, so that a resumed run must equal an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def test_gathering_with_padding_keeps_every_parameter_in_its_place(bucketed):
     # If this assertion fails after an update of megatron-core, the fix has become unnecessary.
     assert misplaced(bucketed) > 0
     gather_with_padding(bucketed)
-    gather_with_padding(bucketed)  # a second call has no effect
+    gather_with_padding(bucketed)  # the second call must have no effect
     assert misplaced(bucketed) == 0
 
 

@@ -9,7 +9,7 @@ from tests.rounding import assert_as_near
 
 
 def check(columns: int, width: int, dtype: torch.dtype, spread: float) -> None:
-    """Check the denominator and the gradient that overwrites the logits."""
+    """Compare the kernels' denominator and in-place gradient with plain torch."""
     generator = torch.Generator().manual_seed(columns)
     rows = (spread * torch.randn(5, width, generator=generator)).to(dtype)
     rows[:, columns:] = torch.nan
@@ -21,7 +21,7 @@ def check(columns: int, width: int, dtype: torch.dtype, spread: float) -> None:
     cross_entropy.write_gradient(rows, labels, denominator, scale, columns, right)
     cross_entropy_kernels.launch_write_gradient(out, labels, denominator, scale, columns, out)
     assert_as_near(made, denominator, rows[:, :columns].double().logsumexp(1))
-    # Exponentials differ in their last bits, and the interpreter truncates bf16.
+    # Tolerances: exponentials differ in their last bits, and the interpreter truncates bf16.
     rounding = 8 * torch.finfo(torch.float32).eps
     relative_rounding = 2**-7 if dtype == torch.bfloat16 else rounding
     torch.testing.assert_close(out, right, atol=rounding, rtol=relative_rounding)

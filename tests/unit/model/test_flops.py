@@ -31,7 +31,7 @@ def test_flops_by_formula_equal_the_products_counted_by_torch(one_rank):
     model = build_model(SHAPE, one_rank, seed=0)
     tokens = torch.arange(TOKENS).view(BATCH, LENGTH) % 256
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    # torch does not count the fused CPU kernel; the plain attention multiplies the same matrices.
+    # FlopCounterMode does not count the fused CPU kernel, so attention uses plain matrix products.
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as counter:
             loss = model(tokens, positions, None, labels=tokens).mean()

@@ -120,7 +120,7 @@ def test_initial_weights_follow_gpt2s_distributions(model):
 
 @pytest.fixture
 def _compiler():
-    """The CPU stand-in disables the compiler."""
+    """Enable the compiler during a test; otherwise the CPU stand-in disables it."""
     torch._dynamo.reset()
     torch.compiler.set_stance("default")
     yield

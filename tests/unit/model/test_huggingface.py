@@ -123,8 +123,7 @@ def tensors():
 
 
 def test_tensors_of_older_folders_are_accepted(tensors):
-    """Tensor names of older folders have no prefix; there are causal masks, but no tied output
-    layer."""
+    """Older folders have names without a prefix, causal masks, and no tied output layer."""
     expected = checked_tensors(tensors, SHAPE, "there")
     del tensors["lm_head.weight"]
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}

@@ -23,7 +23,7 @@ def config_of(**changes):
 
 
 def heads(seed, groups=HEADS, head_dim=HEAD_DIM):
-    """Make inputs in float64, where no tolerance depends on the processor."""
+    """Make inputs in float64, so that tolerances do not depend on the processor."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(LENGTH, BATCH, n, head_dim) for n in (HEADS, groups, groups)]
     parts = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]

@@ -82,7 +82,7 @@ def test_every_test_that_covers_a_cuda_feature_exists():
 
 
 def test_a_feature_is_tested_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
-    features = {  # tests on a GPU, tests on the simulated device
+    features = {  # feature -> (tests on a GPU, tests on the simulated device)
         "passed": (["a.py::test_a", "a.py::test_b[x]"], []),
         "failed": (["a.py::test_b"], ["b.py::test_c"]),
         "not run": (["a.py::test_b[x]", "a.py::test_c"], []),

@@ -1,4 +1,4 @@
-"""Inject faults into steps of real runs, and read the files of these runs."""
+"""Helpers that inject faults into steps of training runs, and read the files of these runs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def before_steps(patched, actions):
 def poison(factor):
     """Return an action of ``before_steps`` that multiplies one gradient by ``factor``.
 
-    It is the next gradient of the first parameter.
+    The action applies to the next gradient of the model's first parameter.
     """
 
     def register(model):

@@ -28,7 +28,7 @@ ASYNC = CheckpointingOptions(async_save=True)
 WRITE = "write_preloaded_data"
 SMALLER_THAN_ANY_FILE = 100
 SMALLER_THAN_THE_WEIGHTS = 50_000
-"""A file size limit in bytes. Records, metrics and megatron's common.pt are smaller."""
+"""File size limit in bytes; records, metrics and megatron's common.pt do not reach it."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def names_in(run_dir):
 
 
 def run_to_step_2(options_for):
-    """The folder of a run that was killed after the checkpoint of step 2."""
+    """Return the folder of a run that seems to have been killed after its checkpoint of step 2."""
     options = options_for(save_interval=2)
     pretrain(options)
     for number in (4, 6):
@@ -66,7 +66,7 @@ def test_only_the_last_checkpoints_are_kept(options_for, tmp_path, async_save):
 
 
 @pytest.fixture
-def fill_disk(monkeypatch, capsys):  # capsys: the limit must not apply to captured output
+def fill_disk(monkeypatch, capsys):  # capsys captures output in memory, without limit
     """``fill_disk(size, first, until)``: limit files to ``size`` bytes during the next run.
 
     The limit applies from step ``first`` to the step before ``until``; the first step after the

@@ -81,7 +81,7 @@ def test_ranks_agree_on_loss_and_stop_reasons(one_rank):
     assert (sync.loss(), sync.stop_reasons()) == (None, [])
     sync.send(sums([6.0, 2, 2], [math.nan, 1, 1]), none)
     assert math.isnan(sync.loss() or 0.0)
-    sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1))  # losses are duplicates
+    sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1))  # repeats rank 0's losses
     sync.send(sums([6.0, 2, 2]), [1.0, 0.0, 0.0, 1.0])
     assert (sync.loss(), sync.stop_reasons()) == (None, [REASONS[0], REASONS[3]])
 

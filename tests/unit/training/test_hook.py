@@ -1,4 +1,4 @@
-"""Compare steps with a hook with autograd, and dot products with float64 arithmetic."""
+"""Compare losses and gradients of hooked steps with autograd, and dot products with float64."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def losses_of(passes, batch):
 
 
 def expected_gradient(passes, micro_batches, token_weights):
-    """Gradient of the sum of losses [b, s] times weights [b, s], by autograd."""
+    """Gradient of the sum of losses [b, s] times weights [b, s], computed by autograd."""
     parameters = list(unwrap(passes.model[0]).parameters())
     total = torch.zeros(sum(parameter.numel() for parameter in parameters))
     for batch, weights in zip(micro_batches, token_weights, strict=True):
@@ -159,7 +159,8 @@ def test_domain_gradients_equal_autograd_and_combine_by_weight(
 
     monkeypatch.setattr(hook_module, "micro_batches_by_domain", on_two_stages)
     run(hook, passes, micro_batches, one_rank)
-    # Domains 0, 1 and 3 have two, three and one samples: one padding sample.
+    # On two stages, micro-batches of a domain have the same size. Domain 1 has three samples in two
+    # micro-batches, so one padding sample is added.
     assert hook.flops == training_flops(SHAPE, 16, 16)
 
 

@@ -75,7 +75,7 @@ def test_tensorboard_survives_a_full_disk_and_a_resume(tmp_path):
     logger = TensorBoardLogger(tmp_path, 0)
     logger.log(1, FIGURES)
 
-    def log_until_error():  # the writer thread may report the error later
+    def log_until_error():  # the writer's thread may report the error in a later call
         for _ in range(100):
             logger.log(2, {"loss": 2.0})
 

@@ -62,7 +62,7 @@ def test_plan_reads_corpus_mixture_and_mixture_changes(plan, corpus, tmp_path):
 
 @pytest.fixture
 def data_path(corpus, tmp_path):
-    """``data_path(value, **options)``: option changes for a --data-path with domain names."""
+    """``data_path(value, **options)``: options for --data-path, where 'NEWS' is the news data."""
 
     def changes(value, **options):
         for name in DOMAINS:

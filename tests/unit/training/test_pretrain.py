@@ -200,7 +200,7 @@ def test_deterministic_profile_and_dry_step_change_nothing(
 
 
 def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch):
-    """The count includes synchronizations of the data loader, the guard and stop requests."""
+    """Synchronizations by the data loader, the guard and stop requests are counted, too."""
     waits, run_step = [], trainer.Trainer._run_step
 
     def counting(trainer):

@@ -119,7 +119,7 @@ def test_run_without_an_undamaged_checkpoint_is_unchanged(progress_of, trained_r
 
 @pytest.fixture(scope="module")
 def changed_run(pretrain_options, tmp_path_factory):
-    """A run that samples uniformly up to step 3, then only poems; checkpoints at 3 and 6."""
+    """A run that samples uniformly up to step 3, then only poems; checkpoints at steps 3 and 6."""
     folder = tmp_path_factory.mktemp("changed")
     poems = {"news": 0.0, "code": 0.0, "poems": 1.0}
     (folder / "poems.json").write_text(json.dumps({"weights": poems}))
@@ -147,7 +147,8 @@ def test_mixture_change_is_recorded_exactly(changed_run, corpus):
     assert run.domain_tokens["poems"] == SampledTokens(1.0, 1024.0, 1024, 1024 / tokens)
     first, last = (record_at(changed_run / "run", step) for step in (3, 6))
     assert first.domain_samples == dict.fromkeys(DOMAINS, 8)
-    assert [phase.first_sample for phase in first.mixture_phases] == [0]  # changes after step 3
+    # The checkpoint of step 3 precedes the mixture change.
+    assert [phase.first_sample for phase in first.mixture_phases] == [0]
     assert last.domain_samples == {"news": 8, "code": 8, "poems": 8 + 24}
     assert last.mixture_phases[1] == MixturePhase(24, {"news": 0.0, "code": 0.0, "poems": 1.0})
     assert last.domain_tokens == {name: n * 32 for name, n in last.domain_samples.items()}

@@ -1,4 +1,4 @@
-"""Test that jobs lock a run folder, and that --overwrite keeps the old run until a new start."""
+"""Test run locks, and that --overwrite keeps the old run until the new run has started."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def overwrite_and_be_killed(folder, moves=None, started=False):
 
     Args:
         folder: folder of the run.
-        moves: number of file moves before it is killed; None for all of them.
-        started: whether it has written the run.json of the new run before it is killed.
+        moves: number of file moves before the process is killed; None for all moves.
+        started: whether the process writes the run.json of the new run before it is killed.
     """
     child = os.fork()
     if child:

@@ -35,7 +35,7 @@ def test_infinite_gradient_in_the_last_step_is_skipped(
     (skipped,) = records[6]["skipped"]
     assert skipped["step"] == 6
     assert sum(skipped["domain_samples"].values()) == 8
-    # The interval covers step 5 only; data and learning rate advance.
+    # The losses are those of step 5 only, but data and learning rate also advance in step 6.
     assert records[6]["loss"] != expected[6]["loss"]
     assert sum(records[6]["domain_tokens"].values()) == 8 * 32
     assert sum(records[6]["domain_tokens_drawn"].values()) == 2 * 8 * 32

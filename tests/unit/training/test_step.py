@@ -196,7 +196,7 @@ ENDS: list[list[Sequence[int]]] = [
     [(1, 2, 3, 4, 5, 12), range(10)],
     [range(17), range(17)],  # no token of this micro-batch has a loss
 ]
-"""Micro-batches -> samples -> positions of the end-of-document tokens."""
+"""Positions of the end-of-document tokens in each sample of each micro-batch."""
 
 
 @pytest.mark.parametrize(
