@@ -149,7 +149,7 @@ class Reader:
         """Sum ``values`` over the ranks with a result, on every rank. Collective.
 
         ``has_result`` is true on the ranks of the stage that holds the result. Tensor-parallel
-        ranks hold the same values, so only the first of them is counted.
+        ranks hold the same values, so only the first tensor-parallel rank is counted.
         """
         if not (has_result and self.layout.tensor_rank == 0):
             values = torch.zeros_like(values)

@@ -48,7 +48,7 @@ class AccelerationReport:
 
 
 def acceleration_report(root: Path) -> AccelerationReport:
-    """Inspect this process's torch and packages without changing anything. Never raises.
+    """Inspect this process's torch and packages without changing anything. No error is raised.
 
     Args:
         root: checkout of the repository, with the recorded results of the GPU tests.
@@ -64,7 +64,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
             bf16 = "available", "pass --bf16 to train with it"
         flash = "unused", "this torch was built without flash attention"
         if torch.backends.cuda.is_flash_attention_available():
-            flash = "available", "torch's kernel, for --bf16; fp32 uses another kernel"
+            flash = "available", "torch's kernel, used with --bf16; fp32 uses another kernel"
     elif problem := unusable_gpu():
         cuda = "broken", problem
     elif torch_cuda is None:
@@ -91,7 +91,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
             Feature("CUDA", *cuda, "everything runs on the CPU over gloo, for smoke tests only"),
             # parallel/layout.py disables TF32, regardless of the container's settings.
             Feature("TF32", "unused", "the tools disable TF32", "use --bf16 for speed"),
-            Feature("bf16", *bf16, "train in fp32, at half the speed or less"),
+            Feature("bf16", *bf16, "training runs in fp32, at half the speed or less"),
             Feature("flash attention", *flash, "slower kernels with the same result"),
             Feature("Transformer Engine", *transformer_engine, "no FP8 or context parallelism"),
             Feature("NVIDIA's Apex", *apex, "no fused norms, no gradient_accumulation_fusion"),
@@ -132,7 +132,7 @@ def nvidia_apex() -> tuple[State, str]:
 
 
 def cuda_coverage(root: Path) -> dict[str, list[str]]:
-    """List the CUDA features tested on a real device, on a simulated one, and on none.
+    """List the CUDA features tested on a real device, on a simulated device, and on no device.
 
     A feature is tested on a real device if all of its GPU tests passed there, according to the
     outcomes recorded in ``root``, a checkout of the repository. The result is empty for any other

@@ -163,8 +163,8 @@ def from_main(make: Callable[[], T]) -> T:
     """Call ``make`` on rank 0 and broadcast the pickled result to all ranks. Collective.
 
     Raises:
-        UserError: on every rank, if ``make`` raises a UserError on rank 0; otherwise the other
-            ranks would wait for a rank that has exited.
+        UserError: on every rank, if ``make`` raises a UserError on rank 0. If only rank 0 raised
+            it, the other ranks would wait for a rank that has exited.
     """
     box: list[Any] = [None]
     if dist.get_rank() == 0:

@@ -71,7 +71,7 @@ class RecomputeOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ParallelOptions(CheckedOptions):
-    """Parallelism of the model over torchrun's ranks; the remaining factor is data parallelism."""
+    """Model parallelism over torchrun's ranks; the remaining factor is the data-parallel size."""
 
     tensor_model_parallel_size: Count = 1
     """Number of ranks over which each layer is sharded; must divide the number of attention

@@ -134,7 +134,7 @@ class ProfilingOptions(CheckedOptions):
     """Number of steps done when the trace ends."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for profiled steps without --profile, or in the wrong order."""
+        """Raise UserError for steps without --profile, or if they do not end after they start."""
         super().__post_init__()
         if not self.profile:
             steps = ("profile_step_start", "profile_step_end")
@@ -250,7 +250,7 @@ class TrainingOptions(ModelOptions):
     """Options of every training run, whether of a base model or of a method's proxy model."""
 
     train_iters: Count = 2000
-    """Optimizer steps (paper: 2000 for the Chameleon proxy, 10000 for the other proxies)."""
+    """Number of optimizer steps (paper: 2000 for Chameleon's proxy, 10000 for other proxies)."""
     seed: Seed = 1234
     """Seed of the initial weights and the sample order."""
     compile_layers: bool = False

@@ -140,7 +140,7 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
 
 
 def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
-    """Evenly spaced windows in the text of ``domain``; None if it has no token to predict."""
+    """Evenly spaced windows in the text of ``domain``; None if there is no token to predict."""
     if domain.tokens < 2:
         return None
     file = domain.open()

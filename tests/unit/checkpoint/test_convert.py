@@ -172,7 +172,8 @@ def test_a_damaged_pickle_is_a_user_error(tmp_path, zipped):
     tensors = {"a": torch.ones(4, 3), "b": torch.arange(5)}
     torch.save(tensors, path, _use_new_zipfile_serialization=zipped)
     whole = path.read_bytes()
-    # Most bytes of the zip file are padding, so only the beginning with the pickle is damaged.
+    # Most bytes of the zip file are padding, so only its beginning, which holds the pickle, is
+    # damaged.
     size = whole.index(b"byteorder") if zipped else len(whole)
     for _ in range(60):
         damaged = bytearray(whole)

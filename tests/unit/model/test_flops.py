@@ -18,7 +18,7 @@ from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.sizes import ModelShape, ModelSize
 
 BATCH, LENGTH = 2, 48
-# The formula does not count padding, and 256 rows of the embedding need no padding.
+# The formula does not count padding, so the vocabulary has 256 tokens, which need no padding.
 SHAPE = ModelShape(ModelSize(3, 4, 64, 160), vocab_size=256, max_sequence_length=LENGTH)
 TOKENS = BATCH * LENGTH
 
@@ -66,7 +66,7 @@ CHAMELEON = ("82m", 2_000 * 128 * 1024, 7 * 4096 * 400)
 
 @pytest.mark.parametrize(
     ("size", "trained", "embedded", "printed", "ratio"),
-    [  # FLOPs printed under the paper's perplexity tables, and their ratio to Chameleon's
+    [  # FLOPs printed under the paper's perplexity tables, and their ratio to Chameleon's FLOPs
         (*CHAMELEON, 1.36e17, 1),
         ("82m", 2 * LONG_PROXY, 0, 1.34e18, 10),  # DoReMi: the reference and the proxy
         ("82m", LONG_PROXY, 0, 6.68e17, 5),  # DoGE

@@ -71,7 +71,7 @@ def test_logits_equal_those_of_transformers_and_weights_convert_back(one_rank, s
     load_huggingface(model, tensors, shape)
     logits, reference = logits_of(model, shape), logits_of(theirs, shape)
     assert reference.std() > 0.1
-    # Our logits may have the same float32 error as those of transformers' model.
+    # Our logits may have the same float32 error as the logits of transformers' model.
     assert_as_near(logits, reference, logits_of(theirs.double(), shape))
     back = to_huggingface(dict(model.named_parameters()), shape)
     assert back.keys() == tensors.keys()

@@ -1,4 +1,4 @@
-"""Compare hidden states and losses of a reader with those of the whole model."""
+"""Compare a reader's hidden states and losses with those of the whole model."""
 
 from __future__ import annotations
 

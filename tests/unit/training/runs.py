@@ -36,32 +36,32 @@ def progress_of_run(options: PretrainOptions) -> Progress:
 
 
 def metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Step -> line of metrics.jsonl."""
+    """Map each step to its line of metrics.jsonl."""
     return {record["step"]: record for record in read_metrics(run_dir / METRICS_NAME)}
 
 
 def losses(run_dir: Path) -> dict[int, tuple[Any, ...]]:
-    """Step -> loss, loss per domain, gradient norm."""
+    """Map each logged step to its loss, its losses per domain and its gradient norm."""
     keys = ("loss", "domain_loss", "grad_norm")
     return {step: tuple(map(line.get, keys)) for step, line in metrics(run_dir).items()}
 
 
 def record_at(run_dir: Path, step: int) -> CheckpointRecord:
-    """Record of a checkpoint, after verifying the hashes of its files."""
+    """Return the record of a checkpoint after verifying the hashes of its files."""
     record = CheckpointRecord.load(step_folder(run_dir, step))
     record.verify()
     return record
 
 
 def weights_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Name -> model weight, a tensor, in a checkpoint."""
+    """Map the name of each model weight in a checkpoint to its tensor."""
     with distributed(TrainingParallelOptions(), seed=0) as layout:
         reader = open_reader(CheckpointRecord.load(step_folder(run_dir, step)), layout)
         return {name: p.detach().clone() for name, p in reader.model.named_parameters()}
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """Relative path -> bytes of every file except the lock."""
+    """Map the relative path of every file except the lock to the file's bytes."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != LOCK_NAME]
     return {path.relative_to(folder): path.read_bytes() for path in files}
 

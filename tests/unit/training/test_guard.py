@@ -81,7 +81,8 @@ def test_ranks_agree_on_loss_and_stop_reasons(one_rank):
     assert (sync.loss(), sync.stop_reasons()) == (None, [])
     sync.send(sums([6.0, 2, 2], [math.nan, 1, 1]), none)
     assert math.isnan(sync.loss() or 0.0)
-    sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1))  # repeats rank 0's losses
+    # Losses of this tensor-parallel rank repeat those of the first, so they are not counted.
+    sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1))
     sync.send(sums([6.0, 2, 2]), [1.0, 0.0, 0.0, 1.0])
     assert (sync.loss(), sync.stop_reasons()) == (None, [REASONS[0], REASONS[3]])
 
@@ -96,7 +97,7 @@ def reasons(stops):
 def test_signals_are_recorded_without_interrupting():
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopRequests(StoppingOptions()) as stops:
-        # The terminal and the launcher may send the same signal.
+        # The terminal and the launcher may send the same signal, so each signal is sent twice.
         for sent, number in enumerate((*SIGNALS, *SIGNALS)):
             assert len(reasons(stops)) == min(sent, 3)
             os.kill(os.getpid(), number)

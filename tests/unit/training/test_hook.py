@@ -150,7 +150,7 @@ def test_domain_gradients_equal_autograd_and_combine_by_weight(
     torch.testing.assert_close(hook.products, expected, atol=1e-6, rtol=1e-4)
     combined = 0.25 * gradients[0] - 1.5 * gradients[1] + 3.0 * gradients[3]
     torch.testing.assert_close(found, combined, atol=1e-6, rtol=1e-4)
-    # The host waits for the samples' domains, their token counts and the padding sizes.
+    # The host waits three times: for the samples' domains, their token counts and the padding.
     assert device_reads(lambda: run(hook, passes, micro_batches, one_rank), monkeypatch) == 3
     assert hook.flops == 0  # with one pipeline stage, no padding samples are added
 

@@ -102,7 +102,7 @@ def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
     assert max(expected) > OPTIONS.clip_grad
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(step.weights[name], weight, atol=2e-4, rtol=0, msg=name)
-        # Weights move far more than the tolerance.
+        # The comparison is meaningful: weights move far more than the tolerance.
         assert (weight - start[name]).abs().max() > 2e-3, name
     for number in range(count + 1, STEPS + 1):
         step()
