@@ -31,8 +31,8 @@ hyperparameters() {
   )
   SWEEP=(
     --sweep-train-iters 1000 2000 5000 10000   # paper: appendix, "Domain weights at different steps"
-    --sweep-model-size 60m 82m 124m 210m       # paper: appendix, table after that
-    --sweep-ridge 1 10 100                     # paper: the same table
+    --sweep-model-size 60m 82m 124m 210m       # paper: appendix, the table after that one
+    --sweep-ridge 1 10 100                     # paper: the same table as for the sizes
     --sweep-num-windows 2048 4096 8192         # paper: the same table, "2k", "4k" and "8k"
   )
 

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the launchers: convert environment variables to arguments of torchrun and the tools.
+# The launchers source this file. It converts environment variables to arguments of torchrun and the
+# tools.
 # Each launcher documents its SIZE, RUN, CORPUS and MIXTURE. All launchers also take the following
 # variables (defaults in parentheses):
 #   SEED         seed of the initial weights and of the order of samples (1)

@@ -8,7 +8,7 @@
 #   SIZE=tiny bash examples/pretrain_684m_pile.sh            # smoke test on 2 CPU ranks
 #   bash examples/pretrain_684m_pile.sh -- --train-iters 20000 --micro-batch-size 4
 #
-# The same command resumes an interrupted run. On many nodes, under SLURM:
+# The same command resumes an interrupted run. To run on many nodes under SLURM, use
 # examples/slurm/pretrain.sbatch.
 #
 #   SIZE         model size (684m)

@@ -8,7 +8,7 @@ from megatron_chameleon.methods.discovery import DiscoverOptions
 
 
 def main(options: DiscoverOptions) -> None:
-    """Cluster documents and write the corpus of the clusters."""
+    """Cluster documents, and write a corpus with one domain per cluster."""
     from megatron_chameleon.methods.discovery.discover import discover_domains
 
     discover_domains(options)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print which accelerating libraries are active, and what was tested on a CUDA device."""
+"""Print which accelerating libraries are active, and which features have run on a CUDA device."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ def main(options: PreprocessOptions) -> None:
     """Read, split and tokenize text, and write the corpus."""
     from megatron_chameleon.corpus.preprocess import preprocess_data
 
-    # Objects of imported modules never become garbage. Exclude them from garbage collection, which
-    # would scan them repeatedly, and twice at exit, for a tenth of a second in total.
+    # Exclude the objects of imported modules, which never become garbage, from garbage collection:
+    # scanning them repeatedly, and twice at exit, would take a tenth of a second in total.
     gc.freeze()
     preprocess_data(options)
     gc.freeze()

@@ -14,7 +14,7 @@ def main(options: PretrainOptions) -> None:
     # any time.
     stops = StopRequests(options.stopping)
     stops.install_handlers()
-    # Imported here, because --help should not import torch.
+    # Import this module here, so that --help does not import torch.
     from megatron_chameleon.training.trainer import pretrain
 
     if options.online.online_interval is None:

@@ -7,7 +7,7 @@ import re
 
 from latex2mathml.converter import convert
 
-# Output of pymdownx.arithmatex for $...$ and $$...$$.
+# Matches the output of pymdownx.arithmatex for $...$ and $$...$$.
 _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 

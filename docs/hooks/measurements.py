@@ -12,22 +12,23 @@ from typing import Any
 INTRODUCTION = """\
 # Measurements
 
-Results of the scripts in `benchmarks/`, generated from `benchmarks/results` when the site is built.
-A ratio above 1 means that "ours" is faster. Each ratio compares medians. The implementations run
-in turn on one machine, so other load affects all of them. Files whose names end in `-cpu` were
+This page lists the results of the scripts in `benchmarks/`. It is generated from
+`benchmarks/results` when the site is built. Each ratio compares the median times of two
+implementations; a ratio above 1 means that "ours" is faster. The implementations run in turn on one
+machine, so other load on this machine affects all of them. Files whose names end in `-cpu` were
 measured on machines without a GPU. A benchmark without a file has not been run.
 
     python benchmarks/NAME.py     # one benchmark, on the available device
-    make measure-gpu              # the GPU tests, then all benchmarks of a CUDA device
+    make measure-gpu              # the GPU tests, then all benchmarks that use a CUDA device
 """
-# Fields of a row that are not listed as figures.
+# Fields of a row that the table of its scalars omits, since other parts of the page show them.
 _LISTED_ELSEWHERE = frozenset(
     ("what", "date", "machine", "packages", "repeats", "seconds", "times_faster")
 )
 
 
 def measurements_page(root: Path) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     results = sorted((root / "benchmarks/results").glob("*.json"))
     parts = [INTRODUCTION]
     for path in results:
@@ -36,7 +37,7 @@ def measurements_page(root: Path) -> str:
 
 
 def _section(path: Path, body: Mapping[str, Any], root: Path) -> list[str]:
-    """Return the section for one file of results."""
+    """Return the lines of the section for one results file."""
     rows = [row for row in body.get("rows", []) if isinstance(row, dict)] or [dict(body)]
     places = [_format_place(row, body) for row in rows]
     known = list(dict.fromkeys(places))
@@ -59,7 +60,7 @@ def _section(path: Path, body: Mapping[str, Any], root: Path) -> list[str]:
 
 
 def _format_place(row: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Return the date and machine of a row, or those of its file if the row has none."""
+    """Return the date and machine of a row; if the row has none, those of its file."""
     date = row.get("date") or body.get("date")
     machine = _format_machine(row.get("machine") or body.get("machine") or {})
     return f"{date}: {machine}" if date else machine
@@ -74,7 +75,7 @@ def _is_compared(row: Mapping[str, Any]) -> bool:
 
 
 def _comparison(rows: Sequence[tuple[Mapping[str, Any], int]]) -> list[str]:
-    """Return the table of rows that compare implementations, with each row's machine number."""
+    """Return a table of the rows that compare implementations; machines are given by number."""
     lines = ["| What | Seconds | Times faster | Repeats | Measured |", "|---|---|---|---|---|"]
     for row, number in rows:
         seconds = "<br>".join(f"{name}: {figure(v)}" for name, v in row["seconds"].items())
@@ -95,7 +96,7 @@ def _figures(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def figure(value: bool | int | float | str) -> str:
-    """Format a value: four significant digits, thousands separators."""
+    """Format a value with four significant digits and thousands separators."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

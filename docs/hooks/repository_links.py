@@ -30,7 +30,7 @@ LANGUAGES = {
     ".toml": "toml",
     ".yml": "yaml",
 }
-# [text](target#anchor), except for URLs and anchors of the same page.
+# Matches links [text](target#anchor), except for URLs and anchors of the same page.
 _LINK = re.compile(r"\]\((?![a-z][a-z0-9+.-]*:|#)([^()\s#]+)(#[^()\s]*)?\)")
 _FENCED = re.compile(r"^(```+|~~~+).*?^\1", re.MULTILINE | re.DOTALL)
 
@@ -47,7 +47,7 @@ def links(markdown: str) -> Iterator[re.Match[str]]:
 
 
 def target_of(link: re.Match[str], source: str) -> str:
-    """Return the target, relative to the root, of a link in ``source``; it need not exist."""
+    """Return the target, relative to the root, of a link in ``source``; the file need not exist."""
     return os.path.normpath(os.path.join(os.path.dirname(source), link[1]))
 
 
@@ -64,7 +64,7 @@ def page_of(name: str) -> str:
     """Return the site's page for a file of the repository, or for one of ``FOLDERS``."""
     if name in PAGES or name in FOLDERS:
         return {**PAGES, **FOLDERS}[name]
-    # The generated page of a tool has more content than the tool's file.
+    # Link to a tool's generated page, since it also describes the flags, which the file does not.
     if os.path.dirname(name) == "tools":
         return f"{name.removesuffix('.py')}.md"
     if name.startswith(f"{DOCS}/"):
@@ -73,7 +73,7 @@ def page_of(name: str) -> str:
 
 
 def with_site_links(markdown: str, source: str, page: str) -> str:
-    """Return ``markdown`` of the file ``source`` with links from ``page`` to pages of the site."""
+    """Return the Markdown of the file ``source`` with links for the site's page ``page``."""
     parts, end = [], 0
     for link in links(markdown):
         target = os.path.relpath(page_of(target_of(link, source)), os.path.dirname(page) or ".")

@@ -1,4 +1,4 @@
-"""mkdocs hooks: pages generated at build time, links into the repository, equations."""
+"""Define the MkDocs hooks: generate pages, rewrite links into the repository, convert equations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-# mkdocs loads this file by its path.
+# Make docs.hooks importable, since MkDocs loads this file by its path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from docs.hooks.equations import with_mathml

@@ -48,7 +48,7 @@ class Tool:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """Flag of a tool: '--lr', 'NUMBER', its default as text (None if required), and its help."""
+    """A flag of a tool: name ('--lr'), metavar ('NUMBER'), default (None if required) and help."""
 
     name: str
     values: str
@@ -58,7 +58,7 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class FlagGroup:
-    """Options of one dataclass: the name of the group, the docstring, and the flags."""
+    """The options of one dataclass: the group's name, the dataclass's docstring, and the flags."""
 
     name: str
     text: str

@@ -22,7 +22,7 @@ STATUSES = {
     str(INTERRUPTED_STATUS): "interrupted by Ctrl-C or SIGTERM",
     "1": "a bug, reported with a traceback; under torchrun, the failure of any rank",
 }
-# Pattern of flags, files, and pages of the documentation.
+# Matches flags, file names and documentation pages, which become code or links.
 _NAMED = re.compile(
     r"(?<![\w`-])--[a-z0-9][a-z0-9-]*[a-z0-9]|(?<![\w/`])(?:tools|examples|docs)/[\w./]+\w"
 )
@@ -38,7 +38,7 @@ def tool_pages(root: Path) -> dict[str, str]:
 
 
 def examples_of_tools() -> dict[str, Any]:
-    """Read each tool's examples, related pages and own statuses from tool_examples.toml."""
+    """Read each tool's examples, related pages and exit statuses from tool_examples.toml."""
     return tomllib.loads(EXAMPLES.read_text(encoding="utf-8"))
 
 
@@ -53,7 +53,7 @@ def _index(tools: dict[str, Tool]) -> str:
             "",
             "Each stage is a command. Its page, like `--help`, is generated from its options when",
             "the site is built. If a flag is repeated, the last value is used. `python` starts",
-            "one rank, `torchrun --nproc-per-node N` starts several.",
+            "one rank, and `torchrun --nproc-per-node N` starts N ranks.",
             "",
             "| Tool | |",
             "|---|---|",

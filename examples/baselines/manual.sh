@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Write the paper's printed weights for SlimPajama (appendix, "Final domain weights"), one mixture
-# per column. The paper uses them for its 684M and 1.2B base models. Needs no training and no GPU.
+# per column. The paper uses them for its 684M and 1.2B base models. This script needs no
+# training or GPU.
 #
 #   bash examples/baselines/manual.sh
 #   PUBLISHED="pile/human pile/doremi" bash examples/baselines/manual.sh    # into runs/pile

@@ -21,9 +21,9 @@ CORPUS=${CORPUS:-$RUN/1-corpus}
 
 LAWS=(
   --num-proxies 20                     # paper: appendix, "20 separate mixtures"
-  --model-sizes 60m 82m 124m 210m      # assumed: the paper's "4 different proxy sizes" are its own
+  --model-sizes 60m 82m 124m 210m      # assumed: the paper says only "4 different proxy sizes"
   --target-size "$SIZE"                # assumed: the base model
-  --train-iters 10000                  # assumed: the paper's FLOPs per run equal DoReMi's proxy
+  --train-iters 10000                  # assumed: the FLOPs per run of DoReMi's proxy
   --seq-length 1024                    # assumed: from the paper's FLOPs
   --global-batch-size 128              # paper: experimental setup
   --lr 5e-4                            # paper: table of architectures

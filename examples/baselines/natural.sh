@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Write natural weights: each of SlimPajama's domains is weighted by its share of the tokens. This is
-# a common baseline that the paper does not include. Needs no training and no GPU.
+# a common baseline that the paper does not include. This script needs no training or GPU.
 #
 #   bash examples/baselines/natural.sh
 #   SIZE=tiny bash examples/baselines/natural.sh      # smoke test on a small corpus

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Write uniform weights for SlimPajama's seven domains: the baseline of the paper's tables, and the
-# mixture of pretrain_684m.sh with MIXTURE=uniform. Needs no training and no GPU.
+# mixture of pretrain_684m.sh with MIXTURE=uniform. This script needs no training or GPU.
 #
 #   bash examples/baselines/uniform.sh
 #   SIZE=tiny bash examples/baselines/uniform.sh      # smoke test on a small corpus

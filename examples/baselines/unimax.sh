@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Compute UniMax weights for SlimPajama's seven domains: uniform weights with at most four epochs of
 # each domain. The paper does not include UniMax. Within 1.3 billion tokens no domain of SlimPajama
-# is repeated, so UniMax equals Uniform; on smaller corpora the two differ. Needs no training and no
-# GPU.
+# is repeated, so UniMax equals Uniform; on smaller corpora the two differ. This script needs no
+# training or GPU.
 #
 #   bash examples/baselines/unimax.sh
 #   SIZE=tiny bash examples/baselines/unimax.sh       # smoke test on a small corpus

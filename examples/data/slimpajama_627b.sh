@@ -3,8 +3,8 @@
 #
 # Data: cerebras/SlimPajama-627B on the Hugging Face hub; 59,166 files of JSON lines
 # (.jsonl.zst, 895 GB) in train/chunk*/, validation/chunk*/ and test/chunk*/, with the text in `text`
-# and the domain in `meta.redpajama_set_name`. Download the data first, which are too large to be
-# streamed more than once:
+# and the domain in `meta.redpajama_set_name`. Download the data first, since they are too
+# large to be streamed more than once:
 #   hf download cerebras/SlimPajama-627B --repo-type dataset --local-dir data/slimpajama-627b
 #   TOKENIZER=tokenizer.json bash examples/data/slimpajama_627b.sh
 # On n machines that share INPUT and OUTPUT, set SHARD=1/n ... SHARD=n/n; then run once without
