@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare methods in one table: the last stage of examples/compare_methods.sh."""
+"""Compare methods in one table, as the last stage of examples/compare_methods.sh."""
 
 from __future__ import annotations
 

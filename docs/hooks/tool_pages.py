@@ -89,7 +89,7 @@ def _page(tool: Tool, notes: dict[str, Any]) -> str:
 
 
 def _summary(tool: Tool) -> tuple[str, str]:
-    """Return the tool's summary, and the command in the same line of its docstring, if any."""
+    """Return the tool's summary, and the command after it in the docstring's first line, if any."""
     first = tool.summary.partition("\n")[0]
     shown = re.fullmatch(r"(.*?): ((?:torchrun|python) .*?)\.?", first.replace(" ...", " …"))
     return (f"{shown[1]}.", shown[2].replace(" …", " ...")) if shown else (first, "")
