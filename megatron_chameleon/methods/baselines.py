@@ -2,9 +2,10 @@
 
 UniMax (Chung et al., ICLR 2023) divides the token budget evenly over the domains. Tokens beyond a
 domain's epoch limit are redistributed evenly over the other domains. The result is the mixture
-nearest to uniform within the limits, min(cap, s/k) with one scale s for all domains;
-:class:`~megatron_chameleon.methods.output.EpochLimit` computes it. If all domains at their limits
-hold fewer tokens than the budget, the method raises UserError; the paper then reduces the budget.
+within the limits that is nearest to uniform: each weight is min(cap, s/k), with one scale s for all
+domains. :class:`~megatron_chameleon.methods.output.EpochLimit` computes it. If all domains at their
+limits provide fewer tokens than the budget, the method raises UserError, whereas the paper reduces
+the budget.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class NaturalOptions(ChosenDomainsOptions):
 class UnimaxOptions(ChosenDomainsOptions):
     """Divide the tokens evenly, within a limit on the epochs of each domain."""
 
-    token_budget: LargeCount = dataclasses.field()  # required here, optional in the base class
+    # The base class has a default; field() removes the default, so the option is required.
+    token_budget: LargeCount = dataclasses.field()
     """Token budget of the target run; the epochs of each domain are computed from it."""
     max_epochs: Positive = 4.0
     """Maximum epochs of each domain's training tokens. Up to 4 epochs, repeated data are almost as
@@ -55,7 +57,7 @@ def compute_equal(options: UniformOptions | UnimaxOptions) -> None:
 
     name, heading = "uniform", "Uniform: equal weights"
     if isinstance(options, UnimaxOptions):
-        limit = f"--max-epochs {options.max_epochs:g} for {options.token_budget:,} tokens"
+        limit = f"--max-epochs {options.max_epochs:g} and --token-budget {options.token_budget:,}"
         name, heading = "unimax", f"UniMax: as uniform as possible within {limit}"
 
     def assign(_corpus: Corpus, names: list[str]) -> AssignedWeights:
@@ -78,7 +80,7 @@ def compute_natural(options: NaturalOptions) -> None:
             weights = natural_weights([tokens[name] for name in names], temperature)
         except ValueError as error:
             raise UserError(f"--temperature {temperature:g} for {corpus.root}: {error}") from error
-        heading = f"Natural: shares of the training tokens, raised to the power 1/{temperature:g}"
+        heading = f"Natural: proportional to (training tokens)^(1/{temperature:g})"
         return AssignedWeights(weights, heading, {"temperature": temperature}, paper_flops=0.0)
 
     run_training_free("natural", options, assign)

@@ -15,7 +15,7 @@ from megatron_chameleon import methods
 from megatron_chameleon.methods.options import MethodOptions
 
 DEFAULT_METHOD = "chameleon"
-# Modules that methods share. Every other module must define METHOD.
+# Modules with code that several methods share. Every other module must define METHOD.
 SHARED_MODULES = {"method", "options", "output", "proxy"}
 
 
@@ -28,13 +28,13 @@ class Method:
         options: the method's frozen dataclass; its flags are generated from it.
         compute: computes the mixture and writes it to ``options.output``. It is called on every
             rank with an instance of ``options``, returns the same exit status on all of them, and
-            imports torch only when called. A status other than 0 (or None) means that no mixture
-            was written: STOPPED_STATUS of errors.py after a stop signal.
-        summary: the weights in a few words.
+            imports torch only when called. Any status except 0 and None means that no mixture was
+            written; after a stop signal, the status is STOPPED_STATUS of errors.py.
+        summary: short description of the weights.
         needs: inputs besides the corpus.
         cost: compute and memory.
-        good_for: when to choose it.
-        source: the paper; empty without one.
+        good_for: situations in which to choose the method.
+        source: the paper that describes the method; empty if there is none.
     """
 
     name: str
@@ -74,7 +74,7 @@ def discover_methods() -> DiscoveredMethods:
         file_name = f"{module.name}/" if module.ispkg else f"{module.name}.py"
         try:
             imported = importlib.import_module(f"{methods.__name__}.{module.name}")
-        except Exception as error:  # a user's module may raise any exception
+        except Exception as error:  # importing a user's module may raise any exception
             frames = traceback.extract_tb(error.__traceback__)
             lines = [f.lineno for f in frames if f.filename.endswith(f"/{module.name}.py")]
             where = f" (line {lines[-1]})" if lines else ""
@@ -89,7 +89,7 @@ def discover_methods() -> DiscoveredMethods:
         if all(isinstance(method, Method) for method in defines):
             for method in defines:
                 found[method.name].append((file_name, method))
-        elif not module.ispkg:  # a folder may hold shared code of several methods
+        elif not module.ispkg:  # a folder without METHOD may hold code that methods share
             unusable.append(f"{file_name} has no METHOD = Method(...): add it, or move the file")
     for name, defined in found.items():
         if len(defined) > 1:
@@ -106,7 +106,7 @@ def find_methods() -> Mapping[str, Method]:
 
 
 def format_method_list(width: int = 100) -> str:
-    """The text of ``--list-methods``: requirements, cost and purpose of each method.
+    """Return the text of ``--list-methods``: requirements, cost and purpose of each method.
 
     Args:
         width: maximum line length in characters.

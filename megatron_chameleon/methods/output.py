@@ -30,18 +30,18 @@ from megatron_chameleon.mixture.weights import capped_weights
 MAX_ROWS = 40
 HEAVIEST, LIGHTEST = 25, 10
 SMALL_WEIGHT = 1e-3
-# If a weight exceeds this value, the mixture consists almost entirely of one domain.
+# If a weight exceeds this value, a warning states that one domain has nearly all of the weight.
 ONE_HOT = 0.95
 MAX_NAMES = 10
 
 
 def warn(message: str) -> None:
-    """Warn that a mixture should be used with care."""
+    """Issue a MixtureWarning, for a mixture that should be used with care."""
     warnings.warn(message, MixtureWarning, stacklevel=3)
 
 
 def by_name(names: Iterable[str], values: Array) -> dict[str, Any]:
-    """Return name -> value or list of values, as JSON types."""
+    """Map each name to its entry of ``values``: a number, or a list of numbers."""
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -90,7 +90,9 @@ def require_training_tokens(corpus: Corpus, names: Iterable[str], purpose: str) 
 def parse_shares(
     target: str, names: Sequence[str], match: Callable[[str], str | None], hint: str = ""
 ) -> Array:
-    """The shares [k] of ``names`` in a ``--target`` such as ``a`` or ``a=2,b=1``; others are 0.
+    """Parse a ``--target`` such as ``a`` or ``a=2,b=1``; return the shares [k] of all ``names``.
+
+    Names that are not in the target have share 0.
 
     Args:
         target: value of the option; the share of an item without a number is 1.
@@ -130,7 +132,7 @@ def parse_shares(
 
 @dataclasses.dataclass(frozen=True)
 class EpochLimit:
-    """Limit of ``max_epochs`` epochs per domain in ``token_budget`` training tokens.
+    """Limit on the epochs of each domain in a run of ``token_budget`` training tokens.
 
     Attributes:
         tokens: domain -> training tokens.
@@ -148,7 +150,7 @@ class EpochLimit:
 
     @property
     def caps(self) -> Array | None:
-        """Maximum weights [num_domains]; None without a limit."""
+        """Maximum weight [num_domains] of each domain; None without a limit."""
         if self.max_epochs is None or self.token_budget is None:
             return None
         tokens = np.array(list(self.tokens.values()), np.float64)
@@ -188,8 +190,8 @@ class EpochLimit:
         capped = [names[i] for i in np.flatnonzero((unconstrained > 0) & (limited == self.caps))]
         if capped:
             warn(
-                f"--max-epochs {self.max_epochs:g} caps {format_names(capped)} in "
-                f"{self.token_budget:,} tokens, and raises the other domains' weights"
+                f"--max-epochs {self.max_epochs:g} with --token-budget {self.token_budget:,} "
+                f"lowers the weights of {format_names(capped)}, and raises the other weights"
             )
         before = by_name(names, unconstrained)
         return {**fields, "max_epochs": self.max_epochs, "unconstrained": before, "capped": capped}
@@ -212,8 +214,8 @@ class AssignedWeights:
         parameters: the method's settings, for the mixture.
         inputs: name -> hash of each artifact read besides the corpus.
         closing: lines under the table.
-        paper_flops: FLOPs by the formulas of Chameleon's tables; None if the formulas do not cover
-            the method.
+        paper_flops: FLOPs, counted as in the tables of the Chameleon paper; None if the paper's
+            formulas do not cover the method.
         inherited: total cost of weights computed elsewhere, if known.
     """
 
@@ -269,7 +271,7 @@ def run_training_free(
 
 
 def cost_totals(cost: Cost) -> dict[str, float]:
-    """The ``total_cost`` in a mixture's parameters."""
+    """Return the ``total_cost`` that a mixture's parameters contain."""
     return {"flops": cost.flops, "device_seconds": cost.device_seconds}
 
 
@@ -277,7 +279,7 @@ def write_and_print(mixture: Mixture, options: MethodOptions, heading: str, *clo
     """Write ``mixture`` to ``--output``; print its table and the next command. Called on one rank.
 
     Args:
-        mixture: complete, with its cost.
+        mixture: mixture with all fields set, including its cost.
         options: options of the method.
         heading: the line above the table: the method and its main settings.
         closing: lines under the table.
@@ -295,15 +297,15 @@ def write_and_print(mixture: Mixture, options: MethodOptions, heading: str, *clo
 
 
 def format_weight(weight: float) -> str:
-    """A weight with four decimals, or in scientific notation if small."""
+    """Format a weight with four decimals, or in scientific notation if it is small."""
     return f"{weight:.4f}" if weight == 0 or weight >= SMALL_WEIGHT else f"{weight:.1e}"
 
 
 def mixture_table(mixture: Mixture) -> str:
-    """A table of scores, weights and epochs, with one row per domain.
+    """Format a table of scores, weights and epochs, with one row per domain.
 
-    Of more than ``MAX_ROWS`` domains, it shows those with the largest and the smallest weights,
-    sorted by weight.
+    If there are more than ``MAX_ROWS`` domains, the table shows only those with the largest and the
+    smallest weights, sorted by weight.
     """
     names = list(mixture.weights)
     hidden = len(names) - HEAVIEST - LIGHTEST if len(names) > MAX_ROWS else 0

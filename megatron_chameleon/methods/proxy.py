@@ -42,9 +42,9 @@ from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
-# The proxy's folder in --work-dir.
+# Name of the proxy's run folder in --work-dir.
 PROXY = "proxy"
-# Total-variation distance between the last and the mean weights above which a warning is issued.
+# Warn if the total-variation distance between the last and the mean weights exceeds this value.
 UNSETTLED_DISTANCE = 0.25
 MAX_TRAJECTORY_POINTS = 50
 T = TypeVar("T")
@@ -55,13 +55,13 @@ Options = TypeVar("Options", bound=ProxyMethodOptions)
 def training_options(
     proxy: ProxyOptions, corpus: Path, run_dir: Path, mixture: str = "uniform"
 ) -> PretrainOptions:
-    """Training options of a proxy's run; ``mixture`` is a value of ``--mixture``."""
+    """Return the options of a proxy's training run; ``mixture`` is a value of ``--mixture``."""
     fields = {field.name: getattr(proxy, field.name) for field in dataclasses.fields(ProxyOptions)}
     return PretrainOptions(run_dir=run_dir, corpus=corpus, mixture=mixture, **fields)
 
 
 def forward_only(options: ParallelOptions) -> ParallelOptions:
-    """The parallelism of a model that is only evaluated: without interleaved pipeline stages."""
+    """Return the parallelism for evaluation, which excludes interleaved pipeline stages."""
     names = [field.name for field in dataclasses.fields(ParallelOptions)]
     return ParallelOptions(**{name: getattr(options, name) for name in names})
 
@@ -104,7 +104,7 @@ def train_proxy(
     if os.environ.get("RANK", "0") == "0":
         print(f"\n{name}: {options.run_dir}")
     try:
-        with stops:  # without it, a signal would end the process
+        with stops:  # without the handler, a stop signal would end the process
             pretrain(options, hook_factory=make_hook, stops=stops)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
@@ -112,7 +112,7 @@ def train_proxy(
 
 
 def is_finished(run_dir: Path) -> bool:
-    """Whether the run exists and has reached its last step."""
+    """Return whether the run exists and has reached its last step."""
     return TrainingRun.exists(run_dir) and TrainingRun.load(run_dir).status == "finished"
 
 
@@ -134,13 +134,13 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
         self.state: State = state
 
     def of_domains(self, weights: Array) -> dict[str, float]:
-        """Domain -> weight; 0 for domains that are not in ``weighted``."""
+        """Map each domain to its weight; domains that are not in ``weighted`` get 0."""
         every = np.zeros(len(self.names))
         every[self.weighted] = weights
         return by_name(self.names, every)
 
     def metrics(self) -> dict[str, Any]:
-        """Weights after the last step, their mean, and the total distance they moved."""
+        """Weights after the last step, their mean, and the summed distance of all updates."""
         return {
             "weights": self.of_domains(self.state.weights),
             "mean_weights": self.of_domains(self.state.mean),
@@ -154,7 +154,7 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
         return {**self.settings, **state, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. Raises UserError if other settings produced it or it is damaged."""
+        """Restore ``state``. Raises UserError if it is damaged, or is from other settings."""
         before = {**state.get("rule", {}), **state}
         for name, value in {**self.settings["rule"], **self.settings}.items():
             if name != "rule" and before.get(name) != value:
@@ -252,7 +252,8 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         for folder in reversed(checkpoint_folders(self.run.run_dir)):
             try:
                 record = CheckpointRecord.load(folder)
-            except UserError:  # training will report the damage and resume from an older checkpoint
+            except UserError:
+                # Training will report the damage and resume from an older checkpoint.
                 continue
             try:
                 self.load_hook(record)
@@ -261,7 +262,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             return
 
     def finished(self) -> tuple[TrainingRun, MeanWeightsHook[State], dict[str, str]]:
-        """Return the finished run, its hook, and its weights' name and hash for the provenance.
+        """Return the finished run, its hook, and the checkpoint's hash for the provenance.
 
         Raises:
             UserError: if the run was trained with another hook.
@@ -274,7 +275,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         """Return the hook, with its state loaded from a checkpoint.
 
         Raises:
-            UserError: if the state is of another hook, or was produced by other settings.
+            UserError: if another hook or other settings produced the state.
         """
         hook = self.make_hook(self.plan, None)
         load_hook(hook, record)
@@ -306,7 +307,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             inputs: name -> hash of each artifact read besides the corpus.
             paper_flops: FLOPs, counted as in the tables of the Chameleon paper.
             heading: the line above the table.
-            hint: the options to change, as the end of each warning.
+            hint: end of each warning: the options that the user should change.
         """
         stopwatch, options, names = Stopwatch(), self.options, self.corpus.names
         last, mean = hook.of_domains(hook.state.weights), hook.of_domains(hook.state.mean)
@@ -331,7 +332,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         }
         later = list(logged.values())[len(logged) // 2 :]
         stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
-        shown = list(logged)[::-stride][::-1]  # includes the last step
+        shown = list(logged)[::-stride][::-1]  # counted backwards, to include the last step
         own = stopwatch.cost(num_devices=runs[-1].cost.num_devices)
         size = {"model_size": name_of(self.plan.shape.size), "train_iters": self.run.train_iters}
         mixture = Mixture(
@@ -367,7 +368,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             mixture,
             options,
             heading,
-            f"total-variation distance: {last_from_mean:.3f} between the last weights and their "
-            f"mean, {per_step:.3f} per step",
+            f"total-variation distance: {last_from_mean:.3f} between the last and the mean "
+            f"weights; {per_step:.3f} between consecutive steps, on average",
             *(f"cost of {run.root}: {run.cost.flops:.2e} FLOPs" for run in runs),
         )

@@ -78,8 +78,8 @@ def squared_norms(features: Array) -> Array:
         total = norms.sum()
     if not np.isfinite(total):
         raise ValueError(
-            f"embeddings reach {float(np.abs(features).max()):.3g}, too large for their inner "
-            "products: divide them all by a constant"
+            f"inner products of embeddings with values up to {float(np.abs(features).max()):.3g} "
+            "overflow: divide all embeddings by a constant"
         )
     return norms
 

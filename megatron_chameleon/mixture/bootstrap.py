@@ -13,8 +13,8 @@ import numpy.typing as npt
 from megatron_chameleon.mixture.checks import Array, as_matrix
 from megatron_chameleon.mixture.weights import DegenerateScoreWarning
 
-# Limit on the number of values in a block of resampled means, and in one domain's counts: 256 MiB
-# each. Each block reads the windows of all domains, so smaller blocks are slower.
+# Maximum number of values (256 MiB) in a block of resampled means, and in the window counts of one
+# domain. Each block reads the windows of all domains, so smaller blocks are slower.
 BLOCK_VALUES = 1 << 25
 
 
@@ -85,7 +85,7 @@ def bootstrap_weights(
     if num_degenerate:
         warnings.warn(
             f"leverage scores were clipped in {num_degenerate} of {num_resamples} "
-            "resamples, so the intervals are partly based on bounds: use more windows per domain",
+            "resamples, so the intervals depend on the score limits: use more windows per domain",
             DegenerateScoreWarning,
             stacklevel=2,
         )
@@ -135,7 +135,7 @@ def _checked_windows(window_vectors: Sequence[npt.ArrayLike]) -> list[npt.NDArra
     return windows
 
 
-# Limit on the number of values of all domains' windows in memory: 1 GiB in float32, enough for 80
+# Maximum number of values in memory in the windows of all domains: 1 GiB in float32, enough for 80
 # domains of 4096 windows with 768 features.
 MAX_VALUES = 1 << 28
 # Minimum number of groups per domain: a variance that is estimated from 32 groups has a relative

@@ -59,7 +59,8 @@ class Recipe:
     """Temperature tau in softmax(S / tau); applies to k * S if ``temperature_relative``."""
 
     temperature_relative: bool
-    """Measure scores relative to their mean 1 / k, so that temperatures do not depend on k."""
+    """Apply temperatures to scores relative to their mean, 1 / k, so that suitable temperatures do
+    not depend on k."""
 
     score_floor: float = SCORE_FLOOR
     """Lower clipping limit of scores, as a fraction of the mean score (pretraining only)."""
@@ -73,8 +74,8 @@ class Recipe:
         check_score_limits(self.score_floor, self.score_ceiling)
         if self.temperature_relative and not self.normalize:
             raise ValueError(
-                "temperature_relative measures scores against their mean, so it needs "
-                "normalize: set normalize to true or temperature_relative to false"
+                "temperature_relative requires normalized scores: set normalize to true, or "
+                "temperature_relative to false"
             )
 
     def effective_ridge(self, mean_eigenvalue: float) -> float:
@@ -109,8 +110,8 @@ PAPER = Recipe(
 
 The paper gives its temperatures as ranges, [5, 10] and [0.2, 0.5]. This recipe uses the lower ends
 of the ranges, as the authors' code does. It differs from ``REFERENCE`` only in centring and
-normalisation. The scores depend on the scale of the embeddings. Where K is far above k * ridge, all
-scores are near 1 and the weights near uniform; where it is far below, one domain gets all of the
+normalisation. The scores depend on the scale of the embeddings. If K is far above k * ridge, all
+scores are near 1 and the weights are near uniform; if K is far below, one domain gets all of the
 weight.
 """
 
@@ -283,10 +284,10 @@ def chameleon_weight_fn(
     prior: Callable[[Array], Array] | None = None,
     **overrides: Any,
 ) -> Callable[[Array], Array]:
-    """Return the map from embeddings [k, h] to weights [k] that ``bootstrap_weights`` takes.
+    """Return a function from embeddings [k, h] to weights [k], for ``bootstrap_weights``.
 
-    ``prior`` computes the prior [k] from the embeddings of a resample. An invalid recipe raises
-    here rather than at the map's first call.
+    ``prior`` computes the prior [k] from the embeddings of a resample. An invalid recipe raises an
+    error here, not at the first call of the returned function.
     """
     settings = resolve_recipe(recipe, **overrides)
     check_mode(mode)

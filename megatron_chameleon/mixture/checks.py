@@ -14,7 +14,7 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[np.float64]
 Mode: TypeAlias = Literal["pretrain", "finetune"]
 
-# Relative difference up to which two entries of an affinity count as equal.
+# Two entries of an affinity count as equal if their relative difference is at most this value.
 AFFINITY_TOLERANCE = 1e-8
 
 
@@ -74,7 +74,7 @@ def as_scores(scores: npt.ArrayLike) -> Array:
             "pass leverage_scores(affinity, ridge)"
         )
     low = -AFFINITY_TOLERANCE * np.fmax.reduce(np.abs(vector))
-    # NaN fails both comparisons
+    # NaN is rejected too, since both comparisons with NaN are false.
     valid = (vector >= low) & (vector <= np.finfo(np.float64).max / vector.size)
     if not valid.all():
         bad = int(valid.argmin())

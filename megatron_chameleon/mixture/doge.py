@@ -16,7 +16,7 @@ import numpy as np
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.exponentiated import WeightState, exponentiated_step
 
-# This constant is added to the mean norm, as in the authors' code.
+# Added to the mean gradient norm before division, as in the authors' code, to avoid dividing by 0.
 NORM_EPS = 1e-6
 
 
@@ -25,7 +25,7 @@ class DogeRecipe:
     """Parameters of the update rule, all finite; ``DogeRule`` checks the ranges of the flags.
 
     Attributes:
-        mu: weight of the Bregman divergence from the last weights, above 0.
+        mu: weight of the Bregman divergence from the previous weights, above 0.
         eps: share of the uniform distribution mixed into the weights after each step, in [0, 1).
         dw_min: lower clipping bound of an alignment.
         dw_max: upper clipping bound.
@@ -150,8 +150,8 @@ def gradient_weights(
     """Compute the weights [k] of the domains' gradients in the gradient of the step.
 
     A weight is alpha_i times the domain's clipping factor, where the alphas of the present domains
-    are scaled to sum to 1. For an absent domain, the authors' code reuses its last gradient, which
-    requires a stored copy of the gradient per domain.
+    are scaled to sum to 1. For an absent domain, the authors' code reuses its last gradient;
+    this code does not, since it would need a stored gradient per domain.
 
     Args:
         state: state of the weights after the step's update of alpha.

@@ -65,6 +65,6 @@ def exponentiated_step(log_weights: Array, gains: Array, step_size: float, eps: 
         logits = log_weights + step_size * (gains - gains.max())
     log_softmax = logits - np.logaddexp.reduce(logits)
     if eps > 0:
-        share = math.log(eps) - math.log(len(logits))  # eps / k may underflow
+        share = math.log(eps) - math.log(len(logits))  # logs, as eps / k may underflow
         log_softmax = np.logaddexp(math.log1p(-eps) + log_softmax, share)
     return np.maximum(log_softmax, LOWEST_LOG)

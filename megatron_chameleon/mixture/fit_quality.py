@@ -108,7 +108,7 @@ class Reach:
 
     @property
     def extrapolates(self) -> bool:
-        """Whether a weight is out of range, or the nearest mixture is farther than usual."""
+        """Whether a weight is out of range, or ``distance`` exceeds ``usual``."""
         return bool(self.outside) or self.distance > self.usual
 
 
@@ -118,7 +118,7 @@ def reach_of(weights: Array, trained: Array) -> Reach:
     tolerance = 1e-9
     above = weights > trained.max(axis=0) + tolerance
     below = weights < trained.min(axis=0) - tolerance
-    # Distances between each trained mixture and the nearest other trained mixture.
+    # k=[2] selects the nearest other mixture, since the nearest mixture is the mixture itself.
     neighbours = cKDTree(trained).query(trained, k=[2], p=1)[0] / 2
     return Reach(
         nearest=int(distances.argmin()),

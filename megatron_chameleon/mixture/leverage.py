@@ -18,8 +18,9 @@ from scipy import linalg
 
 from megatron_chameleon.mixture.checks import Array, as_affinity, as_matrix, check_positive
 
-# The Cholesky factor loses about eps * trace / (k * ridge) in the scores: 2e-10 at this bound.
-# Above this bound the slower spectral form is used, which can cut off the null space.
+# Maximum of trace / (k * ridge) for which Cholesky is used. The scores then have an error of about
+# eps * trace / (k * ridge) <= 2e-10. Above the maximum, the slower spectral form is used, which can
+# exclude the null space.
 CHOLESKY_LIMIT = 1e6
 
 
@@ -53,12 +54,12 @@ def leverage_scores(affinity: npt.ArrayLike, ridge: float) -> Array:
             return np.clip(np.diagonal(solved), 0.0, 1.0)
     eigenvalues, eigenvectors = linalg.eigh(kernel)
     tolerance = kernel.shape[0] * np.finfo(np.float64).eps * float(np.abs(eigenvalues).max())
-    # Rounding errors alone leave eigenvalues above -tolerance; the factor 1e4 allows for errors in
-    # K.
+    # Rounding errors of eigh alone give eigenvalues above -tolerance. The factor 1e4 also allows
+    # for rounding errors in K.
     if float(eigenvalues[0]) < -1e4 * tolerance:
         raise ValueError(
-            f"affinity has the eigenvalue {float(eigenvalues[0]):.6g}, but inner products have "
-            "none below 0: build it with affinity_matrix(embeddings, ...)"
+            f"affinity has the eigenvalue {float(eigenvalues[0]):.6g}, but a matrix of inner "
+            "products has no eigenvalue below 0: build it with affinity_matrix(embeddings, ...)"
         )
     # Eigenvalues that are zero up to rounding belong to the null space. At a small ridge they would
     # otherwise count as whole dimensions.

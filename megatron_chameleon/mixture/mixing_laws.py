@@ -22,8 +22,8 @@ from megatron_chameleon.mixture.checks import Array
 LOG_BOUNDS = (-20.0, 10.0)
 EXPONENT_BOUNDS = (-50.0, 50.0)
 MAX_LAW_STEPS = 2000
-# Number of starting points of a fit to a subset of the runs, in addition to the laws fitted to all
-# runs.
+# A fit to a subset of the runs starts from the laws fitted to all runs, and from this many other
+# points.
 COLD_STARTS = 3
 
 
@@ -44,7 +44,7 @@ class LawSettings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MixingLaws:
-    """Mixing laws: one for each of m losses over k domains."""
+    """Mixing laws of m losses over k domains, one law per loss."""
 
     constant: Array
     """The constants c [m], > 0: lower bounds of the losses."""
@@ -247,7 +247,8 @@ def law_optimum(
     )
     weights = np.clip(found.x, low, high)
     weights /= weights.sum()
-    if value(weights) > value(begin):  # possible after rounding or a failed search
+    # Rounding or a failed search may give a worse mixture than the start.
+    if value(weights) > value(begin):
         weights = begin
     return LawOptimum(
         weights=weights,

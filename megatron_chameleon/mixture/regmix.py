@@ -16,8 +16,8 @@ from scipy.spatial import cKDTree
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
 
-# Mixtures per block. They are chosen from the block's samples and the unused samples of earlier
-# blocks.
+# Mixtures are chosen in blocks of this size. A block is chosen from its own samples and the unused
+# samples of earlier blocks.
 BLOCK = 32
 
 
@@ -97,7 +97,7 @@ def sample_mixtures(
         found = drop_near_duplicates(quantize(allowed, rule.smallest_weight), rule.near_duplicate)
         known = np.concatenate([chosen, left])
         if len(known) and len(found):
-            # the upper bound of query() is exclusive
+            # query() excludes distances equal to its bound, so pass the next larger number.
             beyond = np.nextafter(rule.near_duplicate, np.inf)
             nearest, _ = cKDTree(known).query(found, p=1, distance_upper_bound=beyond)
             found = found[np.isinf(nearest)]
@@ -139,7 +139,7 @@ def quantize(mixtures: Array, smallest: float) -> Array:
     """
     steps = round(1 / smallest)
     kept = np.where(mixtures < smallest, 0.0, mixtures)
-    empty = kept.sum(axis=1) == 0  # no weight reaches a step: keep the largest
+    empty = kept.sum(axis=1) == 0  # all weights are too small: keep the largest
     kept[empty, mixtures[empty].argmax(axis=1)] = 1.0
     exact = kept / kept.sum(axis=1, keepdims=True) * steps
     whole = np.floor(exact)
@@ -219,7 +219,7 @@ def fit_trees(
         "min_data_in_leaf": runs_in_leaf(settings, len(losses)),
         "seed": settings.seed,
         "deterministic": True,
-        "force_row_wise": True,  # LightGBM would otherwise choose the layout by timing
+        "force_row_wise": True,  # otherwise, timings determine the layout
         "verbosity": -1,
     }
     boosters = []
@@ -239,7 +239,7 @@ def fit_trees(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampledOptimum:
-    """Predicted optimum: the mean of the best of many sampled mixtures."""
+    """Predicted optimum: the mean of the sampled mixtures with the lowest predictions."""
 
     weights: Array
     """[k], summing to 1."""
@@ -280,7 +280,7 @@ def sampled_optimum(
     sampled = np.zeros((num_draws, shares.size))
     sampled[:, present] = np.random.default_rng(seed).dirichlet(shares[present], size=num_draws)
     predicted = np.empty(num_draws)
-    for first in range(0, num_draws, 1000):  # in blocks, to report progress
+    for first in range(0, num_draws, 1000):  # blocks allow progress reports
         block = slice(first, first + 1000)
         predicted[block] = objective(sampled[block])
         on_draws(len(predicted[block]))

@@ -62,7 +62,7 @@ def target_prior(shares: npt.ArrayLike, strength: float = DEFAULT_STRENGTH) -> A
     target = np.asarray(shares, dtype=np.float64)
     if target.min() == target.max():
         return np.ones_like(target)
-    target = target / target.max()  # so that the sum is finite
+    target = target / target.max()  # the sum of large shares could overflow
     return (1.0 - strength) + strength * target.size * (target / target.sum())
 
 
@@ -102,7 +102,8 @@ def scaled_prior(prior: npt.ArrayLike, num_domains: int) -> Array | None:
     eta = np.asarray(prior, dtype=np.float64)
     if eta.shape != (num_domains,):
         raise ValueError(f"prior has shape {eta.shape}, but there are {num_domains} domains")
-    for value in (eta.min(), eta.max()):  # minimum and maximum are NaN if any entry is NaN
+    # These checks also find NaN: minimum and maximum are NaN if any entry is NaN.
+    for value in (eta.min(), eta.max()):
         check_positive(float(value), "prior")
     if eta.min() == eta.max():
         return None

@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from megatron_chameleon.mixture.checks import Array, Mode, as_scores, check_mode, check_positive
 
-# Scores below this fraction of the mean score are rounding errors.
+# Default lower limit, as a fraction of the mean score. Smaller scores are rounding errors.
 SCORE_FLOOR = 1e-10
-# Caps that sum to 1 up to rounding are accepted.
+# Caps may sum to less than 1 by this much, because of rounding.
 ROUNDING = 1e-12
 
 
 class DegenerateScoreWarning(UserWarning):
-    """A score was clipped to a limit; its weight is a bound, not a measurement."""
+    """A score was clipped, so the domain's weight depends on the clipping limit."""
 
 
 def domain_weights(
@@ -71,14 +71,15 @@ def domain_weights(
         warnings.warn(
             f"{len(degenerate)} leverage scores (position {', '.join(map(str, degenerate[:8]))}"
             f"{', ...' if len(degenerate) > 8 else ''}) were clipped to {score_floor:g} or "
-            f"{score_ceiling:g} times the mean score, so their weights are bounds, not estimates; "
-            "inspect these domains, or change the temperature or the score limits",
+            f"{score_ceiling:g} times the mean score, so the weights of these domains depend on "
+            "the limits; inspect these domains, or change the temperature or the score limits",
             DegenerateScoreWarning,
             stacklevel=2,
         )
     if normalize:
-        # Divide by the sum of the unclipped scores. Clipping an outlier to the ceiling would lower
-        # the sum and so raise all other scores. Scores that are all 0 have been set equal.
+        # Divide by the sum of the unclipped scores: clipping an outlier to the ceiling lowers the
+        # sum, which would raise all other scores. If all scores are 0, clip_scores() has set them
+        # to 1, so their sum is used.
         limited = limited / float((vector if vector.mean() > 0.0 else limited).sum())
     logits = 1.0 / limited if mode == "pretrain" else limited
     with np.errstate(over="ignore", under="ignore"):
@@ -115,7 +116,7 @@ def clip_scores(
         limited, clipped = np.ones_like(scores), np.ones(scores.size, dtype=bool)
     else:
         ratios = scores if prior is None or mode == "finetune" else scores / prior
-        # Scores are at least the smallest normal float, whose inverse is still finite.
+        # Raise scores to at least the smallest normal float, so that their inverses are finite.
         lowest = max(score_floor * mean, float(np.finfo(np.float64).tiny))
         lowest = lowest if mode == "pretrain" else 0.0
         limited = np.clip(ratios, lowest, max(score_ceiling * mean, lowest))
@@ -175,8 +176,8 @@ def capped_weights(weights: npt.ArrayLike, caps: npt.ArrayLike) -> Array:
     present = np.flatnonzero(target)
     if upper[present].sum() < 1.0 - ROUNDING:
         raise ValueError(
-            f"the caps of domains with a positive weight sum to {upper[present].sum():.6g}, less "
-            "than 1: raise the caps"
+            f"the caps of the domains with a weight above 0 sum to {upper[present].sum():.6g}, "
+            "less than 1: raise the caps"
         )
     order = present[np.argsort(upper[present] / target[present], kind="stable")]
     # If the first n domains are at their caps, s is (1 - the sum of these caps) / (the sum of the

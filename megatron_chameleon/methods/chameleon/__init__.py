@@ -40,7 +40,7 @@ class EmbeddingOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class ExtractionOptions(EmbeddingOptions):
-    """Sampling and embedding of text windows; all embeddings of a store share these options."""
+    """Sampling and embedding of text windows. One embedding store has one set of these options."""
 
     final_norm: bool = False
     """Apply the proxy's final layer norm to the hidden states before averaging them. The authors'
@@ -61,8 +61,8 @@ class RecipeOptions(CheckedOptions):
     """Computation of weights from domain embeddings."""
 
     recipe: Literal["reference", "paper", "scaled"] = "reference"
-    """'reference': as in the authors' code; 'paper': as in the paper's equations; 'scaled': for
-    many domains."""
+    """Default settings: 'reference' follows the authors' code, 'paper' follows the paper's
+    equations, and 'scaled' suits many domains."""
     ridge: Positive | None = None
     """Ridge regularization of the leverage scores; default: the recipe's."""
     temperature: Positive | None = None
@@ -76,8 +76,8 @@ class RecipeOptions(CheckedOptions):
     confidence: InsideUnit = 0.95
     """Confidence level of the intervals."""
     precision: Positive = 0.01
-    """Desired half width of the intervals; the number of windows that this half width requires is
-    printed."""
+    """Desired half width of the intervals. The command prints how many windows this half width
+    requires."""
 
     def resolve(self) -> Recipe:
         """Return the named recipe, with the user-supplied hyperparameters.
@@ -118,12 +118,13 @@ class ChameleonOptions(ChosenDomainsOptions):
     """A mixture.json whose domains keep the ratios of their weights. Each new domain gets the
     weight that it would have in a mixture of all domains."""
     target: str | None = None
-    """Target of the mixture: domains (a,b; with shares: a=2,b=1) or a text file (.txt, or .jsonl
-    with documents in the field "text"). A text is embedded like the domains, and the domains
-    nearest to the text gain weight. In pretraining the effect is largest with a small ridge, in
-    fine-tuning with a large ridge."""
+    """Target of the mixture. The value is a list of domains, such as a,b, or a=2,b=1 with their
+    shares, or a text file (.txt, or .jsonl with documents in the field "text"). A text is embedded
+    like the domains, and the domains nearest to the text gain weight. In pretraining the effect is
+    largest with a small ridge, in fine-tuning with a large ridge."""
     target_strength: InsideUnit | None = None
-    """Strength of --target, above 0 (no effect) and below 1 (--target alone); default: 0.5."""
+    """Strength of --target, between 0 and 1: near 0, the target has no effect; near 1, the target
+    alone determines the prior of the domains. Default: 0.5."""
     explain: bool = False
     """Print the scores and nearest domains of each domain, and the effect of each
     hyperparameter."""

@@ -88,9 +88,9 @@ if TYPE_CHECKING:
     from megatron_chameleon.methods.discovery import DiscoverOptions
 
 TEXT_SUFFIXES = (".txt", ".jsonl")
-# Used instead of a domain name to seed the sampling of windows from a target text.
+# A target text has no domain name, so this name seeds the sampling of its windows.
 TARGET_KEY = "--target"
-# Warn if the domains nearest to the target gain less than this share of the average weight.
+# Warn if the target raises the weights of its domains by less than this share of the mean weight.
 MIN_TARGET_GAIN = 0.05
 PROGRESS_DELAY_SECONDS = 2.0
 
@@ -275,10 +275,10 @@ def plan_embedding(
 def embedding_recipe(
     options: ExtractionOptions, shape: ModelShape, model_hash: str, tokenizer_hash: str
 ) -> EmbeddingRecipe:
-    """The recipe of an embedding store for a proxy of this shape.
+    """Construct the recipe of an embedding store for a proxy of this shape.
 
     Raises:
-        UserError: for a layer or a window length that the model does not have.
+        UserError: for a layer that the model does not have, or windows that are too long for it.
     """
     return EmbeddingRecipe(
         model_hash=model_hash,
@@ -355,7 +355,7 @@ def weigh_means(
         prior: domain embeddings -> prior [k]; None without a target.
     """
     with warnings.catch_warnings():
-        # This warning lists positions; the caller's warning lists the domains' names.
+        # This warning lists only positions, so it is suppressed; warn_degenerate() lists names.
         warnings.simplefilter("ignore", DegenerateScoreWarning)
         return chameleon_weights(means, mode, recipe, prior=prior and prior(means))
 
@@ -424,7 +424,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     recipe = dataclasses.asdict(plan.recipe)
     parameters: dict[str, Any] = {
         "mode": options.mode,
-        # JSON has no infinity.
+        # JSON cannot represent infinity, so an infinite limit is stored as null.
         "recipe": {field: None if value == math.inf else value for field, value in recipe.items()},
         "embedding": dataclasses.asdict(plan.embedding),
         "effective_ridge": result.effective_ridge,
@@ -464,10 +464,10 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     half_width = float((bootstrap.high - bootstrap.low).max()) / 2
     # The standard error of a mean over n windows is proportional to n^-1/2.
     needed = math.ceil(fewest * (half_width / weighting.precision) ** 2)
-    grouped = f" (bootstrap over means of {group})" if group > 1 else ""
+    grouped = f" (bootstrap over means of {group} windows each)" if group > 1 else ""
     lines.append(
         f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
-        f"domain{grouped}; +-{weighting.precision:g} needs about {needed:,}"
+        f"domain{grouped}; +-{weighting.precision:g} needs about {needed:,} windows per domain"
     )
     if options.explain:
         by_recipe = functools.partial(weigh_means, means, options.mode, prior=prior)
@@ -480,8 +480,8 @@ def warn_degenerate(names: Sequence[str], result: WeightResult, hint: str) -> No
     if result.degenerate:
         clipped = format_names([f"'{names[position]}'" for position in result.degenerate])
         warnings.warn(
-            f"the leverage scores of {clipped} were clipped at their limits, so that these "
-            f"weights are bounds, not estimates: {hint}",
+            f"the leverage scores of {clipped} were clipped, so the weights of these domains "
+            f"depend on the clipping limits: {hint}",
             DegenerateScoreWarning,
             stacklevel=3,
         )
@@ -490,7 +490,7 @@ def warn_degenerate(names: Sequence[str], result: WeightResult, hint: str) -> No
 def _warn_uninformative(
     plan: MixturePlan, result: WeightResult, untargeted: WeightResult, bootstrap: BootstrapResult
 ) -> None:
-    """Warn of weights that are bounds, uniform or one-hot, and of a target without an effect.
+    """Warn of clipped scores, of uniform or one-hot weights, and of a target without an effect.
 
     Args:
         plan: plan of the mixture.
@@ -515,7 +515,8 @@ def _warn_uninformative(
         return
     above = np.zeros(1) if result.prior is None else np.maximum(result.prior - 1.0, 0.0)
     gain = len(above) * float((above * (result.weights - untargeted.weights)).sum())
-    if gain <= MIN_TARGET_GAIN * float(above.sum()):  # both sides are 0 if all priors are equal
+    # <= also warns if all priors are equal: both sides are then 0.
+    if gain <= MIN_TARGET_GAIN * float(above.sum()):
         ridge = "smaller" if plan.options.mode == "pretrain" else "larger"
         warn(
             f"with ridge {result.effective_ridge:.3g}, --target has almost no effect or the "

@@ -14,7 +14,7 @@ from megatron_chameleon.mixture import Recipe, WeightResult
 from megatron_chameleon.mixture.affinity import nearest_rows
 
 WIDTH = 100
-# Domains shown: those with the largest weights.
+# The tables show at most this many domains: those with the largest weights.
 MAX_DOMAINS = 20
 MAX_NAME = 12
 NUM_NEAREST = 2
@@ -30,7 +30,7 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
     """
     result = weigh(recipe)
     shown = np.argsort(-result.weights, kind="stable")[:MAX_DOMAINS]
-    # Numbers distinguish names that are equal after truncation.
+    # Truncated names may be equal, so each label also has a number.
     labels = [f"{number} {name[:MAX_NAME]}" for number, name in enumerate(names, start=1)]
     norms = np.square(result.features).sum(axis=1)
     sizes = norms / (norms.sum() or 1.0)
@@ -57,7 +57,8 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
         "temp*2": {"temperature_pretrain": pretrain * 2, "temperature_finetune": finetune * 2},
         "uncenter" if recipe.center else "center": {"center": not recipe.center},
     }
-    if not recipe.temperature_relative:  # a relative temperature requires normalized scores
+    # A relative temperature requires normalized scores, so there is no column for raw scores.
+    if not recipe.temperature_relative:
         flipped = "raw score" if recipe.normalize else "normalize"
         changes[flipped] = {"normalize": not recipe.normalize}
     weights = {"now": result.weights}
@@ -74,9 +75,10 @@ def explain(names: Sequence[str], recipe: Recipe, weigh: Callable[[Recipe], Weig
     order = "lower" if result.mode == "pretrain" else "higher"
     paragraphs = [
         "SCORES: ridge leverage scores, 0 to 1. A domain's score is high if the other domains "
-        f"explain it poorly; {order} scores give more weight. Size: share of the sum of squared "
-        f"norms{' after centering' if recipe.center else ''}. Nearest: domains with the largest "
-        "cosine, times 100. The effective dimension (sum of the scores) is "
+        f"explain it poorly; {order} scores give more weight. Size: a domain's "
+        f"share of the sum of squared norms{' after centering' if recipe.center else ''}. Nearest: "
+        "the domains with the largest cosines, which are shown times 100. The effective dimension "
+        "(the sum of the scores) is "
         f"{result.effective_dimension:.3g} of at most {rank}, with ridge "
         f"{result.effective_ridge:.3g}. If it is near 0, scores are nearly proportional to sizes; "
         "if it is near the maximum, all scores are similar.",

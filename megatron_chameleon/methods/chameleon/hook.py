@@ -27,8 +27,8 @@ from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.plan import TrainingPlan
 
-# Weights are rounded to this many decimals: rounding errors differ between parallel layouts, and
-# must not change the samples.
+# Weights are rounded to this many decimals, so that rounding errors, which differ between parallel
+# layouts, do not change the samples.
 DECIMALS = 6
 
 
@@ -83,12 +83,12 @@ class OnlineChameleon(TrainingHook):
         start = time.perf_counter()
         try:
             means = self._embed(model)
-        except UserError as error:  # hidden states are not finite
+        except UserError as error:  # raised if hidden states are not finite
             warn(f"mixture unchanged at step {step}: {str(error).partition(';')[0]}")
             return None
         before = self._rounded()
-        # Computed on rank 0 only: the last digits may differ between processors, but all ranks need
-        # equal weights.
+        # All ranks need equal weights, but the last digits may differ between processors. So rank 0
+        # computes the weights and broadcasts them.
         self._weights = from_main(lambda: self._smoothed(means))
         self._recomputed += 1
         after = self._rounded()
@@ -105,11 +105,11 @@ class OnlineChameleon(TrainingHook):
         return list(after.values())
 
     def metrics(self) -> dict[str, Any]:
-        """The current weights, and the number of recomputations."""
+        """Return the current rounded weights, and how often weights were recomputed."""
         return {"weights": self._rounded(), "recomputed": self._recomputed}
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights in full precision, and the number of recomputations."""
+        """Return the weights in full precision, and how often they were recomputed."""
         return {"weights": dict(self._weights), "recomputed": self._recomputed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ class OnlineChameleon(TrainingHook):
         self._weights, self._recomputed = dict(state["weights"]), state["recomputed"]
 
     def _embed(self, model: Sequence[torch.nn.Module]) -> Array:
-        """Mean embedding of each domain with a weight, in the training precision.
+        """Compute the mean embedding of each weighted domain, in the training precision.
 
         The model's parameters, gradients and random states are unchanged.
 
@@ -126,8 +126,8 @@ class OnlineChameleon(TrainingHook):
         """
         for chunk in model:
             if self._layout.overlap_param_gather:
-                # Gather all parameters now: ranks run different batches, so that collectives in
-                # the layers' forward passes would not match.
+                # Gather all parameters now. The layers' forward passes would otherwise gather them
+                # by collectives, which would not match, since ranks run different batches.
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
             chunk.eval()
         first, *later = map(unwrap, model)
@@ -151,7 +151,7 @@ class OnlineChameleon(TrainingHook):
         return {name: round(weight, DECIMALS) for name, weight in self._weights.items()}
 
     def _smoothed(self, means: Array) -> dict[str, float]:
-        """Compute smoothed weights of all domains; ``means`` are of the domains with a weight."""
+        """Smooth the weights of all domains; ``means`` are embeddings of the weighted domains."""
         result = weigh_means(means, "pretrain", RECIPES[self._online.online_recipe])
         hint = "try --online-recipe scaled, or a longer --online-interval"
         warn_degenerate(self._names, result, hint)

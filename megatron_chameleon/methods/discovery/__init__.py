@@ -24,7 +24,7 @@ class DocumentEmbeddingOptions(EmbeddingOptions):
 
 @dataclasses.dataclass(frozen=True)
 class DiscoverOptions(CheckedOptions):
-    """Cluster a corpus's documents by a proxy's embeddings, and write a domain per cluster.
+    """Cluster a corpus's documents by a proxy's embeddings, and write one domain per cluster.
 
     The same command resumes an interrupted run.
 
@@ -89,5 +89,5 @@ class DiscoverOptions(CheckedOptions):
             return sorted({int(part) for part in self.discover.split(",")})
         except ValueError:
             raise UserError(
-                f"--discover {self.discover}: pass a number of clusters, or several as in 4,8,16"
+                f"--discover {self.discover}: pass a number of clusters, or a list such as 4,8,16"
             ) from None

@@ -59,11 +59,12 @@ from megatron_chameleon.progress import progress_bar
 BLOCK_DOCUMENTS = 8192
 # Windows per mini-batch of k-means.
 BATCH_ROWS = 1024
-# Windows sampled for a silhouette: their distances take 34 MB.
+# Windows sampled to compute a silhouette. Their pairwise distances take 34 MB.
 SILHOUETTE_ROWS = 2048
 NEAREST_SHOWN = 3
 PREVIEW_CHARACTERS = 100
-# In nearly all text, this many tokens contain at least PREVIEW_CHARACTERS characters.
+# Tokens decoded for a preview. In nearly all text, they contain at least PREVIEW_CHARACTERS
+# characters.
 _PREVIEW_TOKENS = 4 * PREVIEW_CHARACTERS
 _SHARES_SHOWN = 4
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -73,7 +74,9 @@ Labels = dict[tuple[str, Split], NDArray[np.int32]]
 
 
 def discover_domains(options: DiscoverOptions) -> None:
-    """Cluster the documents of a corpus and write the corpus of the clusters. Collective.
+    """Cluster the documents of a corpus and write the corpus of the clusters.
+
+    Called on every rank.
 
     Raises:
         UserError: for a mistake in the options or in the files that they name. Finished embeddings
@@ -103,8 +106,8 @@ def discover_domains(options: DiscoverOptions) -> None:
             warnings.warn(
                 f"{clusters.dissolved} of {len(fit.centroids)} clusters had too little text in "
                 f"train, valid or test (--min-tokens-per-split {options.min_tokens_per_split}); "
-                "their documents were reassigned to the nearest of the other "
-                f"{len(clusters.centroids)}",
+                "their documents were reassigned to the nearest of the remaining "
+                f"{len(clusters.centroids)} clusters",
                 stacklevel=2,
             )
         print(_summary(plan, _write(plan, store, clusters, cost, stopwatch)))
@@ -194,7 +197,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
                 f"--min-tokens-per-split {least}: the text to cluster has {tokens} {split} tokens, "
                 "too few for two clusters; lower --min-tokens-per-split, or add text"
             )
-    corpus_tokenizer(corpus)  # called so that a missing file is found before embedding
+    corpus_tokenizer(corpus)  # fails before the embedding if the tokenizer's file is missing
     made = provenance(options, {"corpus": corpus.hash, "checkpoint": plan.checkpoint.hash})
     return DiscoverPlan(**vars(plan), options=options, provenance=made)
 
@@ -210,7 +213,7 @@ def cluster_names(name: str, count: int, most: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KMeansFit:
-    """Centroids of windows, and the scaling of vectors before comparison.
+    """K-means centroids, and the scaling of vectors before they are compared with the centroids.
 
     Hidden states share a large mean, and a few of their features vary far more than the others;
     both would hide the differences between texts. So vectors are centred, each feature is divided
@@ -263,7 +266,7 @@ def fit_clusters(
                     number, n_init=1, batch_size=BATCH_ROWS, random_state=int(state[0])
                 )
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # empty clusters are checked below
+                    warnings.simplefilter("ignore")  # runs with empty clusters are discarded
                     found.fit(scaled)
                 is_full = len(np.unique(found.labels_)) == number
                 if is_full and (chosen is None or found.inertia_ < chosen.inertia_):
@@ -274,13 +277,13 @@ def fit_clusters(
                     f"--discover {number}: {len(scaled)} windows are too few or too similar for so "
                     "many clusters; pass fewer, or more --fit-windows"
                 )
-            # Mini-batch k-means stops early: finish the best run with Lloyd's iterations over all
-            # windows.
+            # Mini-batch k-means stops before it converges, so Lloyd's iterations over all windows
+            # refine the best run.
             centroids = chosen.cluster_centers_
             fitted[number] = KMeans(number, init=centroids, n_init=1).fit(scaled)
             size, labels = min(SILHOUETTE_ROWS, len(scaled)), fitted[number].labels_
-            # The silhouette is undefined if all sampled windows are in one cluster, or each is in
-            # its own.
+            # Use 0 if the silhouette is undefined: if all sampled windows are in one cluster, or
+            # each window is the only one in its cluster.
             silhouettes[number] = 0.0
             with contextlib.suppress(ValueError):
                 silhouettes[number] = float(
@@ -299,7 +302,7 @@ class DocumentClusters:
         labels: (domain, split) -> [num_documents] cluster of each document.
         centroids: [k, h] centroids of the k remaining clusters.
         tokens: [k, domains, splits] tokens of each cluster.
-        dissolved: number of clusters that were too small.
+        dissolved: number of clusters that were dissolved because they were too small.
     """
 
     fit: KMeansFit
@@ -368,9 +371,10 @@ def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) 
 def nearest_documents(
     plan: DiscoverPlan, store: EmbeddingStore, clusters: DocumentClusters
 ) -> list[list[tuple[float, str, int]]]:
-    """The training documents nearest to each centroid, as (distance, domain, document).
+    """Find the training documents nearest to each centroid, in ascending order of distance.
 
-    Nearest first; ``document`` counts from 0.
+    Returns:
+        For each cluster, tuples (distance, domain, document); ``document`` is an index from 0.
     """
     nearest: list[list[tuple[float, str, int]]] = [[] for _ in clusters.centroids]
     for block in plan.documents():
@@ -460,15 +464,15 @@ def _write(
 
 
 def _preview(plan: DiscoverPlan, domain: str, document: int, tokenizer: Tokenizer) -> str:
-    """The beginning of a training document, with unprintable characters escaped."""
+    """Return the beginning of a training document, with unprintable characters escaped."""
     tokens = open_tokens(plan.corpus, domain, "train").get(document)
-    # The last token is the end-of-document token.
+    # Omit the last token, which is the end-of-document token.
     text = tokenizer.decode(tokens[:-1][:_PREVIEW_TOKENS].tolist())
-    return repr(text[:PREVIEW_CHARACTERS])[1:-1]  # repr() keeps it on one line
+    return repr(text[:PREVIEW_CHARACTERS])[1:-1]  # repr() escapes line breaks
 
 
 def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
-    """The printed summary: a table, each cluster's content, the output, the next command."""
+    """Format the summary: a table, each cluster's content, the output, the next command."""
     scores = ", ".join(f"{k}: {score:.3f}" for k, score in made.silhouettes.items())
     rows = [["domain", "documents", *(f"{split} tokens" for split in SPLITS)]]
     described = []
@@ -482,7 +486,8 @@ def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
     proxy, corpus = shlex.quote(str(plan.options.checkpoint)), shlex.quote(str(output))
     return "\n".join(
         [
-            f"silhouette by number of clusters, {made.fitted_windows:,} windows fitted: {scores}",
+            "silhouette by number of clusters (k-means fitted to "
+            f"{made.fitted_windows:,} windows): {scores}",
             *align_columns(rows),
             "",
             *described,

@@ -25,14 +25,15 @@ class DogeRule(CheckedOptions):
     """DoGE's update of the weights by the alignment of gradients."""
 
     doge_mu: Positive | None = None
-    """Strength of the regularization towards the last weights: smaller values allow larger steps
-    (default as in the paper: 0.01, or 0.05 with a --target that is not trained on)."""
+    """Strength of the regularization towards the previous weights: smaller values allow larger
+    steps (default as in the paper: 0.01, or 0.05 with a --target that is not trained on)."""
     doge_eps: BelowOne = 0.0
     """Smoothing: share of the uniform distribution mixed into the weights after each step; above 0,
     no domain drops out (paper: 0)."""
     doge_dw_min: float = 0.0
-    """Lower clipping bound of a domain's alignment, before the learning rate (the authors' code: 0,
-    so that an opposing gradient has the same effect as an orthogonal gradient)."""
+    """Lower clipping bound of a domain's alignment, applied before the alignment is multiplied by
+    the learning rate. With 0, as in the authors' code, an opposing gradient has the same effect as
+    an orthogonal gradient."""
     doge_dw_max: float = 5.0
     """Upper clipping bound of the alignment (the authors' code: 5)."""
     doge_max_norm: NonNegative = 5.0

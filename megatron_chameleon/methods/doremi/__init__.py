@@ -23,9 +23,9 @@ class DoremiRule(CheckedOptions):
     """DoReMi's update of the weights by excess losses of the proxy over its reference."""
 
     doremi_variant: Literal["original", "fork"] = "original"
-    """'original': the authors' code. 'fork': the third-party code of Chameleon's baseline, which
-    clips the mean excess loss of a domain instead of each token's, takes small steps without
-    smoothing, and leaves the initial weights out of the mean."""
+    """'original': the authors' code. 'fork': the third-party code of Chameleon's baseline. 'fork'
+    clips the mean excess loss of a domain instead of the excess loss of each token, takes small
+    steps without smoothing, and excludes the initial weights from the mean."""
     doremi_eta: Positive | None = None
     """Step size of the weights (original: 1, fork: 0.1)."""
     doremi_eps: BelowOne | None = None

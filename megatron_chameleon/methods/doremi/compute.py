@@ -110,14 +110,14 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         if recipe.clip_tokens:
             excess = [each.clamp(recipe.floor, recipe.ceiling) for each in excess]
         sums = batch.domain_sums(excess)
-        # Check losses before clipping, which would hide an infinite loss. Losses are not negative,
-        # so the sum of both models' losses is infinite if either loss is.
+        # Check the losses too, since clipped excess losses would hide an infinite loss. Losses are
+        # not negative, so the sum of both models' losses is infinite if either loss is infinite.
         losses = batch.domain_sums([mine + theirs for mine, theirs in pairs])
         totals = torch.stack([sums, batch.domain_tokens, losses]).cpu().numpy()
         tokens = totals[1]
         if np.isfinite(totals).all():
             self.state = self.state.after(totals[0], tokens, recipe)
-        else:  # if only the proxy's loss is not finite, the trainer skips the step
+        else:  # no error if only the proxy's loss is not finite: the trainer skips the step
             finite = np.isfinite(batch.domain_sums(reference).cpu().numpy())
             if not finite.all():
                 raise UserError(

@@ -17,15 +17,15 @@ class ManualOptions(ChosenDomainsOptions):
     """Validate known weights against the corpus, and write them as a mixture."""
 
     weights: str | None = None
-    """a=0.3,b=0.7, or a file: a mixture (.json), or a table (.csv) with the columns domain and
-    weight. The weights are normalized to sum to 1."""
+    """Weights such as a=0.3,b=0.7, or a file that contains weights: a mixture (.json), or a table
+    (.csv) with the columns domain and weight. The weights are normalized to sum to 1."""
     published: str | None = None
     """A column of Chameleon's tables, such as slimpajama/doremi; the error for an unknown name
     lists all names."""
     rename: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-    """OLD=NEW gives the weight of OLD to domain NEW of the corpus; if several OLD have the same
-    NEW, their weights are added. OLD= drops the weight of OLD. Can be repeated, or take several
-    values."""
+    """OLD=NEW assigns the weight of OLD to domain NEW of the corpus; if several OLD have the same
+    NEW, their weights are added. OLD= drops the weight of OLD. The option can be repeated, and
+    accepts several values."""
 
     @property
     def renames(self) -> list[str]:
@@ -54,9 +54,9 @@ METHOD = Method(
     name="manual",
     options=ManualOptions,
     compute=run,
-    summary="known weights: from the command line, a file, or a table in the paper",
+    summary="known weights: from the command line, a file, or a table in Chameleon's paper",
     needs="the weights (--weights or --published)",
     cost="nothing; for a mixture file, the cost recorded in it",
-    good_for="a mixture from elsewhere, and the paper's own (--published slimpajama/doremi)",
+    good_for="mixtures computed elsewhere, and those of the paper (--published slimpajama/doremi)",
     source="",
 )

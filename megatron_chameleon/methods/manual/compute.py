@@ -32,7 +32,7 @@ def compute_manual(options: ManualOptions) -> None:
         if options.published is not None:
             column = published_column(options.published)
             source, total = f"--published {options.published}", column.printed_sum
-            # Printed columns rarely sum to 1, so this is a note instead of a warning.
+            # Published columns rarely sum to 1, so the sum is printed as a note, not a warning.
             known = {name: weight / total for name, weight in column.printed.items()}
             notes.append(f"the printed weights sum to {total:.4g}, and were divided by this sum")
             parameters: dict[str, Any] = {
@@ -97,8 +97,8 @@ def read_weights(
         if old.get("unknown_costs"):
             parameters["unknown_costs"] = old["unknown_costs"]
         recorded, cost = old.get("total_cost"), None
-        # A Chameleon mixture records only the cost of computing weights; the proxy and the
-        # embedding store record their own costs.
+        # The cost of a Chameleon mixture excludes its proxy and its embedding store, which record
+        # their own costs, so it is not the total cost.
         by_hash = mixture.provenance is not None and "checkpoint" in mixture.provenance.inputs
         if isinstance(recorded, dict):
             cost = Cost(float(recorded["flops"]), float(recorded["device_seconds"]))
@@ -157,7 +157,7 @@ def match_domains(
     Args:
         source: source of the weights, for messages.
         known: weights by the names of their source.
-        own_names: other name of a domain -> its name in ``known``.
+        own_names: name of a domain in its data set -> its name in ``known``.
         renames: values of ``--rename``.
         corpus_names: the domains of the corpus.
 

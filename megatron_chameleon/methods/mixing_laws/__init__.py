@@ -30,22 +30,22 @@ class LawOptions(CheckedOptions):
     """Options for fitting the laws, and for the search for their optimum."""
 
     huber_delta: Positive = 0.05
-    """Threshold of the Huber loss, in nats; it is linear for larger residuals (paper: 0.05)."""
+    """Threshold of the Huber loss, in nats. The loss is linear above it (paper: 0.05)."""
     law_ridge: NonNegative = 1e-3
     """Ridge penalty on the exponents, added to the mean Huber loss divided by delta^2."""
     num_starts: Repetitions = 16
-    """Starting points of the optimizer per law."""
+    """Number of starting points of the optimizer for each law."""
     fit_seed: Seed = 0
     """Seed of the starting points."""
     max_extrapolation: Share | None = None
-    """Maximum distance of a weight from the range of the trained weights; default: the whole
-    simplex is searched."""
+    """Maximum distance of a domain's weight from the range of its weights in the runs; default:
+    unlimited."""
     target_steps: Count | None = None
     """Before the laws are fitted, extrapolate the losses to this many steps, by a power law over
     the measurements taken every --eval-interval steps."""
     fit_steps_from: int | None = None
-    """First step whose measurement enters that power law; default: a third of --train-iters
-    (paper: 10,000 of 30,000)."""
+    """First step whose measurement is used to fit the power law of --target-steps; default: a third
+    of --train-iters (paper: 10,000 of 30,000)."""
     model_sizes: tuple[str, ...] = ()
     """Train the proxies at each of these sizes, three or more, instead of --model-size."""
     target_size: str | None = None
@@ -119,7 +119,7 @@ class MixingLawsOptions(FitOptions):
 
     @property
     def first_step(self) -> int:
-        """First step whose measurement enters the power law over steps."""
+        """First step whose measurement is used to fit the power law over steps."""
         first = self.laws.fit_steps_from
         return -(-self.swarm.train_iters // 3) if first is None else first
 
@@ -138,7 +138,7 @@ METHOD = Method(
     summary="the mixture with the lowest target loss, predicted by laws of the losses over the "
     "weights",
     needs="nothing besides the corpus; or results of runs on many mixtures (--ratios, --metrics)",
-    cost="tens of proxies (--num-proxies), at each of --model-sizes",
+    cost="tens of proxies (--num-proxies) for each of --model-sizes",
     good_for="few domains; predictions for larger models and longer runs from small proxies",
     source="Ye et al.: Data Mixing Laws, ICLR 2025",
 )

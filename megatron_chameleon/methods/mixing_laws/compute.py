@@ -40,7 +40,7 @@ MAX_FOLDS = 128
 
 
 class MixingLawsFit(FitMethod[MixingLawsOptions]):
-    """Data Mixing Laws: a swarm per model size, a law per loss, and the optimum of their sum."""
+    """Data Mixing Laws: fit a law to each loss of a swarm, and minimize the laws' weighted sum."""
 
     name, swarm_folder = "mixing-laws", "swarm-{}"
 
@@ -57,7 +57,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
     def losses_to_fit(
         self, swarms: Mapping[str, SwarmResult]
     ) -> tuple[Array, list[str], dict[str, Any]]:
-        """Predict the losses at the target's steps and size, by power laws."""
+        """Extrapolate the losses to the target's steps and size, by power laws."""
         target, lines = self.options.laws, list[str]()
         parameters: dict[str, Any] = {}
         by_size = {name: swarm.losses[:, -1] for name, swarm in swarms.items()}
@@ -68,13 +68,14 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
                 steps, curves = steps[used], swarm.losses[:, used].swapaxes(1, 2)
                 by_size[name], exponent = _power_law(steps, curves, float(target.target_steps))
                 error, ahead = None, ""
-                if len(steps) > MIN_POINTS:  # predict the last measurement from the others
+                # To estimate the error, predict the last measurement from the others.
+                if len(steps) > MIN_POINTS:
                     predicted, _ = _power_law(steps[:-1], curves[..., :-1], steps[-1])
                     error = float(np.nanmean(np.abs(predicted - curves[..., -1])))
-                    ahead = f"; error at the last one, predicted from the others: {error:.4f}"
+                    ahead = f"; mean error of predicting the last measurement: {error:.4f}"
                 lines.append(
-                    f"losses of {name} at step {target.target_steps:,} by a power law of exponent "
-                    f"{exponent:.3g} over the measurements{ahead}"
+                    f"the losses of {name} were extrapolated to step {target.target_steps:,} by a "
+                    f"power law with exponent {exponent:.3g}{ahead}"
                 )
                 parameters[f"step_law_{name}"] = {"exponent": exponent, "backtest_mae": error}
         if target.target_size is None:
@@ -85,21 +86,22 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
         curves = np.stack([by_size[name] for name in names], axis=2)
         losses, exponent = _power_law(sizes, curves, layer_parameters(target.target_size))
         lines.append(
-            f"losses of {target.target_size} by a power law of exponent {exponent:.3g} over "
-            f"{', '.join(by_size)}"
+            f"the losses were extrapolated from {', '.join(by_size)} to {target.target_size} by a "
+            f"power law with exponent {exponent:.3g}"
         )
         parameters["size_law"] = {"exponent": exponent, "sizes": list(by_size)}
         return losses, lines, parameters
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
-        """Fit a law to every loss, and find their optimum."""
+        """Fit a law to every loss, and find the mixture that minimizes their weighted sum."""
         options, domains = self.options.laws, self.corpus.names
-        unknowns = len(domains) + 2  # a constant, a scale, and an exponent per domain
+        # The unknowns of a law are a constant, a scale, and one exponent per domain.
+        unknowns = len(domains) + 2
         if len(table.keys) < unknowns:
             warn(
-                f"{len(table.keys)} runs for laws of {unknowns} unknowns each, so --law-ridge "
-                "mostly determines the laws: check the error on held-out runs, or train more "
-                "proxies"
+                f"each law has {unknowns} unknowns but is fitted to only {len(table.keys)} runs, "
+                "so --law-ridge mostly determines the laws: check the error on held-out runs, or "
+                "train more proxies"
             )
         settings = LawSettings(
             huber_delta=options.huber_delta,

@@ -25,7 +25,7 @@ class TreeOptions(CheckedOptions):
     """Options of the regression (LightGBM), and of the search for its optimum."""
 
     num_trees: Count = 1000
-    """Trees per regression; there is no early stopping (RegMix: 1000)."""
+    """Number of trees per regression, without early stopping (RegMix: 1000)."""
     tree_learning_rate: PositiveShare = 0.01
     """Learning rate of the trees (RegMix: 0.01)."""
     min_runs_in_leaf: Count | None = None
@@ -36,7 +36,7 @@ class TreeOptions(CheckedOptions):
     folds: SeveralRepetitions = 5
     """Folds of the cross-validation."""
     num_draws: Repetitions = 100_000
-    """Mixtures sampled around the domains' token shares to find the best (RegMix: 100k)."""
+    """Number of mixtures sampled by the search, around the domains' token shares (RegMix: 100k)."""
     num_best: Repetitions = 128
     """Number of best mixtures to average for the result (RegMix: 128)."""
 

@@ -24,12 +24,12 @@ from megatron_chameleon.mixture.regmix import (
 )
 from megatron_chameleon.progress import progress_bar
 
-# Domains whose ranges among the best mixtures are printed.
+# Print the ranges of this many domains: those whose weights vary most among the best mixtures.
 MAX_RANGES = 3
 
 
 class Regmix(FitMethod[RegmixOptions]):
-    """RegMix: trees for every loss, and the mean of the mixtures with the lowest predictions."""
+    """RegMix: fit trees to each loss, and average the mixtures with the lowest predictions."""
 
     name = "regmix"
 
@@ -58,12 +58,12 @@ class Regmix(FitMethod[RegmixOptions]):
         if count < folds or left < needed:
             raise UserError(
                 f"{count} runs are too few for trees: with --folds {folds}, trees are fitted to "
-                f"{max(left, 0)} of them, but a split into two leaves of {needed // 2} runs "
-                f"needs {needed}; add runs, or lower --min-runs-in-leaf"
+                f"{max(left, 0)} runs, but a split into two leaves of {needed // 2} runs needs "
+                f"{needed} runs; add runs, or lower --min-runs-in-leaf"
             )
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
-        """Fit trees to every loss; average the sampled mixtures of lowest predicted target loss.
+        """Fit trees to every loss; average the mixtures with the lowest predicted target loss.
 
         Losses outside the target have separate trees, which the search does not evaluate.
         """
@@ -100,8 +100,8 @@ class Regmix(FitMethod[RegmixOptions]):
             for at in np.argsort(low - high, kind="stable")[:MAX_RANGES]
         )
         return Fitted(
-            heading=f"RegMix: mean of the {trees.num_best} best of {trees.num_draws:,} mixtures by "
-            f"{trees.num_trees} trees per loss",
+            heading=f"RegMix: mean of the {trees.num_best} best of {trees.num_draws:,} mixtures, "
+            f"whose losses are predicted by {trees.num_trees} trees per loss",
             weights=optimum.weights,
             predict=predict,
             refit=lambda mixtures, losses: fit_trees(mixtures, losses, settings),
@@ -114,5 +114,5 @@ class Regmix(FitMethod[RegmixOptions]):
                 "runs_in_leaf": runs_in_leaf(settings, len(table.keys)),
             },
             remedy="more runs may help",
-            closing=(f"90% of the best mixtures have {ranges}",),
+            closing=(f"middle 90% of the weights in the best mixtures: {ranges}",),
         )

@@ -85,12 +85,13 @@ class SwarmOptions(CheckedOptions):
     """Steps between checkpoints of a member in progress, from which an interrupted swarm resumes;
     0 writes a checkpoint only on a stop request."""
     log_interval: Count = 10
-    """Steps between lines of a member's log and metrics."""
+    """Steps between entries in a member's log and metrics."""
     max_loss: Positive | None = None
     """A member counts as diverged if its held-out loss (nats per token), weighted by its own
-    mixture, exceeds this; default: 1.5 times that of uniform guessing, ln(vocabulary)."""
+    mixture, exceeds this value; default: 1.5 ln(V), where ln(V) is the loss of uniform guessing
+    over V tokens."""
     distributed_timeout_minutes: Minutes = 600
-    """Minutes that ranks wait for each other before they fail."""
+    """Maximum minutes that a rank waits for the other ranks before it fails."""
     stopping: StoppingOptions = dataclasses.field(default_factory=StoppingOptions)
 
     def __post_init__(self) -> None:
@@ -109,7 +110,7 @@ class SwarmOptions(CheckedOptions):
 
     @property
     def optimizer(self) -> OptimizerOptions:
-        """Optimizer options of a member's run; a constant rate is a cosine decay to that rate."""
+        """Optimizer options of a member. A constant rate is a cosine decay to the peak rate."""
         fields = dataclasses.fields(OptimizerOptions)
         values = {field.name: getattr(self, field.name) for field in fields}
         if self.lr_decay_style == "constant":
@@ -151,20 +152,20 @@ class FitOptions(TrainingMethodOptions):
     num_proxies: Repetitions
     """Proxies to train, each on its own mixture."""
     ratios: Path | None = None
-    """Fit existing runs, and train no proxies: a CSV table with one row per run. A row contains the
-    run's name (column run, run_id, index or name) and its share of each domain, as in the files of
-    RegMix and Olmix. Requires --metrics."""
+    """CSV table of the mixtures of existing runs, to fit these runs instead of training proxies. A
+    row contains a run's name (column run, run_id, index or name) and its share of each domain, as
+    in the files of RegMix and Olmix. Requires --metrics."""
     metrics: Path | None = None
-    """Results of those runs: a CSV table with the same names and a column per loss or other metric
-    to be minimized."""
+    """CSV table of the results of the runs in --ratios, with the same run names, and one column per
+    loss or other metric to be minimized."""
     target: str | None = None
-    """Losses to minimize: domains (columns of --metrics), a,b or weighted a=2,b=1; default: the
-    mean of all."""
+    """Losses to minimize: names of domains or columns of --metrics, such as a,b, or a=2,b=1 with
+    weights; default: the mean of all losses."""
     sampling: MixtureSamplingOptions = dataclasses.field(default_factory=MixtureSamplingOptions)
     swarm: SwarmOptions = dataclasses.field(default_factory=SwarmOptions)
 
     def __post_init__(self) -> None:
-        """Raise UserError if only one table is passed, or training options next to the tables."""
+        """Raise UserError for a single table, or for training options if tables are passed."""
         super().__post_init__()
         if (self.ratios is None) != (self.metrics is None):
             raise UserError("--ratios and --metrics must be used together; pass both tables")

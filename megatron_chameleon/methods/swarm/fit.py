@@ -48,10 +48,10 @@ from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
-# Warn about a domain that fewer runs sample, since its effect on the losses is uncertain.
+# Warn about a domain if fewer runs than this sample it: its effect on the losses is uncertain.
 MIN_RUNS_PER_DOMAIN = 5
-# Warn about a target whose metrics differ in magnitude by more than this factor. One model's losses
-# on several domains differ by a smaller factor.
+# Warn about a target whose metrics differ in magnitude by more than this factor, since they may not
+# all be losses: the losses of a model on several domains differ by a smaller factor.
 MAX_METRIC_RATIO = 5.0
 # A domain needs this many held-out tokens: one to predict, and one as its context.
 MIN_HELD_OUT_TOKENS = 2
@@ -87,10 +87,10 @@ class Fitted:
         heading: the line above the table.
         weights: [k] mixture with the lowest predicted loss, before the epoch limit.
         predict: mixtures [n, k] -> losses [n, m].
-        refit: repeats the fit on mixtures [n, k] and losses [n, m] of a subset.
+        refit: repeats the fit on the mixtures [n, k] and losses [n, m] of a subset of the runs.
         folds: folds of the cross-validation: positions of the held-out runs.
         parameters: parameters of the method, for the mixture file.
-        remedy: advice for a poor fit.
+        remedy: how to improve a poor fit, for warnings.
         closing: lines under the table.
     """
 
@@ -136,8 +136,8 @@ class FitMethod(abc.ABC, Generic[Options]):
             swarms: model size -> its swarm, all on the same n mixtures.
 
         Returns:
-            Losses [n, k], NaN where a member of any size diverged; lines for the user; parameters
-            for the mixture file.
+            Losses [n, k], NaN where a member of any size diverged; lines to print; parameters for
+            the mixture file.
         """
         (swarm,) = swarms.values()
         return swarm.losses[:, -1], [], {}
@@ -216,7 +216,8 @@ class FitMethod(abc.ABC, Generic[Options]):
         if len(folds) == count:
             procedure = "leave one out"
         quality = cross_validation(table, shares, held_out, linear)
-        as_json = quality.astype(object).where(quality.notna(), None)  # JSON has no NaN
+        # JSON cannot represent NaN, so NaN is stored as null.
+        as_json = quality.astype(object).where(quality.notna(), None)
         limit = epoch_limit(options, self.corpus, names)
         weights = limit.apply(fitted.weights)
         predicted = fitted.predict(weights[None])[0]
@@ -224,7 +225,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         outside = [names[position] for position in reach.outside]
         nearest = table.keys[reach.nearest]
         if reach.extrapolates:
-            where = f"; no run had such a weight for {format_names(outside)}" if outside else ""
+            where = f"; weights out of range: {format_names(outside)}" if outside else ""
             warn(
                 f"the mixture is far from all trained mixtures: {reach.distance:.0%} of its tokens "
                 f"differ from the nearest run, {nearest}{where}; the predicted losses are "
@@ -271,9 +272,9 @@ class FitMethod(abc.ABC, Generic[Options]):
             f"error on held-out runs ({procedure}; * marks a loss in the target):",
             *quality_table(quality, shares),
             *(f"{problem}; {fitted.remedy}" for problem in fit_problems(quality)),
-            f"predicted target loss {float(predicted @ shares):.4f}, lowest of the runs "
+            f"target loss: predicted {float(predicted @ shares):.4f}, minimum over the runs "
             f"{float((table.losses @ shares).min()):.4f}; distance to the nearest run, {nearest}: "
-            f"{format_weight(reach.distance)} of the tokens (usual distance between runs: "
+            f"{format_weight(reach.distance)} of the tokens (for 95% of the runs: at most "
             f"{format_weight(reach.usual)})",
             f"cost of {of_what}: {cost.flops:.2e} FLOPs, {cost.device_seconds:,.1f} device seconds",
         )
@@ -403,7 +404,7 @@ def swarm_runs(swarms: Sequence[SwarmResult], losses: Array) -> FitRuns:
 def warn_rare_domains(
     domains: Sequence[str], mixtures: Array, where: str, remedy: str = ""
 ) -> None:
-    """Warn about domains that no run samples, or few runs.
+    """Warn about domains that no run or only few runs sample.
 
     Args:
         domains: names of the k domains.
@@ -473,7 +474,7 @@ def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> Non
 def cross_validation(
     table: MixtureRuns, shares: Array, held_out: Array, linear: Array
 ) -> pd.DataFrame:
-    """Prediction quality of a fit and of a linear baseline on held-out runs.
+    """Compute how well a fit and a linear baseline predict held-out runs.
 
     The target is a weighted mean of losses. It can be harder to predict than each loss: a mixture
     that lowers the loss of one domain raises that of another, so the mean varies little.
@@ -503,7 +504,7 @@ def cross_validation(
 
 
 def fit_problems(quality: pd.DataFrame) -> list[str]:
-    """Return warnings if a constant or a linear fit predicts the target better."""
+    """Return a warning if a constant or a linear fit predicts the target better than the fit."""
     target = quality.iloc[-1]
     if target.mae >= target.mae_of_a_constant:
         return ["the fit predicts the target no better than a constant: the mixture is arbitrary"]

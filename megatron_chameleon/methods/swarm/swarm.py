@@ -3,8 +3,8 @@
 swarm.json              settings, corpus and mixtures, see artifacts/swarm.py
 members/00012/          member 12's run (run.json, metrics.jsonl, mixture.json, log.txt)
 members/00012.json      member 12's held-out losses and cost, or why it diverged
-ratios.csv              member, weights of its mixture; without members that diverged
-metrics.csv             member, its held-out losses after the last step
+ratios.csv              weights of each member's mixture, without members that diverged
+metrics.csv             held-out losses of the same members after the last step
 
 Each rank trains its shard of the members in worker processes, several concurrently. The ranks
 exchange stop requests, errors and progress a few times a second.
@@ -70,7 +70,8 @@ from megatron_chameleon.training.stopping import SIGNALS, StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
 RATIOS_NAME, METRICS_NAME, LOG_NAME = "ratios.csv", "metrics.csv", "log.txt"
-# Value of the setting "members". Earlier releases, whose losses differ, did not record it.
+# Value of the setting "members" in swarm.json. A swarm without it is from an earlier release, whose
+# losses differ, and cannot be resumed.
 MEMBERS = "runs"
 # Options that may change when a swarm resumes, since they affect only speed and rounding.
 FREE_SETTINGS = (
@@ -84,11 +85,13 @@ FREE_SETTINGS = (
 )
 # Default of --max-loss, as a multiple of the loss of uniform guessing.
 MAX_LOSS_FACTOR = 1.5
-# Share of the memory used for members; the rest is for workspaces, fragmentation, other processes.
+# Share of the memory that members may use. Workspaces, fragmentation and other processes need the
+# rest.
 USED_SHARE = 0.8
 # Memory of a process in addition to its tensors: libraries, and the CUDA context on a GPU.
 PROCESS_BYTES = 1 << 30
-# Maximum tokens in a forward pass of one member; concurrent members fill the device.
+# Maximum tokens in a forward pass of one member. Larger passes are not needed, since concurrent
+# members fill the device.
 TOKENS_ON_CPU, TOKENS_ON_GPU = 1 << 10, 1 << 14
 # Maximum concurrent members on a GPU: more processes do not increase the throughput.
 MEMBERS_ON_GPU = 8
@@ -122,7 +125,7 @@ class SwarmResult:
     cost: Cost
 
     def runs(self, losses: Array) -> MixtureRuns:
-        """Table of the members that did not diverge, with ``losses`` [n, k].
+        """Return a table of the members that did not diverge, with their ``losses`` [n, k].
 
         Domains without a finite loss, such as those without held-out text, are left out.
         """
@@ -148,7 +151,7 @@ class Swarm:
         folder: folder of the swarm.
         micro_batch_size: sequences per forward pass of a member.
         members_at_once: members trained concurrently on each device.
-        num_ranks: ranks that train members now.
+        num_ranks: number of ranks that train members in this session.
         max_loss: held-out loss above which a member counts as diverged; nats per token.
     """
 
@@ -233,9 +236,9 @@ def train_swarm(
             )
             if layout.is_main:
                 print(
-                    f"swarm: {len(unfinished)} of {len(mixtures)} members ({options.model_size}) "
-                    f"to train, {at_once} at once on each of {layout.world_size} device(s), "
-                    f"{micro_batch_size} sequence(s) per pass",
+                    f"swarm: training {len(unfinished)} of {len(mixtures)} members "
+                    f"({options.model_size}), {at_once} concurrently on each of "
+                    f"{layout.world_size} device(s), {micro_batch_size} sequence(s) per pass",
                     flush=True,
                 )
             _train_members(swarm, members, layout, stops)
@@ -249,7 +252,7 @@ def train_swarm(
 def concurrency(
     options: SwarmOptions, shape: ModelShape, device: torch.device, members: int
 ) -> tuple[int, int]:
-    """Micro batch size of ``members`` on a device, and how many of them to train concurrently.
+    """Return the micro batch size, and how many ``members`` a device trains concurrently.
 
     Both default to the largest numbers that the memory and the CPU cores allow. The micro batch
     size depends on the total memory, not on the free memory, so that a resumed swarm computes the
@@ -281,7 +284,7 @@ def concurrency(
 
 
 def _unfinished(folder: Path, count: int) -> list[int]:
-    """Members without a result, ascending. Raises UserError if a result is damaged."""
+    """Return the members without a result, ascending. Raises UserError for a damaged result."""
     return sorted(set(range(count)) - finished_members(folder, count).keys())
 
 
@@ -338,8 +341,8 @@ def _train_members(
     """Train ``members`` on this rank until all are finished, or any rank stops or fails.
 
     Raises:
-        UserError: on every rank, if a member failed on any rank; after the running members have
-            saved checkpoints.
+        UserError: on every rank, if a member failed on any rank. Raised only after the running
+            members have saved checkpoints.
     """
     pending, running = collections.deque(members), dict[Future[bool], int]()
     error: UserError | None = None
@@ -365,7 +368,7 @@ def _train_members(
                     stopped |= not future.result()
                     finished += 1
                 except BrokenProcessPool:
-                    # after a stop request, the worker was terminated while starting
+                    # No error after a stop request: it terminates workers that are starting.
                     if not (stopped or stopping):
                         error = error or UserError(
                             "a member was killed, probably for lack of memory; run the same "
@@ -373,7 +376,7 @@ def _train_members(
                         )
                 except UserError as failure:
                     error = error or UserError(f"member {member}: {failure}")
-                except Exception as failure:  # raised on every rank after all members have saved
+                except Exception as failure:  # stored, so that all members can save first
                     what = f"{type(failure).__name__}: {first_line(failure)}"
                     error = error or UserError(f"member {member}: {what}")
             busy = len(pending) + len(running)
@@ -386,7 +389,7 @@ def _train_members(
                 stopping = True
                 pending.clear()
                 for process in multiprocessing.active_children():
-                    process.terminate()  # the worker first saves a checkpoint
+                    process.terminate()  # SIGTERM, so the worker saves a checkpoint
             bar.update(all_finished - bar.n)
             if not busy:
                 break
@@ -400,10 +403,10 @@ def _train_members(
 
 @contextlib.contextmanager
 def _worker_pool(size: int, layout: Layout) -> Iterator[ProcessPoolExecutor]:
-    """Processes that train members on this rank's device; killed if the block raises.
+    """Provide worker processes for this rank's device; kill them if the block raises.
 
-    On the CPU they are forked from a process that has imported this module, since the imports take
-    several seconds. A GPU needs new processes, because CUDA may not be used in forked processes.
+    On the CPU, workers are forked from a process that has imported this module, since the imports
+    take several seconds. On a GPU, workers are spawned, because forked processes cannot use CUDA.
     """
     device = layout.device.type
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
@@ -421,13 +424,13 @@ def _worker_pool(size: int, layout: Layout) -> Iterator[ProcessPoolExecutor]:
 
 
 def _start_fork_server() -> None:
-    """Start the process that forks workers, if it is not running, with stop signals blocked.
+    """Start the process that forks workers (unless it is running), with stop signals blocked.
 
-    A scheduler sends its signal to all processes of a job. Without this process, the pool would
-    count its workers as dead, and not wait until they have saved their checkpoints.
+    A scheduler sends its stop signal to all processes of a job. If the signal ended this process,
+    the pool would count its workers as dead and not wait until they have saved checkpoints.
     """
     multiprocessing.set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # if started later, it would unblock the signals
+    resource_tracker.ensure_running()  # started first, since starting it unblocks the signals
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         forkserver.ensure_running()
@@ -436,7 +439,7 @@ def _start_fork_server() -> None:
 
 
 def _start_worker(device: str) -> None:
-    """Prepare a worker process, which ends when its parent does, even by SIGKILL."""
+    """Prepare a worker process. It ends when its parent ends, even if SIGKILL ends the parent."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks these signals
     for name in NOT_FOR_WORKERS:
         os.environ.pop(name, None)
@@ -447,13 +450,13 @@ def _start_worker(device: str) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
         parent.join()
-        os._exit(1)  # as abrupt as SIGKILL, but checkpoints stay valid
+        os._exit(1)  # may interrupt the training; checkpoints stay valid
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
 def train_member(swarm: Swarm, member: int) -> bool:
-    """Train or resume a member and write its result; False if it was stopped earlier.
+    """Train or resume a member and write its result; return False if it was stopped before.
 
     Called in a worker process, whose output goes to the member's log.
 
@@ -472,7 +475,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
     metrics = folder / RUN_METRICS
 
     def skipped_step() -> int | None:
-        """First step whose loss or gradient was not finite."""
+        """Return the first step whose loss or gradient was not finite, or None."""
         lines = read_metrics(metrics)
         return next((step["step"] for line in lines for step in line.get("skipped", ())), None)
 
@@ -481,13 +484,14 @@ def train_member(swarm: Swarm, member: int) -> bool:
     except UserError:
         if skipped_step() is None:
             raise
-    except Exception as error:  # every error is reported on every rank, so that no rank waits
+    except Exception as error:  # as a UserError, it is reported on every rank, so no rank waits
         traceback.print_exc()
         raise UserError(
             f"{type(error).__name__}: {first_line(error)}; see {folder / LOG_NAME}"
         ) from error
     run = TrainingRun.load(folder) if TrainingRun.exists(folder) else None
-    if run is None or run.status in ("interrupted", "running"):  # "running": it was killed
+    # The status of a run that was killed is still "running".
+    if run is None or run.status in ("interrupted", "running"):
         return False
     skipped = skipped_step()
     held_out = {line["step"]: line.get("validation_loss") for line in read_metrics(metrics)}
@@ -533,7 +537,7 @@ def own_loss(losses: Mapping[str, float | None], mixture: Mapping[str, float]) -
 
 
 def _collect(swarm: Swarm) -> SwarmResult:
-    """Read the results of the members, and write the tables, without diverged members.
+    """Read the results of all members, and write tables of the members that did not diverge.
 
     Raises:
         UserError: for a damaged member file.
@@ -554,7 +558,7 @@ def _collect(swarm: Swarm) -> SwarmResult:
     cost = sum((record.cost for record in members.values()), start=Cost())
     result = SwarmResult(folder, domains, swarm.mixtures, steps, losses, diverged, cost)
     write_mixture_runs(result.runs(losses[:, -1]), folder / RATIOS_NAME, folder / METRICS_NAME)
-    left_out = f", {len(diverged)} diverged and left out" if diverged else ""
+    left_out = f", {len(diverged)} diverged members left out" if diverged else ""
     print(
         f"swarm: {count - len(diverged)} members measured{left_out}; written to {folder} "
         f"({RATIOS_NAME}, {METRICS_NAME})"

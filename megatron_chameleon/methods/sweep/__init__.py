@@ -13,7 +13,7 @@ from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.ranges import CheckedOptions, Count, Positive
 
 MethodName = Literal["chameleon", "doge", "doremi"]
-# Option groups that each method reads besides `axes` and `proxy`.
+# Method -> the option groups that it uses in addition to `axes` and `proxy`.
 GROUPS: dict[MethodName, tuple[str, ...]] = {
     "chameleon": ("extraction", "weighting"),
     "doge": ("doge",),
@@ -41,8 +41,8 @@ class AxisOptions(CheckedOptions):
 class SweepOptions(CheckedOptions):
     """Compute the same mixture several times, with one hyperparameter changed at a time.
 
-    If a weight stays the same, it does not depend on that hyperparameter. The other options define
-    the centre of the sweep. The same command resumes an interrupted sweep; with more values, it
+    The sweep shows how much the weights depend on each hyperparameter. The other options define the
+    centre of the sweep. The same command resumes an interrupted sweep; with more values, it
     extends a finished sweep. Existing artifacts are reused.
     """
 

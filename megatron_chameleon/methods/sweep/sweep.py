@@ -117,7 +117,7 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
                 each.relative_to(root).as_posix() for each in (point.mixture, *point.made_from)
             )
             rows.append(SweepPoint(point.values, path, mixture.hash, inputs))
-        spent = Cost()  # the cost of each folder is added once
+        spent = Cost()  # several points may use a folder, whose cost is added only once
         for folder in dict.fromkeys(folder for point in points for folder in point.made_from):
             kind = TrainingRun if TrainingRun.exists(folder) else EmbeddingStore
             spent += kind.load(folder).cost
@@ -158,11 +158,11 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
             raise UserError(f"--sweep-{flag}: pass at least one value, or omit the option")
         if name not in centre:
             raise UserError(
-                f"--sweep-{flag}: --method {method} has no --{flag}, or these options determine "
-                f"no absolute value for it; omit --sweep-{flag}, or set --{flag} for the centre"
+                f"--sweep-{flag}: --method {method} has no --{flag}, or its value at the centre is "
+                f"relative; omit --sweep-{flag}, or set an absolute --{flag}"
             )
         distinct = dict.fromkeys([centre[name], *values])
-        if name == "model_size":  # sort by the number of parameters without the embedding
+        if name == "model_size":  # sorted by the number of parameters without the embedding
             axes[name] = sorted(
                 distinct, key=lambda size: ModelShape(model_size(str(size)), 0, 0).num_parameters
             )
@@ -183,7 +183,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
 
 
 def format_values(values: Values) -> str:
-    """A point for a message: '82m, 2,000 steps, 4,096 windows, ridge 10'."""
+    """Format a point for a message, such as '82m, 2,000 steps, 4,096 windows, ridge 10'."""
     return ", ".join(form.format(values[name]) for name, form in _FORMATS.items() if name in values)
 
 
@@ -205,7 +205,7 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     rule = options.doge if options.method == "doge" else options.doremi
     recipe, default = (dataclasses.asdict(each.resolve()) for each in (rule, type(rule)()))
     name = f"{options.method}-{name}"
-    if recipe != default:  # sweeps of several rules can share a folder
+    if recipe != default:  # a digest, so that sweeps with different rules can share a folder
         name = f"{name}-{sha256_of_json(recipe)[:RULE_DIGITS]}"
     mixture, work_dir = options.output / MIXTURES / f"{name}.json", options.output / PROXIES / name
     shared: dict[str, Any] = {
@@ -238,7 +238,7 @@ def point_of(options: SweepOptions, values: Values) -> Point:
 
 
 def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions) -> Point:
-    """A proxy, its embeddings, and the weights computed from them."""
+    """Construct a point of Chameleon: a proxy, its embeddings, and the mixture."""
     windows, weighting = int(values["num_windows"]), options.weighting
     name = f"{run.run_dir.name}-{windows}windows"
     store, name = options.output / STORES / name, f"chameleon-{options.mode}-{name}"
@@ -265,14 +265,15 @@ def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions
         check_model_layout(plan.shape.size, method.parallel, recipe.window_length)
         if EmbeddingStore.exists(store):
             stored = EmbeddingStore.load(store)
-            # The hash of the proxy is known only after its training.
+            # The proxy's hash is unknown before its training, so it is not compared.
             model_hash = stored.recipe.model_hash
             stored.require_recipe(dataclasses.replace(recipe, model_hash=model_hash))
         require_training_tokens(corpus, corpus.names, "to embed")
 
     def compute(stops: StopRequests) -> bool:
         finished = train_proxy(run, stops, name="Chameleon's proxy")
-        if finished:  # a signal ends the process while embedding; embedded domains are kept
+        # A stop signal ends the process while embedding, but the store keeps embedded domains.
+        if finished:
             compute_mixture(method)
         return finished
 

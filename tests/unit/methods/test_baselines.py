@@ -39,7 +39,7 @@ def compute(options):
         run_options = options(name, **changes)
         METHODS[name].compute(run_options)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Mixture warns of weights that do not sum to 1
+            warnings.simplefilter("error")  # loading must not warn that weights do not sum to 1
             return Mixture.load(run_options.output)
 
     return run
@@ -99,7 +99,7 @@ def test_domains_output_and_record(options, compute, corpus, monkeypatch, name):
     st.floats(0.01, 10.0),
     st.floats(0.001, 1.0),
 )
-@example([1] * 6, 1.0, 1.0)  # six times 1/6 is less than 1 in floating point
+@example([1] * 6, 1.0, 1.0)  # in floating point, the sum of six caps of 1/6 is less than 1
 def test_the_epoch_limit_of_uniform_weights_is_unimax(sizes, max_epochs, share):
     tokens = {str(position): size for position, size in enumerate(sizes)}
     budget = max(1, int(share * max_epochs * sum(sizes)))

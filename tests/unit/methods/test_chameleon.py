@@ -58,14 +58,14 @@ from tests.small_corpus import (
 
 WINDOWS, RESAMPLES = 60, 100
 EVERY_WINDOW = ExtractionOptions(num_windows=10**6)
-# Scores of a barely trained proxy are near zero with the reference recipe's ridge.
+# The proxy is barely trained, so its scores would be near zero with the reference recipe's ridge.
 SCALED = RecipeOptions(recipe="scaled", bootstrap_resamples=RESAMPLES)
 TARGETED = RecipeOptions("reference", ridge=0.01, bootstrap_resamples=RESAMPLES)
 
 
 @pytest.fixture(scope="module")
 def inputs(finished_run, tmp_path_factory):
-    """Paths of a corpus, whose text is its token ids, of a proxy, and of an embedding store."""
+    """Paths of a corpus (its words are token ids), of a proxy, and of an embedding store."""
     root = tmp_path_factory.mktemp("inputs")
     corpus = write_small_corpus(root / "corpus")
     file = word_tokenizer(root / "corpus" / corpus.tokenizer.file)
@@ -136,7 +136,7 @@ def test_mixture_is_computed_from_the_mean_embeddings(compute, text_corpus, inpu
     }
     assert {key: mixture.parameters[key] for key in expected_parameters} == expected_parameters
     embedding = mixture.parameters["embedding"]
-    assert (embedding["layer"], embedding["window_length"]) == (2, 32)  # the defaults
+    assert (embedding["layer"], embedding["window_length"]) == (2, 32)  # the default values
 
 
 def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs):
@@ -230,7 +230,7 @@ def test_hyperparameters_replace_those_of_the_recipe(compute, inputs):
 
 def test_store_is_reused_and_extended(compute, tmp_path, capsys):
     """Only new domains are embedded; runs with other selections of domains share the store."""
-    folder = tmp_path / "out" / "embeddings"  # the default store
+    folder = tmp_path / "out" / "embeddings"  # default of --store
     compute(store=None, domains="news,code")
     assert ", 0 domains reused from " in capsys.readouterr().out
     first = compute(store=None)
@@ -253,7 +253,7 @@ def test_store_is_reused_and_extended(compute, tmp_path, capsys):
 
 
 def test_extraction_options(compute, inputs, tmp_path):
-    """Each option except the batch size changes the embeddings; bfloat16 only rounds them."""
+    """All options except the batch size change the embeddings; bfloat16 changes them little."""
     compute()
     exact = means_of(inputs["store"])
     for option, value, low, high in (
@@ -335,7 +335,7 @@ def test_a_target_without_effect_raises_a_warning(compute):
 
 
 def texts_of(corpus: Corpus, name: str, count: int | None = None) -> list[str]:
-    """The first training documents of a domain, as text."""
+    """Return the first ``count`` training documents of a domain, as text."""
     tokens = open_tokens(corpus, name, "train")
     documents = [tokens.get(number)[:-1] for number in range(count or len(tokens))]
     return [" ".join(map(str, document.tolist())) for document in documents]
@@ -352,7 +352,7 @@ def test_a_target_text_is_embedded_like_a_domain(compute, text_corpus, tmp_path)
     assert list(target["prior"].values()) == pytest.approx(expected, rel=1e-4)
     assert max(target["prior"], key=target["prior"].get) == "poems"
     assert mixture.weights["poems"] > target["weights_without"]["poems"]
-    assert mixture.cost.flops > 0  # each run embeds the text
+    assert mixture.cost.flops > 0  # every run embeds the target text
 
 
 def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):

@@ -46,7 +46,7 @@ ONLINE = OnlineOptions(
 
 @pytest.fixture
 def options(pretrain_options, tmp_path):
-    """``options(**changes)``: a run of six steps, with a checkpoint and new weights after three."""
+    """``options(**changes)``: a run of 6 steps; after step 3, a checkpoint and new weights."""
 
     def make(name="run", **changes):
         settings = {"seed": SEED, "data": EPOCH, "online": ONLINE, "log_interval": 1, **changes}
@@ -57,7 +57,7 @@ def options(pretrain_options, tmp_path):
 
 @pytest.fixture
 def weigh(corpus, tmp_path):
-    """``weigh(checkpoint, layer)``: weights and FLOPs by tools/compute_mixture.py."""
+    """``weigh(checkpoint, layer)``: weights and FLOPs from tools/compute_mixture.py."""
 
     def run(checkpoint, layer):
         folder = tmp_path / f"weighed-{checkpoint.name}"
@@ -91,7 +91,7 @@ def figures_of(run_dir):
 
 
 def test_weights_and_cost_are_those_of_the_checkpoint_of_that_step(options, weigh, tmp_path):
-    """New weights are averaged with the current ones; each recomputation is counted and timed."""
+    """New weights are averaged with the current weights; the cost of each update is recorded."""
     Mixture(dict(zip(DOMAINS, [0.5, 0.3, 0.2], strict=True))).save(tmp_path / "start.json")
     settings = {"mixture": str(tmp_path / "start.json"), "save_interval": 2}
     every_two = online(online_interval=2, online_layer=1, online_smoothing=0.75)
@@ -115,7 +115,7 @@ def test_weights_and_cost_are_those_of_the_checkpoint_of_that_step(options, weig
 
 
 class ReadOnly(OnlineChameleon):
-    """A hook that computes new weights without using them."""
+    """A hook that computes new weights but discards them."""
 
     def new_mixture(self, step, model):
         before = random_states()

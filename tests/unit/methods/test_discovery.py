@@ -42,9 +42,9 @@ from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
-    """A corpus of three domains, which walk around rings of tokens in steps of 1, 5 and 7.
+    """A corpus of three domains, whose documents walk around rings of tokens in steps of 1, 5 or 7.
 
-    No step shares a divisor with a ring's length, so that each domain is one cluster.
+    No step shares a divisor with the length of a ring, so that each domain is one cluster.
     """
     root = tmp_path_factory.mktemp("labelled")
     tokenizer = word_tokenizer(root / "tokenizer.json")
@@ -83,13 +83,13 @@ def written(corpus, root, kinds):
 
 
 def texts_of(corpus, name, split):
-    """The documents of one split of a domain, by Megatron's reader."""
+    """Read the documents of one split of a domain with Megatron's reader."""
     return [item.tobytes() for item in IndexedDataset(str(corpus.prefix(name, split)))]
 
 
 @pytest.fixture(scope="module")
 def web(labelled, tmp_path_factory):
-    """The same text, unlabelled."""
+    """The text of ``labelled`` in a single domain."""
     return written(labelled, tmp_path_factory.mktemp("web") / "corpus", lambda name, split: True)
 
 
@@ -131,7 +131,7 @@ def discover(options):
 
 @pytest.fixture(scope="module")
 def kind_of(labelled):
-    """Document -> (kind, split)."""
+    """Maps each document to its kind and its split."""
     return {
         text: (name, split)
         for name in labelled.names
@@ -142,7 +142,7 @@ def kind_of(labelled):
 
 @pytest.fixture(scope="module")
 def found(three):
-    """The corpus of three clusters, and its embeddings, for reading only."""
+    """The read-only corpus of three clusters, next to its embeddings."""
     discover_domains(three)
     return Corpus.load(three.output)
 
@@ -185,7 +185,7 @@ def test_several_numbers_the_best_silhouette_wins(discover, found, tmp_path):
     record = DiscoveredDomains.load(best.root)
     assert list(record.silhouettes) == [2, 3, 5]
     assert max(record.silhouettes, key=lambda k: record.silhouettes[k]) == 3
-    assert best.hash == found.hash  # embedded again, with the same result
+    assert best.hash == found.hash  # the text was embedded again, with the same result
 
 
 def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_columns_are_matched_to_domains_and_reported(compute, tmp_path):
         "metrics": {"metric/news_val_loss": "news"},
     }
     assert set(mixture.parameters["fit"]["mae"]) == {"news", "arc_bpb"}
-    # A constant loss has no rank correlation; JSON has no NaN.
+    # A constant loss has no rank correlation, but the file must not contain NaN, which is not JSON.
     text = (tmp_path / "out" / "mixture.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in the file"))
     assert mixture.parameters["fit"]["spearman"]["arc_bpb"] is None
@@ -149,7 +149,7 @@ def test_diverged_members_are_left_out_of_the_fit(tmp_path):
     mixtures[:, 2] *= np.isin(np.arange(20), [2, 7])
     losses = 2 + mixtures[:, None]
     losses[[2, 7]] = np.nan
-    losses[:, :, 1] = np.nan  # a domain without held-out text is no metric
+    losses[:, :, 1] = np.nan  # as for a domain without held-out text
     cost = Cost(1e9, 2.0, 1.0, 2)
     result = SwarmResult(tmp_path, list(DOMAINS), mixtures, [5], losses, [2, 7], cost)
     with pytest.warns(MixtureWarning) as caught:
@@ -205,11 +205,11 @@ def test_a_swarm_is_trained_fitted_and_costed(compute, tmp_path, capsys):
     assert mixture.parameters["total_cost"]["flops"] == SwarmRecord.load(swarm).cost.flops > 1e8
     assert mixture.parameters["made_from"] == ["mixture/swarm"]
     tokens = SWARM.train_iters * SWARM.global_batch_size * SWARM.seq_length
-    paper_flops = 6 * (12 * 4 * 64**2) * tokens * 6  # 6 N D for each of six nano proxies
+    paper_flops = 6 * (12 * 4 * 64**2) * tokens * 6  # 6 N D for each of the six proxies
     assert mixture.parameters["paper_flops"] == pytest.approx(paper_flops)
 
     again = compute(RegmixOptions, num_proxies=6, sampling=SAMPLING)
-    assert "swarm: 0 of 6 members" in capsys.readouterr().out
+    assert "swarm: training 0 of 6 members" in capsys.readouterr().out
     assert again.weights == mixture.weights
 
     tables = {"ratios": swarm / "ratios.csv", "metrics": swarm / "metrics.csv"}
@@ -260,7 +260,7 @@ def test_swarms_of_every_size_are_trained_fitted_and_costed(compute, tmp_path):
     assert mixture.parameters["made_from"] == [f"mixture/swarm-{size}" for size in sizes]
     costs = [SwarmRecord.load(folder).cost.flops for folder in folders]
     assert mixture.parameters["total_cost"]["flops"] == pytest.approx(sum(costs))
-    # The paper counts 6 N D with N = 12 L h^2, except for the 1M proxy, whose N it states.
+    # The paper counts 6 N D FLOPs, with N = 12 L h^2, but with N = 1,000,000 for the 1M proxy.
     tokens = SWARM.train_iters * SWARM.global_batch_size * SWARM.seq_length
     counted = [12 * 4 * 64**2, 1_000_000, 12 * 4 * 128**2]
     assert mixture.parameters["paper_flops"] == pytest.approx(6 * sum(counted) * tokens * 4)

@@ -1,4 +1,4 @@
-"""Given weights: from the command line, a file, or a column of a published table."""
+"""--method manual: weights from the command line, a file, or a column of a published table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def manual(corpus, tmp_path):
         options = ManualOptions(**{"corpus": corpus.root, "output": tmp_path / "o.json", **changes})
         compute_manual(options)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # Mixture warns of weights that do not sum to 1
+            warnings.simplefilter("error")  # loading must not warn that weights do not sum to 1
             return Mixture.load(options.output)
 
     return run
@@ -69,7 +69,7 @@ def test_weights_of_a_csv_table(manual, corpus, tmp_path):
         b"name,share\nnews,1\n",
         b"domain,weight\nn\xff,1\n",
         b"domain,weight\nnews,0.5\ncode\n",  # a row with too few fields
-        b"domain,weight\nnews,0,5\ncode,0,5\n",  # too many fields: decimal commas
+        b"domain,weight\nnews,0,5\ncode,0,5\n",  # decimal commas give rows too many fields
     ],
 )
 def test_a_damaged_csv_table_is_an_error(manual, tmp_path, content):

@@ -1,4 +1,4 @@
-"""DoReMi and DoGE on one rank: means of a proxy's weights, resuming, reuse, mistakes, oracles."""
+"""DoReMi and DoGE on one rank: mean weights, resuming, reuse, user errors, reference results."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from tests.unit.training.test_hook import (
     run,
 )
 
-__all__ = ["micro_batches"]  # an imported fixture counts as used
+__all__ = ["micro_batches"]  # without it, ruff would report an unused import
 
 STEPS = 6
-# Per method: class of its options, rule, and changes of the proxy. DoReMi's reference is the
-# fixture ``finished_run``.
+# Method -> class of its options, its rule, and changes to the proxy's options. DoReMi's reference
+# is the fixture ``finished_run``.
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "doremi": (
         DoremiOptions,
@@ -107,8 +107,8 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def options_in(name, corpus, finished_run):
-    """``options_in(folder, **changes)``: options with ``changes`` to those of the method or its
-    proxy."""
+    """``options_in(folder, **changes)``: options of the method; ``changes`` replace options of the
+    method or of its proxy."""
     options_type, rule, proxy = METHODS[name]
     own = {field.name for field in dataclasses.fields(options_type)}
 
@@ -139,7 +139,7 @@ def options(options_in, tmp_path):
 
 @pytest.fixture(scope="module")
 def found(name, options_in, tmp_path_factory) -> Path:
-    """A read-only mixture, next to its proxy."""
+    """Path of a read-only mixture, next to its proxy."""
     made = options_in(tmp_path_factory.mktemp(name))
     assert compute(made)
     return made.output
@@ -147,7 +147,7 @@ def found(name, options_in, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(found, tmp_path) -> Path:
-    """The mixture of ``options()``, with a copy of the finished proxy."""
+    """Path of the mixture of ``options()``, next to a copy of the finished proxy."""
     shutil.copytree(found.with_suffix(""), tmp_path / found.stem)
     return tmp_path / found.name
 
@@ -215,7 +215,7 @@ def test_an_interrupted_run_resumes_with_the_same_result(
 
 @for_method(("name", "factor"), [("doremi", math.nan), ("doge", math.nan), ("doge", 1e4)])
 def test_a_skipped_step_moves_no_weight(name, options, monkeypatch, factor):
-    """A gradient in the step is not finite, or its norm spikes while the products are finite."""
+    """A step is skipped if a gradient is not finite, or if its norm spikes but stays finite."""
     rule = {} if name == "doremi" else {"rule": DogeRule(0.2, doge_max_norm=0.0)}  # no clipping
     made = options(guards=GuardOptions(spike_factor=50, spike_window=4), **rule)
     before_steps(monkeypatch, {4: poison(factor)})
@@ -232,7 +232,7 @@ def test_a_skipped_step_moves_no_weight(name, options, monkeypatch, factor):
 def test_a_finished_proxy_is_reused_within_an_epoch_limit(
     corpus, found, copied, options, monkeypatch
 ):
-    monkeypatch.setattr(doremi_compute, "build_model_chunks", run_out)  # no reference is built
+    monkeypatch.setattr(doremi_compute, "build_model_chunks", run_out)  # must not be called
     metrics = copied.with_suffix("") / "proxy" / "metrics.jsonl"
     before = metrics.stat().st_mtime_ns
     budget = int(0.9995 * sum(corpus.train_tokens.values()))
@@ -281,7 +281,7 @@ def test_a_damaged_state_is_an_error(copied, options, damage):
     ],
 )
 def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes, problem):
-    if not isinstance(changes, dict):  # ``changes`` is then a hook state, written to the checkpoint
+    if not isinstance(changes, dict):  # a hook state, to be written to the checkpoint
         dataclasses.replace(record_of(copied), hook=changes).save()
         changes = {}
     with pytest.raises(UserError, match=problem) as error:
@@ -314,7 +314,7 @@ def test_mistakes_are_errors_before_training(options, tmp_path, changes, problem
 
 
 def known_document(number: int, rng: np.random.Generator):
-    """A document of domain ``number``: 0 and 2 are walks around 20 tokens, 1 is noise."""
+    """A document of a domain: domains 0 and 2 repeat a cycle of 20 tokens, domain 1 is noise."""
     if number == 1:
         return rng.integers(0, EOD, 400)
     return (rng.integers(20) + np.arange(400)) % 20
@@ -379,7 +379,7 @@ class Checked(ExcessLossReweighting):
         np.testing.assert_allclose(self.state.excess[present], expected, rtol=1e-4, atol=1e-6)
         Checked.apart = max(Checked.apart, float(np.abs(np.subtract(expected, other)).max()))
         Checked.highest = max(Checked.highest, max(max(part, default=0.0) for part in tokens))
-        # The loss of the step is the sum of weight times loss, divided by the number of tokens.
+        # The step's loss is the sum of the weighted token losses, divided by the number of tokens.
         total = sum(
             float((weights[part["domain"]][:, None] * losses * part["loss_mask"]).sum())
             for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True)
@@ -389,7 +389,7 @@ class Checked(ExcessLossReweighting):
         return weights
 
 
-Checked.__name__ = ExcessLossReweighting.__name__  # checkpoints record the name
+Checked.__name__ = ExcessLossReweighting.__name__  # checkpoints record the class name
 
 
 @of_doremi
@@ -465,7 +465,7 @@ def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch):
 @of_doremi
 @pytest.mark.parametrize(("factor", "variant"), [(math.nan, "original"), (math.inf, "fork")])
 def test_non_finite_losses_of_the_reference_are_errors(options, monkeypatch, factor, variant):
-    """Infinite losses count too, although clipping would make their excess loss 0."""
+    """An infinite loss is an error too, even if clipping would make the excess loss 0."""
     scale_losses(monkeypatch, factor, of_reference=True)
     with pytest.raises(UserError, match="'news'"):
         compute(options(rule=DoremiRule(variant, 0.1)))
@@ -503,20 +503,20 @@ def test_a_target_is_trained_on_only_if_requested(options, train_on_target):
     assert mixture.parameters["rule"]["mu"] == mu
     assert mixture.parameters["target_domains"] == ["poems"]
     assert mixture.parameters["trained_on"] == trained
-    # The paper's formula counts the parameters of the layers only.
+    # The paper's formula counts only the parameters of the layers, so it gives fewer FLOPs.
     assert 0 < mixture.parameters["paper_flops"] < run.cost.flops
     # The target is sampled, since its gradients are needed.
     assert run.domain_tokens["poems"].actual == STEPS * 2 * 32
     first = hooks_of(made.output)[0]
     limited = np.clip([first["alignment"][name] for name in trained], 0, 5)
-    expected = np.exp(0.5e-2 * limited / mu)  # the first step of warm-up has half of the peak rate
+    expected = np.exp(0.5e-2 * limited / mu)  # the first warm-up step uses half of the peak rate
     assert [first["weights"][name] for name in trained] == pytest.approx(
         expected / expected.sum(), rel=1e-6
     )
 
 
 NAMES = ["a", "b", "c", "d"]
-PRESENT = (0, 1, 3)  # the domains in the batch
+PRESENT = (0, 1, 3)  # positions of the domains in the batch
 ALL = Roles((0, 1, 2, 3), (0, 1, 2, 3))
 TOWARDS_B = Roles((0, 2, 3), (1,))
 
@@ -527,7 +527,7 @@ def passes(one_rank):
 
 
 def clipped_gradients(passes, batches, max_norm):
-    """Clipped gradients [k, n] float64 of the domains, by autograd; zero for the absent domain."""
+    """Compute the clipped gradients [k, n] by autograd, in float64; 0 for the absent domain."""
     found = {}
     for domain in PRESENT:
         masks = [domain_mask(batch, domain) for batch in batches]

@@ -99,7 +99,7 @@ def test_results_tables_and_cost(whole, corpus):
     result, folder = whole
     assert (result.steps, result.diverged) == ([4, STEPS], [])
     last = result.losses[:, -1]
-    assert last[1].argmin() == 0  # a member's loss is lowest on the domain it is trained on
+    assert last[1].argmin() == 0  # the loss is lowest on the training domain
     assert last[3].argmin() == 2
     ratios, metrics = rows_of(folder / "ratios.csv"), rows_of(folder / "metrics.csv")
     np.testing.assert_array_equal(np.array(ratios[1:], float)[:, 1:], MIXTURES)
@@ -108,7 +108,7 @@ def test_results_tables_and_cost(whole, corpus):
     held_out = sum(min(18 * 32, domain.valid.tokens - 1) for domain in corpus.domains.values())
     measured = len(MIXTURES) * len(result.steps) * held_out
     expected = training_flops(SHAPE, seen, 32) + forward_flops(SHAPE, measured, 32)
-    # The last window of a split may be shorter.
+    # Not exact, since the last window of a split may be shorter.
     assert result.cost.flops == pytest.approx(expected, rel=1e-3)
     assert SwarmRecord.load(folder).cost == result.cost
     run = TrainingRun.load(folder / "members" / "00002")
@@ -187,7 +187,7 @@ def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, 
     if number == signal.SIGTERM:
         assert TrainingRun.load(running.parent).status in ("interrupted", "finished")
         shutil.rmtree(folder / "members" / "00003", ignore_errors=True)
-        # member 3 may have finished before the signal
+        # Member 3 may have finished before the signal, so its result may exist.
         member_path(folder, 3).unlink(missing_ok=True)
         broken = folder / "members" / "00003" / "run.json"
         broken.parent.mkdir()

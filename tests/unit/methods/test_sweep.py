@@ -75,7 +75,7 @@ def options(corpus, tmp_path):
 
 @pytest.fixture
 def hooked(corpus, tmp_path):
-    """``hooked(method, **changes)``: a sweep of DoReMi or DoGE over two numbers of steps."""
+    """``hooked(method, **changes)``: a DoReMi or DoGE sweep over two numbers of steps."""
 
     def make(method, **changes) -> SweepOptions:
         settings = {
@@ -131,7 +131,7 @@ def test_axes_are_sorted_and_points_distinct(options):
     assert points[0] == centre
     assert len(points) == 1 + 2 + 2 + 1
     assert all(sum(p[name] != centre[name] for name in centre) == 1 for p in points[1:])
-    scaled = RecipeOptions(recipe="scaled")  # the recipe's ridge is relative
+    scaled = RecipeOptions(recipe="scaled")  # a relative ridge cannot be varied
     with pytest.raises(UserError, match="--sweep-ridge"):
         plan_sweep(dataclasses.replace(options(), weighting=scaled))
 

@@ -1,4 +1,4 @@
-"""The bootstrap over windows, compared with a plain reference."""
+"""The bootstrap over windows, compared with a simple implementation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.addresses import at_offset
 
 
 def mean_shares(embeddings: np.ndarray) -> np.ndarray:
-    """Plain weight function: the normalised exponentials of the row means."""
+    """Simple weight function: softmax of the row means."""
     unnormalized = np.exp(embeddings.mean(axis=1))
     return unnormalized / unnormalized.sum()
 

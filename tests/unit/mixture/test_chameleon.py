@@ -96,7 +96,7 @@ def test_float32_embeddings_with_a_large_mean_keep_their_differences():
     exact -= exact.mean(axis=0)
     centered = affinity_matrix(embeddings, center=True)
     np.testing.assert_allclose(centered, (exact @ exact.T).astype(float), rtol=1e-9)
-    # Centring after the float32 products loses the differences.
+    # Centring the products of float32 embeddings instead loses the differences between domains.
     in_float32 = double_centered(embeddings @ embeddings.T)
     assert np.abs(in_float32 - centered).max() > 0.1 * np.abs(centered).max()
 
@@ -114,8 +114,8 @@ def test_nearest_rows_have_the_largest_cosines(scale):
         np.testing.assert_allclose(near, cosines[i, others[:3]])
 
 
-# Printed in the paper: Table of SlimPajama weights, Pile weights (which sum to 1.0171), and the
-# fine-tuning weights of Wiki40b and Stack.
+# Weights printed in the paper's tables: SlimPajama, the Pile (these sum to 1.0171), and fine-tuning
+# on Wiki40b and Stack.
 SLIMPAJAMA = [0.083, 0.164, 0.202, 0.247, 0.082, 0.149, 0.073]
 PILE = [0.0386, 0.0538, 0.0085, 0.0048, 0.0147, 0.0099, 0.0115, 0.0637, 0.0424]
 PILE += [0.0226, 0.4519, 0.0104, 0.1207, 0.0226, 0.0123, 0.0212, 0.1075]
@@ -269,5 +269,5 @@ def test_target_shares_are_squared_cosines_with_the_target():
     assert shares.argmax() == 4
     assert shares[4] > 0.6 > 3 * np.delete(shares, 4).max()
     np.testing.assert_array_equal(similarity_shares(embeddings, embeddings.mean(axis=0)), 1.0)
-    far = embeddings.mean(axis=0) + 50 * direction  # its distance does not matter
+    far = embeddings.mean(axis=0) + 50 * direction  # only the direction matters
     np.testing.assert_allclose(similarity_shares(embeddings, far), shares, atol=1e-9)

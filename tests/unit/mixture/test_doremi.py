@@ -1,4 +1,4 @@
-"""The update rules of DoReMi and DoGE, compared with plain loops and plain vectors."""
+"""The update rules of DoReMi and DoGE, compared with simple implementations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_step_size_overflows(eta, eps):
         assert state.weights.sum() == pytest.approx(1)
     assert state.log_weights.min() >= LOWEST_LOG
     assert state.weights[2] < 0.01
-    assert advanced(state, [0, 0, 1e4], [1, 1, 1], recipe).weights[2] > 0.99  # it can grow again
+    assert advanced(state, [0, 0, 1e4], [1, 1, 1], recipe).weights[2] > 0.99  # the weight can grow
 
 
 def plain_variant(batches, fork):
@@ -93,7 +93,7 @@ def test_token_weights_are_right_for_absent_domains_and_tiny_weights():
     log_weights, sampling = np.log([0.7, 0.2, 0.1]), np.full(3, 1 / 3)
     weights = token_weights(log_weights, sampling, np.array([0.0, 6.0, 3.0]))
     assert_allclose(weights, [0.0, 1.2, 0.6])
-    log_weights = np.array([0.0, -2000.0, -2000.0 - math.log(2)])  # exp() underflows
+    log_weights = np.array([0.0, -2000.0, -2000.0 - math.log(2)])  # their exponentials underflow
     weights = token_weights(log_weights, sampling, np.array([0.0, 2.0, 2.0]))
     assert_allclose(weights, [0.0, 4 / 3, 2 / 3])
 

@@ -21,7 +21,7 @@ from megatron_chameleon.mixture.regmix import SamplingRule, sample_mixtures
 from megatron_chameleon.mixture.weights import capped_weights, natural_weights, placed_weights
 
 NAN, TWO, ONE_WINDOW, WIDER = np.nan, np.ones(2), np.ones((2, 3)), np.ones((2, 4))
-# Every pair of domains can occur in a Gram matrix, but not all three together.
+# Each 2 x 2 block is a valid Gram matrix, but the whole matrix has a negative eigenvalue.
 INDEFINITE = [[1.0, -0.9, -0.9], [-0.9, 1.0, -0.9], [-0.9, -0.9, 1.0]]
 BOTH = Roles((0, 1), (0, 1))
 DOGE, DOREMI = DogeState.first(2, BOTH), DoremiState.first(2, 100, DoremiRecipe())

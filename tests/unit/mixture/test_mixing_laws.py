@@ -67,7 +67,7 @@ def test_fit_recovers_the_laws_that_generated_the_losses():
     found = fit_mixing_laws(mixtures, losses, LawSettings(ridge=0.0))
     others, expected = runs(seed=9)
     np.testing.assert_allclose(found.predict(others), expected, atol=2e-3)
-    # Weights sum to 1, so the factor k absorbs a common shift of the exponents t.
+    # Weights sum to 1, so the factor k can compensate a shift of all exponents t.
     shifts = found.exponents - TRUE.exponents
     np.testing.assert_allclose(shifts, np.tile(shifts[:, [0]], (1, 3)), atol=0.15)
     np.testing.assert_allclose(found.constant, TRUE.constant, atol=0.05)

@@ -25,7 +25,7 @@ modes = st.sampled_from(["pretrain", "finetune"])
 @example(np.array([5e-324, 0.0]), "pretrain", 1.0, True)
 def test_weights_always_lie_on_the_simplex(scores, mode, temperature, normalize):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a RuntimeWarning of numpy fails the test
+        warnings.simplefilter("error")  # numpy must not warn of overflow or invalid values
         warnings.simplefilter("ignore", DegenerateScoreWarning)
         weights = domain_weights(scores, mode, temperature, normalize)
     assert np.isfinite(weights).all()
@@ -47,7 +47,7 @@ def test_score_limits_bound_the_ratio_of_two_weights():
     scores = np.array([1e-6, 1.0, 1.0, 1.0, 100.0])
     floor, ceiling = 0.02 * scores.mean(), 3.0 * scores.mean()
     limits: dict[str, Any] = {"score_floor": 0.02, "score_ceiling": 3.0}
-    # Fine-tuning has no floor, so the warning does not name position 0.
+    # Fine-tuning has no lower limit, so the warning must not name position 0.
     with pytest.warns(DegenerateScoreWarning, match="position 4"):
         weights = domain_weights(scores, "finetune", 7.0, False, **limits)
     np.testing.assert_allclose(weights[4] / weights[0], np.exp((ceiling - 1e-6) / 7.0))
