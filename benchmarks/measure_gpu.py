@@ -116,7 +116,7 @@ def measure(steps: Sequence[Step], root: Path, *, retry: bool, seconds: float) -
     Args:
         steps: in the order in which they run.
         root: the checkout that is measured; commands run there.
-        retry: count failed steps as not run yet.
+        retry: whether steps that failed or timed out run again.
         seconds: time limit of this call.
 
     Returns:

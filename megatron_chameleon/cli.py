@@ -298,7 +298,7 @@ def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
 
 
 def _leave(status: int, *, prints_log: bool = False) -> NoReturn:
-    """Exit with ``status``, or as :func:`run_tool` describes if output was lost."""
+    """Exit with ``status``; lost output is reported and can change the status (see run_tool)."""
     lost = lost_output()
     if lost is not None and (prints_log or lost.errno != errno.EPIPE):  # EPIPE: tool | head
         kind = "warning" if prints_log else "error"

@@ -351,7 +351,7 @@ def write_folder(
     provenance: Provenance,
     max_shard_size: str,
 ) -> None:
-    """Write a folder for transformers atomically; call :func:`check_output` before.
+    """Atomically write a folder that transformers can load; call :func:`check_output` first.
 
     Raises:
         UserError: if the folder cannot be written; an existing folder is then unchanged.

@@ -40,7 +40,7 @@ def read_index(folder: Path) -> Metadata:
     """Read the index of the checkpoint in ``folder``, which locates its tensors.
 
     Raises:
-        UserError: if the file is damaged or references a class that no index needs.
+        UserError: if the file is damaged, or refers to a class that is not part of an index.
     """
     path = folder / INDEX_NAME
     try:

@@ -109,7 +109,7 @@ class RankResult:
 
 
 class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
-    """megatron's torch_dist strategy with file hashes and errors shared across ranks.
+    """megatron's torch_dist strategy that also hashes files, and raises errors on all ranks.
 
     The strategy writes to the folder ``temporary``, which becomes ``record.root`` once complete.
     """

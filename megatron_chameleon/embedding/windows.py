@@ -16,7 +16,8 @@ from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 class Windows:
     """Windows as token ranges: ``length`` tokens from ``start`` of ``document``.
 
-    Arrays are [n] int64. A window that crosses documents continues in the next documents.
+    Arrays are [n] int64. ``document`` is the document in which a window starts; the window may
+    extend into the documents that follow.
     """
 
     document: NDArray[np.int64]

@@ -59,7 +59,7 @@ Array = NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True)
 class ComparedMixture:
-    """A mixture with its cost, and with its base models and evaluations in the order of the seeds.
+    """A mixture, its cost, and its base models and their evaluations in the order of the seeds.
 
     Attributes:
         paid: cost to obtain the mixture, including the cost of its inputs.

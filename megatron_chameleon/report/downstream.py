@@ -161,11 +161,13 @@ def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Ta
 def _notes(found: DownstreamComparison) -> list[str]:
     """Notes on the protocol, the metrics, and the tasks that were not evaluated."""
     protocol, complete = found.protocol, found.complete()
-    limit = "" if protocol.limit is None else f", the first {protocol.limit:,} questions of a task"
+    limit = protocol.limit
+    asked = "the tasks" if limit is None else f"the first {limit:,} questions of each task"
+    shots = listed([str(number) for number in protocol.shots])
     notes = [
-        f"Mean over {listed([str(shots) for shots in protocol.shots])} solved examples before each "
-        f"question{limit}, by lm-eval {protocol.lm_eval_version}; ± is the standard error over "
-        "questions. Higher is better; the highest of each row is marked."
+        f"lm-eval {protocol.lm_eval_version} evaluated {asked} with {shots} solved examples before "
+        "each question. An accuracy is the mean over these numbers of examples; ± is its standard "
+        "error over questions. Higher is better; the highest of each row is marked."
     ]
     by_metric: dict[str, list[str]] = {}
     for task in found.tasks:

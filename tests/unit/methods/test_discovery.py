@@ -44,7 +44,8 @@ from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 def labelled(tmp_path_factory):
     """A corpus of three domains, whose documents walk around rings of tokens in steps of 1, 5 or 7.
 
-    No step shares a divisor with the length of a ring, so that each domain is one cluster.
+    Each step is coprime to the length of a ring, so that every walk visits the whole ring, and the
+    documents of a domain form one cluster.
     """
     root = tmp_path_factory.mktemp("labelled")
     tokenizer = word_tokenizer(root / "tokenizer.json")
