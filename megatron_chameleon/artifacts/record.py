@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -149,15 +150,15 @@ class HashedFiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class HashedFolderRecord(FolderRecord):
+class HashedFolderRecord(FolderRecord, abc.ABC):
     """An artifact folder whose record lists the sizes and hashes of its data files."""
 
     RESTORE: ClassVar[str]
-    """How to fix damage; ends error messages."""
+    """Advice at the end of error messages: how to replace damaged files."""
 
+    @abc.abstractmethod
     def hashed_files(self) -> list[HashedFiles]:
-        """The data files of the record."""
-        raise NotImplementedError
+        """Return the data files of the record."""
 
     def check_sizes(self) -> None:
         """Check that every data file exists and has its recorded size.
