@@ -41,10 +41,11 @@ from benchmarks.process_tree import peak_bytes_of, seconds_of
 from benchmarks.real_text import read_texts, train_tokenizer_on, write_real_text
 from megatron_chameleon.artifacts import SPLITS, Corpus, TokenizerIdentity
 from megatron_chameleon.blend import BlendedTokens, DomainData, MixtureSchedule, TokenData
-from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.megatron_order import BlendedIndex, build_blending_indices
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.blend.order import BlendOrder
+from megatron_chameleon.blend.token_data import data_path_tokens
+from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.corpus.gigatoken import with_gigatoken
 from megatron_chameleon.corpus.indexed import HEADER, MAGIC, TYPE_CODES, VERSION, IndexedWriter
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer

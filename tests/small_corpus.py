@@ -76,7 +76,7 @@ def write_small_corpus(
 def write_corpus(root: Path, documents: Documents, tokenizer_hash: str = TOKENIZER_HASH) -> Corpus:
     """Write a corpus of these documents, and append an end-of-document token to each."""
     found = {
-        name: Domain(**{split: _write_split(root, name, split, texts[split]) for split in SPLITS})
+        name: Domain(*(_write_split(root, name, split, texts[split]) for split in SPLITS))
         for name, texts in documents.items()
     }
     made_by = provenance(PreprocessOptions(SourceOptions(()), root, Path("tokenizer.json")), {})
@@ -89,10 +89,7 @@ def without_checksums(corpus: Corpus) -> Corpus:
     """Write the corpus without checksums, in the format of an earlier release."""
     domains = {
         name: Domain(
-            **{
-                split: dataclasses.replace(domain.split(split), block_checksums=None)
-                for split in SPLITS
-            }
+            *(dataclasses.replace(domain.split(split), block_checksums=None) for split in SPLITS)
         )
         for name, domain in corpus.domains.items()
     }

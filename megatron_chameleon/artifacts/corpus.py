@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from megatron_chameleon.artifacts.files import sha256_of_json
+from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import (
     Count,
@@ -17,6 +17,7 @@ from megatron_chameleon.artifacts.record import (
     HashedFolderRecord,
     InnerPath,
     Positive,
+    require_inner_path,
 )
 from megatron_chameleon.errors import UserError
 
@@ -26,6 +27,10 @@ SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 # Bytes of .bin or .idx per checksum. Blocks are small, since a sample reads a few KiB at a random
 # position and verifies every block that it touches.
 BLOCK_BYTES = 1 << 14
+
+# Number and size of the evenly spaced blocks that are hashed if the .bin of an imported file is
+# larger than 16 MiB. Hashing them takes a second or two even on network storage.
+HASHED_BLOCKS, HASHED_BLOCK_BYTES = 1024, 1 << 14
 
 # Maximum bytes of a file name without suffixes. File systems allow 255 bytes with suffixes.
 MAX_FILE_NAME = 200
@@ -64,20 +69,53 @@ def tokenizer_hash(
 
 @dataclasses.dataclass(frozen=True)
 class DomainSplit:
-    """One pair of .bin/.idx files. ``prefix`` is relative to the corpus folder, without suffix.
+    """One pair of .bin/.idx files, or a range of the sequences of an imported pair.
 
-    ``tokens`` counts the end-of-document token of every document; ``text_bytes`` counts the UTF-8
-    bytes of the text, for losses per byte. ``sha256`` is the hash of .bin and .idx, concatenated.
-    ``block_checksums`` is the hash of PREFIX.xxh3, which holds a checksum for each block of .bin
-    and .idx; None in a corpus of an earlier release, which lacks that file.
+    Attributes:
+        prefix: path of the files without suffix, relative to the corpus folder; absolute if the
+            files are imported.
+        documents: number of documents.
+        tokens: number of tokens, including the end-of-document token of every document.
+        text_bytes: UTF-8 bytes of the text, for losses per byte; None if they were not counted.
+        sha256: hash of .bin and .idx, concatenated; of imported files, the hash of the file's
+            identity (:attr:`ImportedFile.sha256`) and the range.
+        block_checksums: hash of PREFIX.xxh3, which holds a checksum for each block of .bin and
+            .idx; None if there is no such file.
+        sequences: first sequence and one past the last sequence; None for all sequences, one per
+            document.
     """
 
-    prefix: InnerPath
+    prefix: str
     documents: Count
     tokens: Count
-    text_bytes: Count
+    text_bytes: Count | None
     sha256: str
     block_checksums: str | None = None
+    sequences: tuple[Count, Count] | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a path outside of the corpus, unless the files are imported."""
+        if self.sequences is None:
+            require_inner_path(self.prefix)
+        elif self.sequences[0] > self.sequences[1]:
+            raise ValueError(f"sequences {self.sequences} are not a range")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedFile:
+    """An existing pair of .bin/.idx files, of which each split of a domain is a range.
+
+    Attributes:
+        split: Megatron's ``--split``, which determines the ranges.
+        bin_bytes: bytes of the .bin.
+        idx_bytes: bytes of the .idx.
+        sha256: identity of the files, from :func:`hash_token_file`.
+    """
+
+    split: str
+    bin_bytes: Count
+    idx_bytes: Count
+    sha256: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +138,21 @@ class NotWritten:
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """The three splits of a domain; no document is in two of them."""
+    """The three splits of a domain; no document is in two of them.
+
+    ``imported`` describes the files of an imported domain; None if the corpus holds the files.
+    """
 
     train: DomainSplit
     valid: DomainSplit
     test: DomainSplit
+    imported: ImportedFile | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless either all splits are ranges of an imported file or none is."""
+        for name in SPLITS:
+            if (self.split(name).sequences is None) != (self.imported is None):
+                raise ValueError(f"{name}.sequences and imported contradict each other")
 
     def split(self, name: Split) -> DomainSplit:
         """The split called ``name``."""
@@ -122,8 +170,8 @@ class Corpus(HashedFolderRecord):
 
     KIND = "corpus"
     FILE_NAME = "corpus.json"
-    MADE_BY = "tools/preprocess_data.py writes it"
-    RESTORE = "restore it or preprocess again"
+    MADE_BY = "tools/preprocess_data.py and tools/import_corpus.py write it"
+    RESTORE = "restore it, or preprocess or import the data again"
 
     tokenizer: TokenizerIdentity
     dtype: Literal["uint16", "int32"]
@@ -196,9 +244,17 @@ class Corpus(HashedFolderRecord):
         return {"uint16": 2, "int32": 4}[self.dtype]
 
     def hashed_files(self) -> list[HashedFiles]:
-        """The .bin and .idx of each split, and their block checksums."""
-        found = []
+        """The .bin and .idx of each split with their block checksums, and imported files."""
+        found: list[HashedFiles] = []
         for name, domain in self.domains.items():
+            if (file := domain.imported) is not None:
+                prefix = self.prefix(name, "train")
+                sizes = {
+                    Path(f"{prefix}.idx"): file.idx_bytes,
+                    Path(f"{prefix}.bin"): file.bin_bytes,
+                }
+                found.append(SampledFiles(sizes, file.sha256, prefix))
+                continue
             for split_name in SPLITS:
                 split, prefix = domain.split(split_name), self.prefix(name, split_name)
                 size = split.tokens * self.token_bytes
@@ -210,6 +266,50 @@ class Corpus(HashedFolderRecord):
                     checksums = {Path(f"{prefix}.xxh3"): checksums_size}
                     found.append(HashedFiles(checksums, split.block_checksums))
         return found
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledFiles(HashedFiles):
+    """A pair of .bin/.idx files, identified by :func:`hash_token_file`.
+
+    Attributes:
+        prefix: path of the files, without suffix.
+    """
+
+    prefix: Path
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes that :meth:`digest` reads."""
+        index, tokens = self.sizes.values()
+        return index + min(tokens, HASHED_BLOCKS * HASHED_BLOCK_BYTES)
+
+    def digest(self, on_bytes: Callable[[int], object] | None = None) -> str:
+        """Compute the identity; ``on_bytes`` is called with the number of bytes just read."""
+        found = hash_token_file(self.prefix)
+        if on_bytes:
+            on_bytes(self.bytes)
+        return found
+
+
+def hash_token_file(prefix: Path) -> str:
+    """Hex SHA-256 of a pair of files: the whole .idx, and blocks of the .bin.
+
+    A .bin of up to 16 MiB is hashed completely. For a larger .bin, the hash covers its size and 16
+    MiB of evenly spaced blocks, including the first and the last one.
+    """
+    bin_path = Path(f"{prefix}.bin")
+    size = bin_path.stat().st_size
+    digest = hashlib.sha256(f"{sha256_of_files(Path(f'{prefix}.idx'))} {size} ".encode())
+    places: Iterable[int] = range(0, size, HASHED_BLOCK_BYTES)
+    if size > HASHED_BLOCKS * HASHED_BLOCK_BYTES:
+        last, intervals = size - HASHED_BLOCK_BYTES, HASHED_BLOCKS - 1
+        places = (last * block // intervals for block in range(HASHED_BLOCKS))
+    with bin_path.open("rb", buffering=0) as stream:
+        for place in places:
+            stream.seek(place)
+            digest.update(stream.read(HASHED_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def file_name_of(domain: str) -> str:

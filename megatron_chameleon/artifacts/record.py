@@ -26,8 +26,12 @@ from megatron_chameleon.errors import UserError
 T = TypeVar("T")
 
 
-def _inside(name: str) -> str:
-    """Check that the relative path ``name`` stays in its folder."""
+def require_inner_path(name: str) -> str:
+    """Return ``name``, a relative path that stays in its folder.
+
+    Raises:
+        ValueError: for any other path.
+    """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError("is outside the artifact's folder")
@@ -40,7 +44,7 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
-InnerPath = Annotated[str, AfterValidator(_inside)]
+InnerPath = Annotated[str, AfterValidator(require_inner_path)]
 """Path of a file or folder of an artifact, relative to the artifact's folder."""
 
 
@@ -145,8 +149,12 @@ class HashedFiles:
 
     @property
     def bytes(self) -> int:
-        """Total size."""
+        """Number of bytes that :meth:`digest` reads."""
         return sum(self.sizes.values())
+
+    def digest(self, on_bytes: Callable[[int], object] | None = None) -> str:
+        """Compute the hash; ``on_bytes`` is called with the number of bytes just read."""
+        return sha256_of_files(*self.sizes, on_bytes=on_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +199,7 @@ class HashedFolderRecord(FolderRecord, abc.ABC):
         """
         for files in self._largest_first()[shard::num_shards]:
             try:
-                found = sha256_of_files(*files.sizes, on_bytes=on_bytes)
+                found = files.digest(on_bytes)
             except OSError as error:
                 # Name all files if the error has no file name, as for a failed read().
                 name = error.filename or " or ".join(map(str, files.sizes))

@@ -19,7 +19,10 @@ class DataOptions(CheckedOptions):
 
     data_path: str | None = None
     """Megatron data sets instead of --corpus: alternating weights and prefixes, '0.3 PREFIX 0.7
-    PREFIX'; without weights, prefixes are weighted by size."""
+    PREFIX'; without weights, prefixes are weighted by size. NAME=PREFIX names the domain; by
+    default it is the shortest unique end of the path."""
+    data_args_path: Path | None = None
+    """A file that holds the value of --data-path, possibly on several lines."""
     split: str = "969,30,1"
     """Shares of train, valid and test in each data set of --data-path, in file order."""
     tokenizer_model: Path | None = None
@@ -40,6 +43,11 @@ class DataOptions(CheckedOptions):
     ranks of a machine share them; by default each rank builds them in memory."""
     verify_corpus: bool = False
     """Read every token file of the corpus before the start and compare its hash."""
+
+    @property
+    def uses_data_path(self) -> bool:
+        """Whether the data sets are those of --data-path or --data-args-path."""
+        return self.data_path is not None or self.data_args_path is not None
 
     @property
     def mixture_changes(self) -> list[str]:

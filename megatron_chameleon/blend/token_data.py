@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Split, TokenizerIdentity
+from megatron_chameleon.artifacts.corpus import hash_token_file
+from megatron_chameleon.artifacts.files import sha256_of_json
+from megatron_chameleon.corpus.data_path import DataPath, sequence_range, split_range
 from megatron_chameleon.corpus.indexed import (
     ExpectedTokens,
     TokenFile,
+    check_sequences,
     expected_tokens,
     open_token_file,
 )
@@ -54,21 +61,17 @@ class DomainData:
             UserError: if it is damaged, has changed, or has an unsupported token type.
         """
         file = open_token_file(self.prefix, self.expected, self.vocab_size)
-        if file.dtype not in (np.uint16, np.int32):
-            raise UserError(
-                f"{self.prefix}.bin holds tokens of type {file.dtype}, but only uint16 "
-                "and int32 are supported; preprocess the data again"
-            )
-        if len(file) < self.stop or tokens_between(file, self.first, self.stop) != self.tokens:
-            raise UserError(
-                f"{self.prefix}.idx has changed since the start; restore it, and run again"
-            )
+        check_sequences(file, self.first, self.stop, self.tokens)
         return file
 
+    def open_documents(self) -> TokenFile:
+        """Open the sequences of this domain only, joined to documents.
 
-def tokens_between(file: TokenFile, first: int, stop: int) -> int:
-    """Number of tokens in sequences ``first`` to ``stop``."""
-    return int(file.lengths[first:stop].sum(dtype=np.int64))
+        Raises:
+            UserError: as :meth:`open`.
+        """
+        file = self.open()
+        return file if self.expected else file.documents(self.first, self.stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,22 +102,76 @@ class TokenData:
 
 
 def corpus_tokens(corpus: Corpus, split: Split = "train") -> TokenData:
-    """Return one split of every domain of a corpus."""
+    """Return one split of every domain of a corpus.
+
+    An imported domain has the samples that it has as a data set of ``--data-path``.
+    """
     domains = []
+    keys = _OrderKeys()
     for name in corpus.names:
-        part = corpus.domains[name].split(split)
+        part, file = corpus.domains[name].split(split), corpus.domains[name].imported
+        first, stop = part.sequences or (0, part.documents)
         domain = DomainData(
             name,
             corpus.prefix(name, split),
-            first=0,
-            stop=part.documents,
+            first=first,
+            stop=stop,
             tokens=part.tokens,
-            order_key=name,
+            order_key=keys.of_file(file.sha256) if file else name,
             vocab_size=corpus.tokenizer.vocab_size,
             expected=expected_tokens(corpus, part),
         )
         domains.append(domain)
     return TokenData(str(corpus.root), tuple(domains), corpus.tokenizer, corpus.hash)
+
+
+def data_path_tokens(
+    path: DataPath, split: str, tokenizer: TokenizerIdentity, part: Split = "train"
+) -> TokenData:
+    """Select one split of Megatron data sets, by ``--split`` as in Megatron-LM.
+
+    The hash and the order of the samples depend on the contents (:func:`hash_token_file`), not on
+    the paths.
+
+    Raises:
+        UserError: for damaged files, or a split that leaves nothing for ``part``.
+    """
+    bounds = split_range(split, part)
+
+    def cut(prefix: str) -> tuple[int, int, int, str]:
+        """Return the split's first and end sequence, its tokens, and the whole file's hash."""
+        file = open_token_file(Path(prefix))
+        first, stop = sequence_range(len(file), bounds)
+        return first, stop, file.num_tokens(first, stop), hash_token_file(Path(prefix))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        cuts = list(pool.map(cut, path.prefixes))
+    domains = []
+    keys = _OrderKeys()
+    for name, prefix, (first, stop, tokens, sha256) in zip(
+        path.names, path.prefixes, cuts, strict=True
+    ):
+        key = keys.of_file(sha256)
+        domains.append(
+            DomainData(name, Path(prefix), first, stop, tokens, key, tokenizer.vocab_size)
+        )
+    identity = {"tokenizer": [tokenizer.sha256, tokenizer.eod_id], "files": cuts}
+    return TokenData("--data-path", tuple(domains), tokenizer, sha256_of_json(identity))
+
+
+class _OrderKeys:
+    """Order keys of files that a corpus did not write, from the hashes of these files.
+
+    Copies of a file are numbered, so that they get different sample orders.
+    """
+
+    def __init__(self) -> None:
+        self._copies: Counter[str] = Counter()
+
+    def of_file(self, sha256: str) -> str:
+        """Return the key of the next file with this hash."""
+        self._copies[sha256] += 1
+        return f"{sha256} {self._copies[sha256] - 1}"
 
 
 def check_enough_tokens(data: TokenData, weights: Sequence[float], seq_length: int) -> None:

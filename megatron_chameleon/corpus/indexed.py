@@ -329,6 +329,14 @@ class BlockTokens:
             self.check(np.unique(blocks[self.checked[blocks] == 0]))
         return self.unchecked[key]
 
+    def part(self, start: int, stop: int) -> BlockTokens:
+        """Return tokens ``start`` to ``stop``, of which blocks are verified separately.
+
+        Only the vocabulary is checked, since a part may begin within a block.
+        """
+        assert self._checksums is None, "blocks with checksums cannot be divided"
+        return BlockTokens(self._path, self.unchecked[start:stop], None, self._vocab_size)
+
     def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray[np.integer]:
         return np.array(self[:], dtype=dtype, copy=copy)  # type: ignore[call-overload]
 
@@ -384,20 +392,26 @@ class TokenFile:
         prefix: path of the files, without suffix.
         tokens: [num_tokens], of the type on disk; sequence i is the ``lengths[i]`` tokens from
             ``starts[i]`` on, and sequence i + 1 follows it.
-        lengths: [num_sequences] int32, in tokens, >= 0.
+        lengths: [num_sequences] int32, in tokens, >= 0; int64 if sequences were joined.
         pointers: [num_sequences] int64, start of each sequence in bytes.
         document_boundaries: [num_documents + 1] int64; document d consists of the sequences from
-            ``document_boundaries[d]`` to ``document_boundaries[d + 1]`` - 1.
+            ``document_boundaries[d]`` to ``document_boundaries[d + 1]`` - 1. A file without
+            document boundaries has only the entry 0.
     """
 
     prefix: Path
     tokens: BlockTokens
-    lengths: NDArray[np.int32]
+    lengths: NDArray[np.integer]
     pointers: NDArray[np.int64]
     document_boundaries: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether the file divides its sequences into documents; one for all does not count."""
+        return len(self.document_boundaries) > 2 or len(self) == 1
 
     @property
     def dtype(self) -> np.dtype[np.integer]:
@@ -427,6 +441,35 @@ class TokenFile:
             raise IndexError(f"tokens {offset} to {stop} of a sequence with {size} tokens")
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start + offset : start + stop]
+
+    def num_tokens(self, first: int, stop: int) -> int:
+        """Number of tokens in sequences ``first`` to ``stop`` - 1."""
+        return int(self.lengths[first:stop].sum(dtype=np.int64))
+
+    def documents(self, first: int, stop: int) -> TokenFile:
+        """Return sequences ``first`` to ``stop`` - 1 as a file with one sequence per document.
+
+        A document that crosses the ends of the range is cut there. Every sequence is a document
+        if the file has no document boundaries.
+        """
+        size = self.dtype.itemsize
+        begin = int(self.pointers[first]) if first < len(self) else self.tokens.size * size
+        end = begin + self.num_tokens(first, stop) * size
+        lengths, pointers = self.lengths[first:stop], self.pointers[first:stop]
+        if self.has_documents:
+            bounds = self.document_boundaries
+            inside = slice(*np.searchsorted(bounds, (first, stop), side="left"))
+            edges = np.unique(np.append(bounds[inside], (first, stop)))
+            if len(edges) - 1 < stop - first:
+                lengths = np.add.reduceat(lengths, edges[:-1] - first, dtype=np.int64)
+                pointers = self.pointers[edges[:-1]]
+        return TokenFile(
+            prefix=self.prefix,
+            tokens=self.tokens.part(begin // size, end // size),
+            lengths=lengths,
+            pointers=pointers - begin if begin else pointers,
+            document_boundaries=np.arange(len(lengths) + 1),
+        )
 
 
 def open_token_file(
@@ -497,12 +540,41 @@ def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
     Raises:
         UserError: if the files do not match corpus.json.
     """
-    expected = expected_tokens(corpus, corpus.domains[name].split(split))
-    return open_token_file(corpus.prefix(name, split), expected, corpus.tokenizer.vocab_size)
+    part = corpus.domains[name].split(split)
+    expected, vocab_size = expected_tokens(corpus, part), corpus.tokenizer.vocab_size
+    file = open_token_file(corpus.prefix(name, split), expected, vocab_size)
+    if part.sequences is None:
+        return file
+    check_sequences(file, *part.sequences, part.tokens)
+    return file.documents(*part.sequences)
 
 
-def expected_tokens(corpus: Corpus, part: DomainSplit) -> ExpectedTokens:
-    """Return the contents of a split as recorded in ``corpus``."""
+def check_sequences(file: TokenFile, first: int, stop: int, tokens: int) -> None:
+    """Check that ``file`` has ``tokens`` tokens in sequences ``first`` to ``stop`` - 1.
+
+    Raises:
+        UserError: if it has not, or if the type of its tokens is unsupported.
+    """
+    require_token_type(file)
+    if len(file) < stop or file.num_tokens(first, stop) != tokens:
+        raise UserError(
+            f"{file.prefix}.idx has changed since it was first read; restore it, or import it again"
+        )
+
+
+def require_token_type(file: TokenFile) -> None:
+    """Raise UserError unless the tokens are uint16 or int32."""
+    if file.dtype not in (np.uint16, np.int32):
+        raise UserError(
+            f"{file.prefix}.bin holds tokens of type {file.dtype}, but only uint16 and int32 are "
+            "supported; preprocess the data again"
+        )
+
+
+def expected_tokens(corpus: Corpus, part: DomainSplit) -> ExpectedTokens | None:
+    """Return the contents of a split's files as recorded in ``corpus``; None if imported."""
+    if part.sequences is not None:
+        return None
     return ExpectedTokens(corpus.dtype, part.documents, part.tokens, part.block_checksums)
 
 
@@ -572,6 +644,8 @@ def _check_boundaries(
     path: Path, boundaries: NDArray[np.int64], num_sequences: int, *, one_each: bool
 ) -> None:
     """Check that boundaries rise from 0 to ``num_sequences``, in steps of 1 if ``one_each``."""
+    if len(boundaries) == 1 and boundaries[0] == 0 and not one_each:
+        return  # no document was ever ended
     if (boundaries[0], boundaries[-1]) != (0, num_sequences):
         raise _damaged(path, f"its document boundaries do not go from 0 to {num_sequences}")
     for first in range(0, len(boundaries) - 1, _CHECK_BLOCK):

@@ -411,19 +411,26 @@ def regroup(
         files = targets.astype(np.int64) * len(SPLITS) + SPLITS.index(split)
         for begin in range(0, len(files), _BLOCK_DOCUMENTS):
             some = slice(begin, begin + _BLOCK_DOCUMENTS)
-            lengths, start = np.array(tokens.lengths[some]), int(tokens.pointers[begin])
-            read = functools.partial(_read_tokens, tokens)
+            lengths = np.array(tokens.lengths[some], np.int32)
+            start = int(tokens.starts[begin]) * corpus.token_bytes
+            read = functools.partial(_read_tokens, tokens, corpus.dtype)
             writer.copy(files[some], lengths, text_bytes[some], read, start)
     return {**unchanged, **writer.finish()}
 
 
-def _read_tokens(file: TokenFile, start: int, stop: int) -> bytes:
-    size = file.dtype.itemsize
-    return file.tokens[start // size : stop // size].tobytes()
+def _read_tokens(file: TokenFile, dtype: TokenType, start: int, stop: int) -> bytes:
+    """Return the bytes ``start`` to ``stop`` of the tokens in type ``dtype``."""
+    size = np.dtype(dtype).itemsize
+    return file.tokens[start // size : stop // size].astype(dtype, copy=False).tobytes()
 
 
 def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
-    """Link the files of an unchanged domain into ``folder``; return the domain's record."""
+    """Link the files of an unchanged domain into ``folder``; return the domain's record.
+
+    Imported files stay where they are.
+    """
+    if corpus.domains[name].imported is not None:
+        return corpus.domains[name]
     parts = []
     for split in SPLITS:
         prefix = f"{TOKENS_NAME}/{file_name_of(name)}-{split}"
@@ -438,17 +445,22 @@ def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:
     """Return the number of UTF-8 bytes that each token adds to a text, [vocab_size] int32.
 
-    It is 0 for the end-of-document token. The bytes are measured as the growth of the decoded text
-    when the token is repeated, since some libraries strip the space before the first token. A token
-    that is an incomplete character decodes to a replacement character and counts as one byte.
+    It is 0 for the end-of-document token. The bytes of a byte-level tokenizer are in its
+    vocabulary. The bytes of other tokens are measured as the growth of the decoded text when the
+    token is repeated, since some libraries strip the space before the first token; a token that is
+    an incomplete character decodes to a replacement character and counts as one byte.
     """
+    known = tokenizer.encoder.byte_counts()
 
     def size(ids: list[int]) -> int:
         text = tokenizer.decode(ids)
         return len(text.encode("utf-8", "surrogatepass")) - 2 * text.count(_REPLACEMENT)
 
     sizes = np.array(
-        [max(0, size([token] * 2) - size([token])) for token in range(tokenizer.vocab_size)],
+        [
+            known[token] if token in known else max(0, size([token] * 2) - size([token]))
+            for token in range(tokenizer.vocab_size)
+        ],
         dtype=np.int32,
     )
     sizes[tokenizer.eod_id] = 0
@@ -456,17 +468,18 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:
 
 
 def document_bytes(
-    tokens: TokenFile, sizes: NDArray[np.int32], text_bytes: int
+    tokens: TokenFile, sizes: NDArray[np.int32], text_bytes: int | None
 ) -> NDArray[np.int64]:
     """Estimate the text bytes of each document, [num_documents] int64; they sum to ``text_bytes``.
 
     A corpus records only the bytes of a whole split. These bytes are divided among the documents in
-    proportion to the bytes of each document's tokens.
+    proportion to the bytes of each document's tokens. If they are unknown, each document gets the
+    bytes of its tokens.
 
     Args:
         tokens: tokens of a split, one sequence per document.
         sizes: [vocab_size] bytes of each token.
-        text_bytes: bytes of the whole split's text.
+        text_bytes: bytes of the whole split's text; None if unknown.
     """
     # Cumulative bytes at each document's end, computed one block of tokens at a time.
     stops = np.cumsum(tokens.lengths, dtype=np.int64)
@@ -478,6 +491,8 @@ def document_bytes(
         inside = slice(*np.searchsorted(stops, (first, first + running.size), side="right"))
         ends[inside] = running[stops[inside] - first - 1]
         total = int(running[-1])
+    if text_bytes is None:
+        return np.diff(ends, prepend=0)
     if total == 0:
         ends, total = stops, int(tokens.tokens.size)
     if total == 0:

@@ -268,6 +268,42 @@ class PreprocessOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class ImportOptions(CheckedOptions):
+    """Write a corpus.json over existing Megatron .bin/.idx files, which are not copied or changed.
+
+    Every prefix becomes a domain of the corpus.
+    """
+
+    tokenizer_model: Path
+    """The tokenizer that made the tokens: a tokenizer.json, a vocab.json with its merges.txt, a
+    tiktoken file, a SentencePiece .model, or a folder that holds one of them."""
+    output: Path
+    """The corpus folder to write: corpus.json and a copy of the tokenizer. If weights are passed,
+    data-path.json holds them as a mixture."""
+    data_path: str | None = None
+    """Prefixes of .bin/.idx pairs, each with an optional weight in front, as for Megatron-LM:
+    'PREFIX PREFIX' or '0.3 PREFIX 0.7 PREFIX'. NAME=PREFIX names the domain; by default it is the
+    shortest unique end of the path."""
+    data_args_path: Path | None = None
+    """A file that holds the value of --data-path, possibly on several lines."""
+    split: str = "969,30,1"
+    """Shares of train, valid and test in each .bin/.idx pair, in file order, as in Megatron-LM."""
+    eod_token: str = "<|endoftext|>"
+    """The token that ends every document."""
+    tiktoken_pattern: str | None = None
+    """The pattern that splits text into words, for a tiktoken file, as in
+    tools/preprocess_data.py."""
+    overwrite: bool = False
+    """Replace the corpus in the output folder."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError unless the data are named once."""
+        super().__post_init__()
+        if (self.data_path is None) == (self.data_args_path is None):
+            raise UserError("pass either --data-path or --data-args-path")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainTokenizerOptions(CheckedOptions):
     """Train a tokenizer on text. The same text and options give the same file."""
 

@@ -290,7 +290,7 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
         rows[name] = {
             "documents": sum(part.documents for part in parts),
             **{f"{split} tokens": part.tokens for split, part in zip(SPLITS, parts, strict=True)},
-            "bytes/token": sum(part.text_bytes for part in parts),
+            "bytes/token": sum(part.text_bytes or 0 for part in parts),
             "duplicates": corpus.not_written[name].duplicates,
             "held out": corpus.not_written[name].held_out,
             "empty": corpus.not_written[name].empty,

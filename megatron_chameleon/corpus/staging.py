@@ -53,11 +53,13 @@ from megatron_chameleon.ranges import flag_of
 PARTIAL_NAME = ".partial"
 TOKENS_NAME = "tokens"
 SOURCES_NAME = "sources.json"
+WEIGHTS_NAME = "data-path.json"
 # The files of a corpus besides corpus.json; replacing a corpus removes all of them.
 _OWN_FILES = (
     *(f"{TOKENS_NAME}/*.{suffix}" for suffix in ("bin", "idx", "xxh3")),
     *TOKENIZER_NAMES.values(),
     SOURCES_NAME,
+    WEIGHTS_NAME,
     DiscoveredDomains.FILE_NAME,
     CENTROIDS_NAME,
 )

@@ -24,6 +24,7 @@ import numpy as np
 import sentencepiece
 import tokenizers
 from numpy.typing import NDArray
+from tokenizers import decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -161,6 +162,15 @@ class JsonEncoder:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def byte_counts(self) -> dict[int, int]:
+        """Id -> bytes of text, for tokens that spell their bytes; empty unless byte-level."""
+        if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            return {}
+        # Each character of such a token stands for one byte.
+        tokens = self._tokenizer.get_vocab(with_added_tokens=False)
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {number: len(token) for token, number in tokens.items() if number not in added}
+
     def special_tokens(self) -> list[str]:
         """Names of the tokens that do not represent text."""
         added = self._tokenizer.get_added_tokens_decoder()
@@ -199,6 +209,10 @@ class SentencePieceEncoder:
         # For an unknown name, piece_to_id returns the id of the unknown token.
         found = int(self._model.piece_to_id(token))
         return found if self._model.id_to_piece(found) == token else None
+
+    def byte_counts(self) -> dict[int, int]:
+        """Id -> bytes of text, for tokens that spell their bytes: none of a SentencePiece model."""
+        return {}
 
     def special_tokens(self) -> list[str]:
         """Names of the tokens that do not represent text."""
@@ -262,6 +276,10 @@ class TiktokenEncoder:
     def token_id(self, token: str) -> int | None:
         """Id of the token with this name; None if there is no such token."""
         return self._special.get(token, self._ranks.get(token.encode("utf-8")))
+
+    def byte_counts(self) -> dict[int, int]:
+        """Id -> bytes of text, for tokens that spell their bytes: all but special tokens."""
+        return {rank: len(token) for token, rank in self._ranks.items()}
 
     def special_tokens(self) -> list[str]:
         """Names of the tokens that do not represent text."""

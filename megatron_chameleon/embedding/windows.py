@@ -117,14 +117,13 @@ def load_windows(
     Raises:
         UserError: if the tokens are damaged or outside the vocabulary.
     """
-    file = domain.open()
-    lengths = file.lengths[domain.first : domain.stop]
-    sampled = draw_windows(lengths, window_length, num_windows, seed, domain.order_key)
+    file = domain.open_documents()
+    sampled = draw_windows(file.lengths, window_length, num_windows, seed, domain.order_key)
     sampled = sampled.longest_first()
     places = zip(
         sampled.document.tolist(), sampled.start.tolist(), sampled.length.tolist(), strict=True
     )
-    tokens = np.concatenate([file.get(domain.first + d, start, n) for d, start, n in places])
+    tokens = np.concatenate([file.get(d, start, n) for d, start, n in places])
     count, ends = len(sampled), np.cumsum(sampled.length)
     in_memory = TokenFile(
         prefix=file.prefix,

@@ -47,6 +47,8 @@ from megatron_chameleon.progress import progress_bar
 
 # Number of tokens per call of bincount, which copies them as int64.
 _CHUNK = 1 << 24
+# Training tokens of a domain that are counted for the unigram baseline; more are sampled.
+MAX_UNIGRAM_TOKENS = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,13 +352,19 @@ def held_out_domain(
             seen += np.bincount(labels, minlength=vocab_size)
             if sizes is not None:
                 counted += np.bincount(cluster, sizes[labels], minlength=count)
-        training = token_counts(open_tokens(corpus, name, "train").tokens, vocab_size)
+        tokens_of_train = open_tokens(corpus, name, "train").tokens
+        training = token_counts(tokens_of_train, vocab_size, MAX_UNIGRAM_TOKENS)
         # The unigram model has add-one (Laplace) smoothed frequencies and no context: a baseline
         # for every model.
         probabilities = (training + 1) / (training.sum() + vocab_size)
         loss = float(-(seen @ np.log(probabilities)) / seen.sum())
-        decoded = 0 if sizes is None else int(token_counts(text.stream, vocab_size) @ sizes)
         recorded = corpus.domains[name].split(protocol.split).text_bytes
+        if sizes is None:
+            return tokens, None, loss
+        if recorded is None:
+            counts = counted.astype(np.int64)
+            return tokens, counts if counts.any() else None, loss
+        decoded = int(token_counts(text.stream, vocab_size) @ sizes)
         if not (decoded and recorded):
             return tokens, None, loss
         # The recorded bytes and the decoded bytes of the text differ slightly: a tokenizer may drop
@@ -368,10 +376,18 @@ def held_out_domain(
     return HeldOutDomain(text, clusters, *from_main(statistics))
 
 
-def token_counts(stream: Tokens, vocab_size: int) -> NDArray[np.int64]:
-    """Count the occurrences of each token, [vocab_size] int64."""
+def token_counts(
+    stream: Tokens, vocab_size: int, max_tokens: int | None = None
+) -> NDArray[np.int64]:
+    """Count the occurrences of each token, [vocab_size] int64.
+
+    If the stream has more than ``max_tokens`` tokens, evenly spaced chunks are counted.
+    """
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for first in range(0, len(stream), _CHUNK):
+    chunks = -(-len(stream) // _CHUNK)
+    counted = min(chunks, -(-(max_tokens or len(stream)) // _CHUNK))
+    for number in range(counted):
+        first = number * chunks // counted * _CHUNK
         counts += np.bincount(stream[first : first + _CHUNK], minlength=vocab_size)
     return counts
 

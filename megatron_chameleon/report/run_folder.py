@@ -198,7 +198,9 @@ def _corpus_hashes(folder: RunFolder) -> Iterator[tuple[Path, str]]:
         yield folder.paths[f"{EVALUATION}/{name}"], result.corpus_hash
     for run in folder.base_runs.values():
         data = run.provenance.options.get("data")
-        by_path = isinstance(data, dict) and data.get("data_path") is not None
+        by_path = isinstance(data, dict) and any(
+            data.get(name) is not None for name in ("data_path", "data_args_path")
+        )
         if not by_path and "corpus" in run.provenance.inputs:
             yield run.root, run.provenance.inputs["corpus"]
     if folder.sweep is not None and "corpus" in folder.sweep.provenance.inputs:

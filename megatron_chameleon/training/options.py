@@ -328,8 +328,9 @@ class PretrainOptions(TrainingOptions, RunOptions):
         online = self.online.online_interval
         if online is not None and online >= last:
             raise UserError(f"--online-interval {online}: must be < --train-iters {last}")
-        if (self.corpus is None) == (self.data.data_path is None):
-            raise UserError("pass either --corpus or --data-path")
+        sources = (self.corpus, self.data.data_path, self.data.data_args_path)
+        if sum(source is not None for source in sources) != 1:
+            raise UserError("pass one of --corpus, --data-path and --data-args-path")
         if self.corpus is not None:
             of_data_path = ("split", "tokenizer_model", "tiktoken_pattern", "eod_token")
             self.data.reject_changed(

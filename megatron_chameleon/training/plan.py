@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, implied_epochs, provenance
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
-from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.schedule import MixtureSchedule, check_changes
 from megatron_chameleon.blend.token_data import (
@@ -18,7 +17,9 @@ from megatron_chameleon.blend.token_data import (
     check_enough_tokens,
     check_weights,
     corpus_tokens,
+    data_path_tokens,
 )
+from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
@@ -154,9 +155,8 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
         # Megatron's builder does not blend a single data set, so samples follow the order without
         # weights.
         return corpus_tokens(corpus), mixture, weights, len(weights) == 1
-    assert options.data.data_path is not None
     assert options.data.tokenizer_model is not None
-    path = DataPath.parse(options.data.data_path)
+    path = DataPath.read(options.data.data_path, options.data.data_args_path)
     tokenizer = load_tokenizer(
         options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
     )
@@ -238,7 +238,12 @@ def check_overwrite(options: PretrainOptions) -> None:
         options.mixture,
         data.tokenizer_model,
         data.data_cache_path,
-        *(DataPath.parse(data.data_path).prefixes if data.data_path else ()),
+        data.data_args_path,
+        *(
+            DataPath.read(data.data_path, data.data_args_path).prefixes
+            if data.uses_data_path
+            else ()
+        ),
         *(change.partition("=")[2] for change in data.mixture_changes),
     ]
     for path in inputs:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron_chameleon.artifacts import Corpus
-from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.sampler import Batch, read_ahead
-from megatron_chameleon.blend.token_data import DomainData, corpus_tokens
+from megatron_chameleon.blend.token_data import DomainData, corpus_tokens, data_path_tokens
+from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.sizes import ModelShape
@@ -116,8 +116,7 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
     if options.corpus is not None:
         data = corpus_tokens(Corpus.load(options.corpus), "valid")
     else:
-        assert options.data.data_path is not None
-        path = DataPath.parse(options.data.data_path)
+        path = DataPath.read(options.data.data_path, options.data.data_args_path)
         try:
             data = data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid")
         except UserError as error:

@@ -85,7 +85,7 @@ def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int 
     """A corpus of two documents and five uint16 tokens per split; each .bin repeats ``content``."""
     root.mkdir(parents=True)
     domains = {
-        name: a.Domain(**{s: _split_in(root, name, s, content) for s in SPLITS}) for name in names
+        name: a.Domain(*(_split_in(root, name, s, content) for s in SPLITS)) for name in names
     }
     tokenizer = a.TokenizerIdentity("tokenizers", "tokenizer.json", "t" * 64, 100, 99)
     return a.Corpus(root, tokenizer, "uint16", domains, PROVENANCE, COST)

@@ -14,15 +14,15 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.blend import data_path
-from megatron_chameleon.blend.data_path import (
-    DataPath,
+from megatron_chameleon.artifacts import corpus as corpus_artifact
+from megatron_chameleon.artifacts.corpus import hash_token_file
+from megatron_chameleon.blend.token_data import (
+    check_enough_tokens,
+    check_weights,
+    corpus_tokens,
     data_path_tokens,
-    domain_names,
-    hash_token_file,
-    split_range,
 )
-from megatron_chameleon.blend.token_data import check_enough_tokens, check_weights, corpus_tokens
+from megatron_chameleon.corpus.data_path import DataPath, domain_names, split_range
 from megatron_chameleon.errors import UserError
 from tests.unit.blend.inputs import dataset_config, write_file
 
@@ -48,6 +48,7 @@ def test_a_data_path_is_parsed_as_in_megatron(text):
     [
         *((text, "1", "--data-path") for text in ("", "0.3 one 0.7", "0.3 one two 0.7")),
         *((text, "1", "--data-path") for text in ("0.5 one 0.5 one", "0.5 a/one 0.5 a/./one")),
+        *((text, "1", "'a'") for text in ("a=one a=two", "0.5 x/a 0.5 a=b")),
         *(("one", text, "--split") for text in ("", "a,b", "1,2,3,4", "90,-5,5", "0,0,0")),
         *(("one", text, "--split") for text in ("nan,1,1", "1e2,1", "1_0,1", "0,1")),
     ],
@@ -91,7 +92,7 @@ def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "moved")
     spellings = [prefixes, elsewhere, [Path("a"), Path("./../moved/b")]]
     found = [
-        data_path_tokens(DataPath(tuple(map(str, paths)), None), "1", corpus.tokenizer)
+        data_path_tokens(DataPath.parse(" ".join(map(str, paths))), "1", corpus.tokenizer)
         for paths in spellings
     ]
     assert len({data.hash for data in found}) == 1
@@ -119,8 +120,8 @@ def test_blocks_of_large_files_are_hashed(tmp_path, monkeypatch):
     prefix = write_file(tmp_path / "huge", [5])
     os.truncate(prefix.with_suffix(".bin"), 1 << 42)  # a sparse file of 4 TiB
     hash_token_file(prefix)
-    monkeypatch.setattr(data_path, "HASHED_BLOCKS", 4)
-    monkeypatch.setattr(data_path, "HASHED_BLOCK_BYTES", 10)
+    monkeypatch.setattr(corpus_artifact, "HASHED_BLOCKS", 4)
+    monkeypatch.setattr(corpus_artifact, "HASHED_BLOCK_BYTES", 10)
     prefix = write_file(tmp_path / "set", [250])  # 500 bytes: blocks at 0, 163, 326 and 490
     hashed = {*range(10), *range(163, 173), *range(326, 336), *range(490, 500)}
     file, found = prefix.with_suffix(".bin"), set()
@@ -138,7 +139,7 @@ def test_files_that_changed_or_have_another_type_are_rejected(corpus, tmp_path):
     prefix = write_file(tmp_path / "set", [4, 5, 6])
     data = data_path_tokens(DataPath.parse(str(prefix)), "1", corpus.tokenizer)
     write_file(prefix, [4, 5])
-    with pytest.raises(UserError, match="changed since the start"):
+    with pytest.raises(UserError, match="has changed"):
         data.domains[0].open()
     builder = IndexedDatasetBuilder(str(tmp_path / "wide.bin"), dtype=np.int64)
     builder.add_document(torch.arange(9), [9])

@@ -10,12 +10,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 
-from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.megatron_order import build_blending_indices
 from megatron_chameleon.blend.order import MAX_SAMPLES
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
-from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.blend.token_data import corpus_tokens, data_path_tokens
+from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import without_checksums
 from tests.unit.blend.inputs import dataset_config

@@ -229,7 +229,7 @@ def test_regrouped_documents_keep_their_tokens_and_splits(tmp_path, monkeypatch)
             expected = [documents[i] for i in np.flatnonzero(targets == number)]
             assert documents_in(new, name, split) == expected
         before, after = (
-            sum(some.domains[name].split(split).text_bytes for name in names)
+            sum(some.domains[name].split(split).text_bytes or 0 for name in names)
             for some, names in ((corpus, divided), (new, NAMES))
         )
         assert before == after

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.blend.data_path import DataPath, data_path_tokens
-from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.blend.token_data import corpus_tokens, data_path_tokens
+from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.embedding.windows import draw_windows, load_windows, spread_windows
 from megatron_chameleon.errors import UserError
 

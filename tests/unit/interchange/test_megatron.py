@@ -13,7 +13,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, MixtureWarning
-from megatron_chameleon.blend.data_path import DataPath
+from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.errors import UserError
 from tests.unit.blend.inputs import dataset_config
 
@@ -29,7 +29,8 @@ def test_megatron_reads_data_path_and_data_args(export, corpus, sampled, split):
     assert line.count("\n") == 1
     expected = expected_blend(corpus, sampled, split)
     assert get_blend_from_list(line.split()) == expected
-    assert DataPath.parse(line) == DataPath(*map(tuple, expected))
+    path = DataPath.parse(line)
+    assert (list(path.prefixes), list(path.weights or ())) == expected
     text = export("megatron-data-args", split=split)
     assert text.count("\n") == len(sampled)
     # Megatron-LM reads the whole file and splits it at white space.

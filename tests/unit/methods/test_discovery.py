@@ -79,7 +79,7 @@ def written(corpus, root, kinds):
         digest = writer.finish()
         counts = (writer.documents, writer.tokens, 5 * writer.tokens)
         splits[split] = DomainSplit(f"web-{split}", *counts, digest)
-    dataclasses.replace(corpus, root=root, domains={"web": Domain(**splits)}).save()
+    dataclasses.replace(corpus, root=root, domains={"web": Domain(*splits.values())}).save()
     return Corpus.load(root)
 
 

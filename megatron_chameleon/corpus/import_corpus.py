@@ -1,0 +1,202 @@
+"""tools/import_corpus.py: a corpus.json over existing Megatron .bin/.idx files.
+
+Of each .bin, only blocks are read, for its identity and to check its token ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shlex
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from megatron_chameleon.artifacts import (
+    SPLITS,
+    Corpus,
+    Domain,
+    DomainSplit,
+    ImportedFile,
+    Mixture,
+    Stopwatch,
+    provenance,
+)
+from megatron_chameleon.artifacts.corpus import hash_token_file
+from megatron_chameleon.artifacts.files import sha256_of_json, writing
+from megatron_chameleon.corpus.data_path import DataPath, sequence_range, split_ranges
+from megatron_chameleon.corpus.indexed import TokenFile, open_token_file, require_token_type
+from megatron_chameleon.corpus.options import ImportOptions, quoted
+from megatron_chameleon.corpus.staging import WEIGHTS_NAME, corpus_folder
+from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.progress import progress_bar
+
+_DELAY_SECONDS = 2.0
+# Blocks of each .bin whose token ids are checked, and documents whose last token is checked.
+_SAMPLED_BLOCKS, _SAMPLED_DOCUMENTS = 64, 16
+
+
+def import_corpus(options: ImportOptions) -> None:
+    """Describe existing .bin/.idx files in a corpus.json, and print a table.
+
+    Raises:
+        UserError: for a mistake in the options or in the files; nothing is written then.
+    """
+    stopwatch = Stopwatch()
+    path = DataPath.read(options.data_path, options.data_args_path)
+    tokenizer = load_tokenizer(options.tokenizer_model, options.eod_token, options.tiktoken_pattern)
+    weights = path.weights or (1.0,)
+    if min(weights) < 0 or not 0 < math.fsum(weights) < math.inf:
+        raise UserError("the weights of --data-path must be >= 0, and their sum finite and > 0")
+
+    def read(prefix: str) -> _Import:
+        return import_file(prefix, options.split, tokenizer)
+
+    with (
+        corpus_folder(options.output, options.overwrite, shared=False) as folder,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        progress_bar(len(path.prefixes), " files", "reading", delay=_DELAY_SECONDS) as bar,
+    ):
+        found: dict[str, _Import] = {}
+        for name, file in zip(path.names, pool.map(read, path.prefixes), strict=True):
+            found[name] = file
+            bar.update()
+        made = folder.staging / "corpus"
+        with writing(made):
+            made.mkdir()
+        tokenizer.save(made)
+        corpus = Corpus(
+            root=made,
+            tokenizer=tokenizer.identity,
+            dtype="int32" if any(file.dtype == "int32" for file in found.values()) else "uint16",
+            domains={name: file.domain for name, file in found.items()},
+            provenance=provenance(options, {}),
+            cost=stopwatch.cost(),
+        )
+        corpus.save()
+        if path.weights is not None:
+            total = math.fsum(path.weights)
+            shares = [weight / total for weight in path.weights]
+            mixture = Mixture(dict(zip(path.names, shares, strict=True)), "data-path")
+            mixture.save(made / WEIGHTS_NAME)
+        folder.publish(made)
+    _warn(found, options)
+    print(_summary(corpus, options, has_weights=path.weights is not None))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Import:
+    """An imported file.
+
+    Attributes:
+        domain: its record in corpus.json.
+        dtype: type of a token.
+        has_documents: whether the .idx divides the sequences into documents.
+        ends_documents: whether any sampled document ends with the end-of-document token.
+    """
+
+    domain: Domain
+    dtype: str
+    has_documents: bool
+    ends_documents: bool
+
+
+def import_file(prefix: str, split: str, tokenizer: Tokenizer) -> _Import:
+    """Read the .idx of a pair of files, and check a sample of the tokens.
+
+    Args:
+        prefix: path of the files, without suffix.
+        split: Megatron's ``--split``.
+        tokenizer: the tokenizer that made the tokens.
+
+    Raises:
+        UserError: for damaged files, a split without tokens, or ids outside the vocabulary.
+    """
+    prefix = os.path.abspath(prefix)
+    file = open_token_file(Path(prefix), vocab_size=tokenizer.vocab_size)
+    require_token_type(file)
+    sha256 = hash_token_file(Path(prefix))
+    splits = []
+    for name, bounds in split_ranges(split).items():
+        first, stop = (0, 0) if bounds is None else sequence_range(len(file), bounds)
+        tokens = file.num_tokens(first, stop)
+        if not tokens and (bounds is not None or name == "train"):
+            raise UserError(
+                f"{prefix}.idx: --split {split} leaves no tokens for {name}, of {len(file)} "
+                f"sequences; raise the share of {name}, or merge the file with others"
+            )
+        splits.append(
+            DomainSplit(
+                prefix=prefix,
+                documents=len(file.documents(first, stop)),
+                tokens=tokens,
+                text_bytes=None,
+                sha256=sha256_of_json({"file": sha256, "sequences": [first, stop]}),
+                sequences=(first, stop),
+            )
+        )
+    for token in np.linspace(0, file.tokens.size - 1, _SAMPLED_BLOCKS).astype(np.int64).tolist():
+        file.tokens[token : token + 1]  # checks the whole block
+    bin_bytes = file.tokens.size * file.dtype.itemsize
+    imported = ImportedFile(split, bin_bytes, os.path.getsize(f"{prefix}.idx"), sha256)
+    ends = _ends_documents(file, tokenizer.eod_id)
+    domain = Domain(*splits, imported=imported)
+    return _Import(domain, file.dtype.name, file.has_documents, ends)
+
+
+def _ends_documents(file: TokenFile, eod_id: int) -> bool:
+    """Whether any sampled document, or sequence of a file without documents, ends with eod_id."""
+    documents = file.documents(0, len(file))
+    some = np.linspace(0, len(documents) - 1, _SAMPLED_DOCUMENTS).astype(np.int64)
+    ends = (documents.starts[some] + documents.lengths[some])[documents.lengths[some] > 0]
+    return bool((file.tokens[ends - 1] == eod_id).any())
+
+
+def _warn(found: dict[str, _Import], options: ImportOptions) -> None:
+    """Warn about files without document boundaries or end-of-document tokens."""
+    if whole := [name for name, file in found.items() if not file.has_documents]:
+        warnings.warn(
+            f"no document boundaries in {quoted(whole)}: every sequence counts as a document",
+            stacklevel=2,
+        )
+    if endless := [name for name, file in found.items() if not file.ends_documents]:
+        warnings.warn(
+            f"no sampled document of {quoted(endless)} ends with {options.eod_token}: check "
+            "--tokenizer-model and --eod-token, unless the text was preprocessed without "
+            "--append-eod",
+            stacklevel=2,
+        )
+
+
+def _summary(corpus: Corpus, options: ImportOptions, *, has_weights: bool) -> str:
+    """Format documents and tokens of each domain, the output and the next commands."""
+    import pandas as pd
+
+    rows = {
+        name: {
+            "documents": sum(domain.split(split).documents for split in SPLITS),
+            **{f"{split} tokens": domain.split(split).tokens for split in SPLITS},
+        }
+        for name, domain in corpus.domains.items()
+    }
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    table.loc["total"] = table.sum()
+    folder = shlex.quote(str(options.output))
+    mixture = f"{folder}/{WEIGHTS_NAME}" if has_weights else "uniform"
+    lines = [
+        table.to_string(formatters=dict.fromkeys(table.columns, "{:,}".format)),
+        f"wrote {options.output}; the .bin and .idx files stay where they are",
+    ]
+    if has_weights:
+        lines.append(f"the weights of --data-path are in {mixture}, a mixture")
+    lines += [
+        f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus {folder} --run-dir RUN "
+        f"--model-size SIZE --mixture {mixture}",
+        f"or:   torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {folder} "
+        "--checkpoint RUN --output MIXTURE.json",
+    ]
+    return "\n".join(lines)
