@@ -102,12 +102,15 @@ class WeightedDomain:
         weight: share of the sampled tokens; sums to 1 over domains, may be 0.
         tokens: split -> tokens.
         prefixes: split -> absolute path of its .bin and .idx files, without the suffix.
+        megatron_split: Megatron's ``--split`` that divides the files of an imported domain; None if
+            each split has its own files.
     """
 
     name: str
     weight: float
     tokens: dict[Split, int]
     prefixes: dict[Split, str]
+    megatron_split: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,22 @@ class Export:
     def sampled(self) -> list[WeightedDomain]:
         """The domains with a weight above 0; most readers reject a weight of 0."""
         return [domain for domain in self.domains if domain.weight > 0]
+
+    @property
+    def megatron_split(self) -> str | None:
+        """Megatron's ``--split`` for the sampled domains; None if each split has its own files.
+
+        Raises:
+            UserError: if the sampled domains differ in it.
+        """
+        found = {domain.megatron_split: domain.name for domain in self.sampled()}
+        if len(found) > 1:
+            one, other = list(found.values())[:2]
+            raise UserError(
+                f"'{one}' and '{other}' are divided into splits differently, which Megatron "
+                "cannot express; use --format csv, or set one of the weights to 0"
+            )
+        return next(iter(found), None)
 
     def sampled_from(self, split: Split) -> list[WeightedDomain]:
         """The domains with a weight above 0 and tokens in ``split``.
@@ -190,6 +209,7 @@ def exported_text(options: ExportOptions) -> str:
             weight,
             {split: corpus.domains[name].split(split).tokens for split in SPLITS},
             {split: os.path.abspath(corpus.prefix(name, split)) for split in SPLITS},
+            file.split if (file := corpus.domains[name].imported) else None,
         )
         for name, weight in zip(corpus.names, weights, strict=True)
     )
@@ -227,8 +247,13 @@ def megatron_per_split(export: Export) -> str:
     The arguments are a list, so that paths may contain white space.
 
     Raises:
-        UserError: for a path that ends in white space, which Megatron-LM strips.
+        UserError: for a path that ends in white space, which Megatron-LM strips, or imported files.
     """
+    if export.megatron_split is not None:
+        raise UserError(
+            "the splits of imported files are not in separate files; use --format "
+            f"megatron-data-args, and pass --split {export.megatron_split} to Megatron-LM"
+        )
     return _json({split: _words(export, split) or None for split in SPLITS})
 
 
@@ -236,7 +261,8 @@ def megatron_bridge(export: Export) -> str:
     """Format keyword arguments of Megatron Bridge's ``GPTDatasetConfig`` as JSON.
 
     ``blend_per_split`` has the list of prefixes and the list of weights for train, valid and test;
-    ``blend`` and ``split`` must then be null, whatever the recipe sets.
+    ``blend`` and ``split`` must then be null, whatever the recipe sets. For imported files,
+    ``blend`` and ``split`` are set instead.
 
     Raises:
         UserError: for a path that ends in white space, which Megatron strips.
@@ -245,6 +271,9 @@ def megatron_bridge(export: Export) -> str:
     for split in SPLITS:
         words = _words(export, split)
         blends.append([words[1::2], [float(weight) for weight in words[::2]]] if words else None)
+    if (split_option := export.megatron_split) is not None:
+        blend = blends[SPLITS.index("train")]
+        return _json({"blend": blend, "blend_per_split": None, "split": split_option})
     return _json({"blend": None, "blend_per_split": blends, "split": None})
 
 
@@ -262,6 +291,11 @@ def _words(export: Export, split: Split) -> list[str]:
 
 
 def _bare_words(export: Export, unsafe: re.Pattern[str]) -> list[str]:
+    if (split_option := export.megatron_split) is not None:
+        warnings.warn(
+            f"Megatron must divide the files as the corpus does: pass --split {split_option}",
+            stacklevel=2,
+        )
     words = _words(export, export.split)
     if not words:
         raise UserError(
@@ -319,6 +353,10 @@ def olmo_core(export: Export) -> str:
         path = f"{domain.prefixes[export.split]}.bin"
         if "*" in path:
             raise UserError(f"{path}: OLMo-core reads '*' as a pattern; move the corpus")
+        if domain.megatron_split is not None:
+            warnings.warn(
+                f"OLMo-core reads the whole {path}, including its valid and test text", stacklevel=2
+            )
         source: dict[str, Any] = {
             "source_name": domain.name,
             "target_ratio": domain.weight,

@@ -12,6 +12,7 @@ from typing import TypeGuard
 import pytest
 
 from megatron_chameleon.cli import parse_options, run_tool
+from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import ExportOptions
 from megatron_chameleon.methods.manual import ManualOptions
@@ -50,6 +51,8 @@ def default_options(options_type):
         needed = field.default is field.default_factory is dataclasses.MISSING
         if field.name == "source":
             argv += ["--input", "x"]
+        elif options_type is ImportOptions and field.name == "data_path":
+            argv += ["--data-path", "x"]
         elif options_type is PretrainOptions and field.name == "corpus":
             argv += ["--corpus", "x"]
         elif field.name == "runs":
