@@ -1,0 +1,320 @@
+"""Corpora over existing .bin/.idx files, compared with plain reads of Megatron's own files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, Protocol
+from megatron_chameleon.blend import BlendedTokens, MixtureSchedule
+from megatron_chameleon.blend.options import DataOptions
+from megatron_chameleon.blend.token_data import corpus_tokens, data_path_tokens
+from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.corpus.import_corpus import import_corpus
+from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.join import document_bytes, regroup, token_bytes
+from megatron_chameleon.corpus.options import ImportOptions, PreprocessOptions
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.perplexity import held_out_domain
+from megatron_chameleon.interchange import ExportOptions, exported_text
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.plan import plan_training
+from tests.small_corpus import EOD, word_tokenizer
+from tests.unit.corpus.corpus_making import make_corpus, source_options
+
+SPLIT, WEIGHTS = "80,12,8", (0.3, 0.6, 0.1)
+# File name -> (type, kind). A document of "several" has up to four sequences, and the file "flat"
+# has no document boundaries.
+FILES = {"web": (np.uint16, "one"), "code": (np.int32, "several"), "old": (np.uint16, "flat")}
+
+
+def write_files(folder: Path, count: int = 60) -> list[str]:
+    """Write the files of FILES with Megatron's builder; return their prefixes."""
+    rng = np.random.default_rng(3)
+    prefixes = []
+    for name, (dtype, kind) in FILES.items():
+        prefix = str(folder / f"{name}_text_document")
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+        for _ in range(count):
+            document = np.append(rng.integers(0, EOD, rng.integers(4, 90)), EOD)
+            cuts = np.sort(rng.integers(1, document.size, rng.integers(4)))
+            for part in np.split(document, cuts if kind == "several" else []):
+                builder.add_item(torch.from_numpy(part.astype(np.int64)))
+            if kind != "flat":
+                builder.end_document()
+        builder.finalize(f"{prefix}.idx")
+        prefixes.append(prefix)
+    return prefixes
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Options that import the files of FILES with WEIGHTS."""
+    (tmp_path / "data").mkdir()
+    pairs = zip(WEIGHTS, write_files(tmp_path / "data"), strict=True)
+    return ImportOptions(
+        data_path=" ".join(f"{weight} {prefix}" for weight, prefix in pairs),
+        tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
+        output=tmp_path / "corpus",
+        split=SPLIT,
+    )
+
+
+@pytest.fixture
+def imported(options):
+    """The corpus of these options."""
+    with pytest.warns(UserWarning, match="no document boundaries in 'old_text_document'"):
+        import_corpus(options)
+    return Corpus.load(options.output)
+
+
+def plain_documents(prefix: str, first: int, stop: int) -> list[list[int]]:
+    """Join the sequences ``first`` to ``stop`` of a file to documents, one after the other."""
+    raw = Path(f"{prefix}.idx").read_bytes()
+    code, sequences, boundaries = struct.unpack("<BQQ", raw[17:34])
+    tokens = np.fromfile(f"{prefix}.bin", {8: np.uint16, 4: np.int32}[code])
+    lengths = np.frombuffer(raw, "<i4", sequences, 34)
+    starts = np.frombuffer(raw, "<i8", boundaries, 34 + 12 * sequences).tolist()
+    ends = np.cumsum(lengths)
+    documents: list[list[int]] = []
+    for sequence in range(first, stop):
+        if sequence == first or sequence in starts or len(starts) == 1:
+            documents.append([])
+        end = int(ends[sequence])
+        documents[-1] += tokens[end - int(lengths[sequence]) : end].tolist()
+    return documents
+
+
+def test_every_split_holds_the_documents_of_its_range(imported):
+    imported.verify()
+    assert imported.names == [f"{name}_text_document" for name in FILES]
+    for name in imported.names:
+        end = 0
+        for split in SPLITS:
+            part, file = imported.domains[name].split(split), open_tokens(imported, name, split)
+            first, stop = part.sequences
+            assert first == end < stop
+            end = stop
+            expected = plain_documents(part.prefix, first, stop)
+            assert [file.get(i).tolist() for i in range(len(file))] == expected
+            assert np.array_equal(file.starts, file.pointers // file.dtype.itemsize)
+            assert file.tokens[:].tolist() == [token for document in expected for token in document]
+            assert (part.documents, part.tokens) == (len(expected), file.tokens.size)
+        total = imported.domains[name].test.sequences[1]
+        assert total == struct.unpack("<Q", Path(f"{part.prefix}.idx").read_bytes()[18:26])[0]
+    # The documents of several sequences are joined, except where a split cuts one of them.
+    several = imported.domains["code_text_document"]
+    assert 60 <= sum(several.split(split).documents for split in SPLITS) <= 62
+
+
+@pytest.mark.parametrize("permutation", ["megatron", "epoch", "feistel"])
+def test_samples_equal_those_of_data_path(imported, options, permutation):
+    weights = Mixture.load(options.output / "data-path.json").weights_for(imported.names, "")
+    assert weights == list(WEIGHTS)
+    path = DataPath.parse(options.data_path)
+    for split in SPLITS:
+        one, other = (
+            BlendedTokens(data, MixtureSchedule.fixed(weights), 300, 16, 5, permutation)
+            for data in (
+                corpus_tokens(imported, split),
+                data_path_tokens(path, SPLIT, imported.tokenizer, split),
+            )
+        )
+        for name, batch in one.batch(range(300)).items():
+            assert torch.equal(batch, other.batch(range(300))[name])
+
+
+def test_documents_move_to_other_domains(imported, tmp_path):
+    tokenizer, rng, root = corpus_tokenizer(imported), np.random.default_rng(0), tmp_path / "new"
+    root.mkdir()
+    moved = imported.names[:2]  # uint16 and int32
+    labels = {
+        (name, split): rng.integers(0, 2, imported.domains[name].split(split).documents)
+        for name in moved
+        for split in SPLITS
+    }
+    domains = regroup(imported, labels, ["x", "y"], tokenizer, root, lambda _: None)
+    tokenizer.save(root)
+    dataclasses.replace(imported, root=root, domains=domains).save()
+    new = Corpus.load(root)
+    new.verify()
+    assert new.names == ["old_text_document", "x", "y"]
+    assert new.domain_hash("old_text_document") == imported.domain_hash("old_text_document")
+    for split in SPLITS:
+        before = [each for name in moved for each in documents(imported, name, split)]
+        targets = np.concatenate([labels[name, split] for name in moved])
+        for number, name in enumerate("xy"):
+            expected = [before[i] for i in np.flatnonzero(targets == number)]
+            assert documents(new, name, split) == expected
+
+
+def documents(corpus, name, split):
+    file = open_tokens(corpus, name, split)
+    return [file.get(i).tolist() for i in range(len(file))]
+
+
+# Evaluation
+
+
+def test_held_out_text_equals_that_of_the_preprocessed_corpus(tmp_path, jsonl):
+    rng = np.random.default_rng(1)
+    words = ["ein", "Wörterbuch", "für", "日本語", "テキスト", "текст", "🙂🙃", "naïve"]
+    texts = [" ".join(rng.choice(words, 30)) + str(i) for i in range(80)]
+    model = tmp_path / "tokenizer.json"
+    model.write_bytes(byte_level_bpe(iter(texts), 330, "<|endoftext|>"))
+    source = source_options(f"web={jsonl('a.jsonl', texts)}")
+    native = make_corpus(
+        PreprocessOptions(source, tmp_path / "native", model, split="60,20,20", workers=1)
+    )
+    parts = [native.domains["web"].split(split) for split in SPLITS]
+    builder = IndexedDatasetBuilder(str(tmp_path / "all.bin"), dtype=np.uint16)
+    for split in SPLITS:
+        builder.add_index(str(native.prefix("web", split)))
+    builder.finalize(str(tmp_path / "all.idx"))
+    counts_of_splits = ",".join(str(part.documents) for part in parts)
+    path = f"web={tmp_path / 'all'}"
+    import_corpus(
+        ImportOptions(model, tmp_path / "imported", data_path=path, split=counts_of_splits)
+    )
+    imported = Corpus.load(tmp_path / "imported")
+    sizes = token_bytes(corpus_tokenizer(imported))
+    for packing in ("packed", "documents"):
+        protocol = Protocol("test", 16, packing=packing)
+        with distributed(ParallelOptions(), seed=0):
+            one, other = (
+                held_out_domain(corpus, "web", protocol, sizes) for corpus in (native, imported)
+            )
+        assert one is not None
+        assert other is not None
+        assert one.unigram_loss == other.unigram_loss
+        for field in ("clusters", "tokens", "text_bytes"):
+            assert np.array_equal(getattr(one, field), getattr(other, field))
+        for ours, theirs in zip(one.text.scored_blocks(), other.text.scored_blocks(), strict=True):
+            assert all(map(np.array_equal, ours, theirs))
+    for split, part in zip(SPLITS, parts, strict=True):
+        counts = document_bytes(open_tokens(imported, "web", split), sizes, None)
+        assert (len(counts), counts.sum()) == (part.documents, part.text_bytes)
+
+
+# Names and weights
+
+
+def test_names_and_the_file_of_arguments(options, tmp_path):
+    web, code, old = (word for word in options.data_path.split() if "/" in word)
+    arguments = tmp_path / "blend.txt"
+    arguments.write_text(f"first={web}\n{code}\n{tmp_path}/data/./old_text_document\n")
+    options = dataclasses.replace(options, data_path=None, data_args_path=arguments)
+    with pytest.warns(UserWarning, match="document boundaries"):
+        import_corpus(options)
+    imported = Corpus.load(options.output)
+    assert imported.names == ["first", "code_text_document", "old_text_document"]
+    assert imported.domains["old_text_document"].test.prefix == old
+    assert not (options.output / "data-path.json").exists()
+    data = DataOptions(data_args_path=arguments, tokenizer_model=options.tokenizer_model)
+    run = PretrainOptions(run_dir=tmp_path / "run", seq_length=16, data=data)
+    assert plan_training(run).data.names == imported.names
+    for more in ({"corpus": options.output}, {"data": dataclasses.replace(data, data_path="x")}):
+        with pytest.raises(UserError, match="--data-args-path"):
+            dataclasses.replace(run, **more)
+
+
+def test_export_divides_imported_files_by_their_split(imported, options):
+    export = functools.partial(ExportOptions, options.output / "data-path.json", options.output)
+    blend = json.loads(exported_text(export("megatron-bridge")))
+    path = DataPath.parse(options.data_path)
+    expected = [list(path.prefixes), list(WEIGHTS)]
+    assert blend == {"blend": expected, "blend_per_split": None, "split": SPLIT}
+    with pytest.warns(UserWarning, match=f"--split {SPLIT}"):
+        line = exported_text(export("megatron-data-path"))
+    assert DataPath.parse(line).prefixes == path.prefixes
+    with pytest.raises(UserError, match=f"--split {SPLIT}"):
+        exported_text(export("megatron-per-split"))
+
+
+# Damage and mistakes
+
+
+def test_files_that_change_after_the_import_are_detected(imported, options):
+    prefix = imported.prefix("web_text_document", "train")
+    tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    content = tokens.read_bytes()
+    tokens.write_bytes(content[:-2] + b"\7\0")
+    with pytest.raises(UserError, match="has changed"):
+        Corpus.load(options.output).verify()
+    tokens.write_bytes(content[:-2])
+    with pytest.raises(UserError, match=r"web_text_document\.bin has"):
+        Corpus.load(options.output)
+    tokens.write_bytes(content)
+    lengths = np.fromfile(index, "<i4", 60, offset=34)
+    raw = bytearray(index.read_bytes())
+    move = np.array([1, *[0] * 58, -1], np.int32)
+    ends = np.cumsum(lengths + move, dtype=np.int64)
+    raw[34:274] = (lengths + move).tobytes()
+    raw[274:754] = (2 * (ends - (lengths + move))).tobytes()
+    index.write_bytes(raw)
+    with pytest.raises(UserError, match="has changed"):
+        open_tokens(Corpus.load(options.output), "web_text_document", "train")
+
+
+def damage(name: str, path: Path) -> None:
+    """Damage the files with prefix ``path`` as named."""
+    tokens, index = Path(f"{path}.bin"), Path(f"{path}.idx")
+    if name == "missing bin":
+        tokens.unlink()
+    elif name == "short bin":
+        tokens.write_bytes(tokens.read_bytes()[:-2])
+    elif name == "short idx":
+        index.write_bytes(index.read_bytes()[:-8])
+    elif name == "type":
+        builder = IndexedDatasetBuilder(str(tokens), dtype=np.int64)
+        for _ in range(50):
+            builder.add_document(torch.arange(9), [9])
+        builder.finalize(str(index))
+    elif name == "ids":
+        content = np.fromfile(tokens, np.uint16)
+        content[content.size // 2] = EOD + 1
+        content.tofile(tokens)
+
+
+@pytest.mark.parametrize(
+    ("problem", "changes", "message"),
+    [
+        ("missing bin", {}, "web_text_document.bin"),
+        ("short bin", {}, "web_text_document.bin"),
+        ("short idx", {}, "web_text_document.idx is damaged"),
+        ("type", {}, "int64"),
+        ("ids", {}, "outside the vocabulary"),
+        ("", {"split": "9990,5,5"}, "no tokens for valid"),
+        ("", {"split": "0,1,1"}, "no tokens for train"),
+        ("", {"split": "a"}, "--split"),
+        ("", {"data_path": "PREFIX x/PREFIX", "eod_token": "<none>"}, "--eod-token"),
+        ("", {"data_path": "a=PREFIX a=OTHER"}, "'a'"),
+        ("", {"data_path": "PREFIX PREFIX"}, "twice"),
+        ("", {"data_path": "-1 PREFIX 2 OTHER"}, "weights"),
+        ("", {"data_path": None, "data_args_path": Path("/nowhere")}, "--data-args-path"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(options, capsys, problem, changes, message):
+    web, code, *_ = (word for word in options.data_path.split() if "/" in word)
+    damage(problem, Path(web))
+    words = {"PREFIX": web, "OTHER": code}
+    if changes.get("data_path"):
+        for word, prefix in words.items():
+            changes["data_path"] = changes["data_path"].replace(word, prefix)
+    options = dataclasses.replace(options, **changes)
+    with pytest.raises(UserError, match=message) as error:
+        import_corpus(options)
+    assert "\n" not in str(error.value)
+    assert not options.output.exists()
