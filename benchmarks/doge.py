@@ -32,7 +32,7 @@ import torch
 from benchmarks.measure import device_file, interleaved, machine, put_row
 from megatron_chameleon.methods.doge.compute import GradientAlignment
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
-from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.hook import HookRunner
@@ -52,9 +52,9 @@ class Case:
     micro_batch_size: int
 
     @property
-    def shape(self) -> ModelShape:
-        """The shape of the model."""
-        return ModelShape(model_size(self.size), VOCAB_SIZE, self.seq_length)
+    def config(self) -> ModelConfig:
+        """The model."""
+        return preset(self.size, VOCAB_SIZE, self.seq_length)
 
     def __str__(self) -> str:
         return f"{self.size}, sequence {self.seq_length}, micro-batch {self.micro_batch_size}, bf16"
@@ -62,7 +62,7 @@ class Case:
 
 def steps_of(case: Case, layout: Layout) -> dict[str, Callable[[], None]]:
     """Training steps of one model: a plain step, and a DoGE step for each number of domains."""
-    training = RandomTraining(case.shape, layout, bf16=True, per_token_loss=True)
+    training = RandomTraining(case.config, layout, bf16=True, per_token_loss=True)
     num_microbatches = SAMPLES // case.micro_batch_size
 
     def make_step(num_domains: int, *, is_plain: bool = False) -> Callable[[], None]:
@@ -70,7 +70,7 @@ def steps_of(case: Case, layout: Layout) -> dict[str, Callable[[], None]]:
         everything = tuple(range(num_domains))
         names = [f"domain {number}" for number in everything]
         hook = GradientAlignment(names, DogeRecipe(), Roles(everything, everything))
-        hooked = HookRunner(hook, passes, case.shape, layout)
+        hooked = HookRunner(hook, passes, case.config, layout)
 
         def step() -> None:
             random = random_batches(VOCAB_SIZE, case.micro_batch_size, case.seq_length, num_domains)
@@ -96,7 +96,7 @@ def measured(case: Case, layout: Layout, repeats: int) -> dict[str, Any]:
     return {
         "what": str(case),
         "tokens_per_step": SAMPLES * case.seq_length,
-        "parameters": case.shape.num_parameters,
+        "parameters": case.config.num_parameters,
         "repeats": repeats,
         "seconds": seconds,
         "times_a_plain_step": {

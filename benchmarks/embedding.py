@@ -42,7 +42,7 @@ from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.methods.chameleon import ExtractionOptions
-from megatron_chameleon.model.sizes import model_size
+from megatron_chameleon.model.config import preset
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.progress import progress_bar
@@ -132,12 +132,12 @@ def prepare(folder: Path, num_windows: int, window_length: int) -> Task:
 
 def write_model(folder: Path, text: Path) -> TextCheckpoint:
     """Write random weights of the 82m shape, and a tokenizer trained on ``text``."""
-    size = model_size(SIZE)
+    size = preset(SIZE, vocab_size=50_257, max_sequence_length=1024)
     return write_text_checkpoint(
         folder,
         read_texts(text, TEXT_BYTES // 4),
-        vocab_size=50_257,
-        n_positions=1024,
+        vocab_size=size.vocab_size,
+        n_positions=size.max_sequence_length,
         n_layer=size.num_layers,
         n_embd=size.hidden_size,
         n_head=size.num_attention_heads,
@@ -149,7 +149,7 @@ def ours(task: Task, layout: Layout, *, bf16: bool = False) -> Callable[[], Vect
     reader = open_reader(CheckpointRecord.load(task.model.checkpoint), layout, bf16=bf16)
     windows = task.windows.longest_first()
     order = np.argsort(-task.windows.length, kind="stable")
-    layer, batch = reader.shape.size.num_layers // 2, ExtractionOptions.embedding_batch_size
+    layer, batch = reader.config.num_layers // 2, ExtractionOptions.embedding_batch_size
 
     def run() -> Vectors:
         with progress_bar(len(windows), " windows", quiet=True) as bar:

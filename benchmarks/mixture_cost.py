@@ -32,8 +32,8 @@ import torch
 
 from benchmarks.measure import device_file, machine, put_row
 from megatron_chameleon.artifacts import Corpus, EmbeddingStore, TrainingRun
+from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import embedding_flops, training_flops
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import device_name
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
@@ -122,7 +122,7 @@ def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
     embedded = before.cost.wall_seconds if before else 0.0
     train = run(
         *("pretrain_gpt.py", "--corpus", str(corpus), "--run-dir", str(proxy)),
-        *("--model-size", SIZE, "--seq-length", str(seq_length)),
+        *("--model", SIZE, "--seq-length", str(seq_length)),
         *("--train-iters", str(scale.steps), "--global-batch-size", str(scale.batch)),
         *("--micro-batch-size", str(scale.micro_batch)),
         *("--lr-warmup-iters", str(min(500, scale.steps // 2))),
@@ -137,7 +137,7 @@ def measure(work: Path, seq_length: int, scale: Scale) -> dict[str, Any]:
     )
     trained, store = TrainingRun.load(proxy), EmbeddingStore.load(store_folder)
     num_domains = len(Corpus.load(corpus).names)
-    shape = ModelShape(model_size(SIZE), VOCAB_SIZE, seq_length)
+    shape = preset(SIZE, VOCAB_SIZE, seq_length)
     speeds = [line["tokens_per_second"] for line in trained.metrics()]
     # The first line of the log includes the start-up.
     step = scale.batch * seq_length / statistics.median(speeds[1:])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.model.config import ModelConfig
 
 VOCABULARY_MULTIPLE = 64  # pads the embedding of 50,257 tokens to 50,304 rows
 
@@ -19,7 +19,7 @@ VOCABULARY_MULTIPLE = 64  # pads the embedding of 50,257 tokens to 50,304 rows
 class Block(nn.Module):
     """One pre-norm transformer layer."""
 
-    def __init__(self, size: ModelSize) -> None:
+    def __init__(self, size: ModelConfig) -> None:
         super().__init__()
         h, f = size.hidden_size, size.ffn_hidden_size
         self.heads = size.num_attention_heads
@@ -40,14 +40,14 @@ class Block(nn.Module):
 class PlainGPT(nn.Module):
     """The complete model; :meth:`forward` returns the mean loss."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
         rows = -(-shape.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        self.tokens = nn.Embedding(rows, shape.size.hidden_size)
-        self.positions = nn.Embedding(shape.max_sequence_length, shape.size.hidden_size)
-        self.blocks = nn.ModuleList(Block(shape.size) for _ in range(shape.size.num_layers))
-        self.norm = nn.LayerNorm(shape.size.hidden_size)
-        self.head = nn.Linear(shape.size.hidden_size, rows, bias=False)
+        self.tokens = nn.Embedding(rows, shape.hidden_size)
+        self.positions = nn.Embedding(shape.max_sequence_length, shape.hidden_size)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.hidden_size)
+        self.head = nn.Linear(shape.hidden_size, rows, bias=False)
         self.head.weight = self.tokens.weight
         for parameter in self.parameters():
             if parameter.dim() == 2:

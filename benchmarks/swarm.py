@@ -67,7 +67,7 @@ def measured(
     from tests.small_corpus import write_small_corpus
 
     options = SwarmOptions(
-        model_size=size,
+        model=size,
         train_iters=steps,
         seq_length=length,
         global_batch_size=sequences,

@@ -45,6 +45,7 @@ from benchmarks.measure import (
 )
 from benchmarks.plain_gpt import PlainGPT, plain_optimizer, plain_step
 from megatron_chameleon.blend.sampler import read_ahead
+from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.flops import (
     DENSE_BF16_PEAK,
@@ -52,7 +53,6 @@ from megatron_chameleon.model.flops import (
     training_flops,
 )
 from megatron_chameleon.model.layers import SDPACoreAttention
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from tests.random_training import RandomTraining, random_batches
@@ -81,9 +81,9 @@ class Case:
     tokens_per_step: int
 
     @property
-    def shape(self) -> ModelShape:
-        """The shape of the model."""
-        return ModelShape(model_size(self.size), VOCAB_SIZE, self.seq_length)
+    def config(self) -> ModelConfig:
+        """The model."""
+        return preset(self.size, VOCAB_SIZE, self.seq_length)
 
     def num_microbatches(self, micro_batch_size: int) -> int:
         """Micro-batches per step."""
@@ -105,14 +105,14 @@ class Ours:
     """Training as tools/pretrain_gpt.py does it, without logs and checkpoints."""
 
     def __init__(
-        self, case: Case, layout: Layout, *, compiled: bool = False, head_dim_multiple: int = 0
+        self, case: Case, layout: Layout, *, compiled: bool = False, kv_channels_multiple: int = 0
     ) -> None:
         self._case = case
         backend = "inductor" if compiled else None
-        self._training = RandomTraining(case.shape, layout, bf16=case.bf16, compiled=backend)
+        self._training = RandomTraining(case.config, layout, bf16=case.bf16, compiled=backend)
         for module in self._training.chunks[0].modules():
-            if isinstance(module, SDPACoreAttention) and head_dim_multiple:
-                module.head_dim_multiple = head_dim_multiple
+            if isinstance(module, SDPACoreAttention) and kv_channels_multiple:
+                module.kv_channels_multiple = kv_channels_multiple
 
     def run(self, micro_batch_size: int, steps: int, each: Callable[[], object]) -> None:
         """See :class:`Contestant`."""
@@ -131,7 +131,7 @@ class Plain:
     def __init__(self, case: Case, layout: Layout, *, compiled: bool = False) -> None:
         self._case, self._device = case, layout.device
         torch.manual_seed(0)
-        self._model = PlainGPT(case.shape).to(layout.device)
+        self._model = PlainGPT(case.config).to(layout.device)
         self._optimizer = plain_optimizer(self._model)
         # Set the stance, since the simulated CUDA device of the tests disables compiling.
         self._stance: Any = "default" if compiled else "force_eager"
@@ -228,9 +228,9 @@ def gpu_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
             "ours compiled": lambda: Ours(case, layout, compiled=True),
             "plain compiled": lambda: Plain(case, layout, compiled=True),
         }
-        if case.shape.size.head_dim % 64 and case.seq_length == 1024:
+        if case.config.kv_channels % 64 and case.seq_length == 1024:
             contestants["ours compiled, heads padded to 64"] = lambda: Ours(
-                case, layout, compiled=True, head_dim_multiple=64
+                case, layout, compiled=True, kv_channels_multiple=64
             )
         found = {name: time_at_best(make, case, arguments) for name, make in contestants.items()}
         return compared(case, found)
@@ -297,7 +297,7 @@ def figures(case: Case, micro_batch_size: int, seconds: list[float], peak: float
     """Return the speed and MFU at the median step time; MFU is null if the peak is unknown."""
     tokens = case.num_microbatches(micro_batch_size) * micro_batch_size * case.seq_length
     speed = tokens / statistics.median(seconds)
-    per_token = training_flops(case.shape, 1, case.seq_length)
+    per_token = training_flops(case.config, 1, case.seq_length)
     return {
         "micro_batch_size": micro_batch_size,
         "tokens_per_step": tokens,
@@ -354,21 +354,21 @@ def kernel_rows() -> Rows:
 
 def time_attention(size_name: str, widths: tuple[int | None, ...]) -> dict[str, float | str]:
     """Time a model size's causal attention by each kernel, with heads padded to each width."""
-    size = model_size(size_name)
-    shape = (KERNEL_TOKENS // 1024, size.num_attention_heads, 1024, size.head_dim)
+    size = preset(size_name, VOCAB_SIZE, 1024)
+    shape = (KERNEL_TOKENS // 1024, size.num_attention_heads, 1024, size.kv_channels)
     q, k, v = (
         torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)
     )
     found: dict[str, float | str] = {}
     for width in widths:
-        padding = (width or size.head_dim) - size.head_dim
+        padding = (width or size.kv_channels) - size.kv_channels
 
         def attend(padding: int = padding) -> None:
             query, key, value = (pad(x, (0, padding)) if padding else x for x in (q, k, v))
             context = scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=size.head_dim**-0.5
+                query, key, value, is_causal=True, scale=size.kv_channels**-0.5
             )
-            context[..., : size.head_dim].sum().backward()
+            context[..., : size.kv_channels].sum().backward()
 
         suffix = f"width {width or 'as it is'}"
         found[f"as torch chooses, {suffix}"] = milliseconds(attend)

@@ -113,10 +113,10 @@ fill_in() {
   # seeds differed by up to 0.3; with these settings, they differ by 0.07.
   local run=("${batches[@]}" --micro-batch-size "$BATCH" --lr-warmup-iters "$WARMUP" --lr 4e-3
     --min-lr 1e-3 --adam-beta2 0.99 --log-interval 50 --save-interval 200)
-  PROXY_FLAGS=(--model-size nano "${run[@]}" --seed "$PROXY_SEED")
-  SWARM=(--model-size nano "${batches[@]}" --lr-warmup-iters "$SWARM_WARMUP" --lr 1e-2
+  PROXY_FLAGS=(--model nano "${run[@]}" --seed "$PROXY_SEED")
+  SWARM=(--model nano "${batches[@]}" --lr-warmup-iters "$SWARM_WARMUP" --lr 1e-2
     --seed "$PROXY_SEED" --train-iters "$MEMBER_STEPS" --eval-tokens "$EVAL_TOKENS")
-  TRAIN=(--model-size "$BASE" "${run[@]}" --train-iters "$BASE_STEPS" --corpus "$CORPUS")
+  TRAIN=(--model "$BASE" "${run[@]}" --train-iters "$BASE_STEPS" --corpus "$CORPUS")
   EMBED+=(--corpus "$CORPUS")
   EVALUATE+=(--corpus "$CORPUS")
   BUDGET=$((BASE_STEPS * SEQ_LENGTH * BATCH))

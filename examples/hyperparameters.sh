@@ -11,7 +11,7 @@
 # TRAIN and EMBED, for tools/sweep_mixture.py.
 hyperparameters() {
   TRAIN=(
-    --model-size "$2"
+    --model "$2"
     --weight-decay 0.01        # paper: experimental setup
     --clip-grad 1.0            # paper: experimental setup
     --seq-length 1024          # assumed: from the paper's FLOPs; the baselines' code uses 512
@@ -31,7 +31,7 @@ hyperparameters() {
   )
   SWEEP=(
     --sweep-train-iters 1000 2000 5000 10000   # paper: appendix, "Domain weights at different steps"
-    --sweep-model-size 60m 82m 124m 210m       # paper: appendix, the table after that one
+    --sweep-model 60m 82m 124m 210m       # paper: appendix, the table after that one
     --sweep-ridge 1 10 100                     # paper: the same table as for the sizes
     --sweep-num-windows 2048 4096 8192         # paper: the same table, "2k", "4k" and "8k"
   )
@@ -98,7 +98,7 @@ hyperparameters() {
       )
       SWEEP+=(
         --sweep-train-iters 4 12   # tiny: more than --lr-warmup-iters; 12 is the center
-        --sweep-model-size nano tiny   # tiny: seconds
+        --sweep-model nano tiny   # tiny: seconds
         --sweep-num-windows 32 64  # tiny: seconds
       )
       ;;

@@ -20,7 +20,7 @@ CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
 MIXTURES=$RUN/4-mixture
-TRAIN=(--corpus "$CORPUS" --model-size "$SIZE" --seed "$SEED" --seq-length 128
+TRAIN=(--corpus "$CORPUS" --model "$SIZE" --seed "$SEED" --seq-length 128
   --global-batch-size 8 --micro-batch-size 4 --lr 4e-3 --min-lr 1e-3 --lr-warmup-iters "$WARMUP"
   --adam-beta2 0.99 --log-interval 50 --save-interval 1000)
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.model.compiled_layers import compile_layers
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model_chunks, unwrap
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.optimizer import (
     TrainedModel,
@@ -58,7 +58,7 @@ class RandomTraining:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: ModelConfig,
         layout: Layout,
         *,
         bf16: bool,

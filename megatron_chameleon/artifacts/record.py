@@ -286,6 +286,11 @@ def check_values(
         ) from error
 
 
+def model_fields(model: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a model in run.json or checkpoint.json; earlier releases nested some in "size"."""
+    return {**model.get("size", {}), **{k: v for k, v in model.items() if k != "size"}}
+
+
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:
     """Return field -> (value of ``one``, value of ``other``), for fields with different values.
 

@@ -1,4 +1,4 @@
-"""Read and write Hugging Face GPT-2 folders, and convert them from and to checkpoints.
+"""Read and write Hugging Face model folders, and convert them from and to checkpoints.
 
 Weights go through safetensors and huggingface_hub; transformers is not needed.
 """
@@ -32,28 +32,30 @@ from megatron_chameleon.artifacts.files import (
     write_json,
     writing,
 )
-from megatron_chameleon.checkpoint.load import find_tokenizer, open_reader, shape_of
+from megatron_chameleon.checkpoint.load import config_of, find_tokenizer, open_reader
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, first_line
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.huggingface import (
-    GPT2Config,
     Tensors,
     checked_tensors,
-    config_of_shape,
     load_huggingface,
-    read_config,
-    shape_of_config,
     to_huggingface,
 )
-from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.model.huggingface_config import (
+    CONFIG_NAME,
+    FoundConfig,
+    config_fields,
+    describe,
+    read_model_config,
+)
 from megatron_chameleon.parallel.layout import Layout, distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 
-CONFIG_NAME = "config.json"
 PROVENANCE_NAME = "provenance.json"
 _SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _INDEX_SUFFIX = ".index.json"
@@ -63,7 +65,7 @@ STARTED_FROM = "Hugging Face folder"
 
 
 def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
-    """Write the weights, shape and tokenizer of a checkpoint as a GPT-2 folder.
+    """Write the weights, config and tokenizer of a checkpoint as a Hugging Face folder.
 
     Raises:
         UserError: for invalid options or inputs, or weights that ``--dtype`` cannot represent. In
@@ -72,13 +74,14 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
     output = Path(os.path.abspath(options.output))
     check_output(output, CONFIG_NAME, overwrite=options.overwrite)
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
-    shape = shape_of(record)
+    config = config_of(record)
     tokenizer = find_tokenizer(options, record)
-    _check_vocabulary(tokenizer, shape, f"{record.root}/{CheckpointRecord.FILE_NAME}")
+    _check_vocabulary(tokenizer, config, f"{record.root}/{CheckpointRecord.FILE_NAME}")
     dtype = getattr(torch, options.dtype)
+    body = config_fields(config, options.dtype, tokenizer.eod_id)
     with _one_rank() as layout:
         reader = open_reader(record, layout)
-        tensors = to_huggingface(dict(reader.model.named_parameters()), shape)
+        tensors = to_huggingface(dict(reader.model.named_parameters()), config)
         for name, tensor in tensors.items():
             tensors[name] = tensor.to("cpu", dtype)
             if not torch.isfinite(tensors[name]).all():
@@ -89,7 +92,7 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
                 )
         write_folder(
             output,
-            config_of_shape(shape, dtype, tokenizer.eod_id),
+            body,
             tensors,
             tokenizer,
             provenance(options, {"checkpoint": record.hash}),
@@ -97,7 +100,7 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
         )
     kind = tokenizer.file.kind
     print(
-        f"{_describe(shape)}, step {record.step} of {record.root}\n"
+        f"{describe(config)}, step {record.step} of {record.root}\n"
         f"written to {options.output} in {options.dtype}, with its {tokenizer.file.name}"
         f"{'' if kind == 'tokenizers' else f' (for the {kind} package, not for AutoTokenizer)'}\n"
         f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
@@ -105,7 +108,7 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
 
 
 def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
-    """Convert a GPT-2 folder to a checkpoint of step 0 that every tool reads.
+    """Convert a Hugging Face folder to a checkpoint of step 0 that every tool reads.
 
     Raises:
         UserError: for invalid options or inputs. In these cases nothing is written.
@@ -115,14 +118,14 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     found = HuggingFaceWeights.find(options.model, allow_pickle=options.allow_pickle)
     tokenizer_path = options.tokenizer_model or options.model
     tokenizer = load_tokenizer(tokenizer_path, options.eod_token, options.tiktoken_pattern)
-    _check_vocabulary(tokenizer, found.shape, str(found.config_file))
+    _check_vocabulary(tokenizer, found.config, str(found.config_file))
     weights = dataclasses.replace(found, vocab_size=tokenizer.vocab_size)
     with _one_rank() as layout:
-        model = build_model(weights.shape, layout, seed=0)
+        model = build_model(weights.config, layout, seed=0)
         weights.load([model])
         record = CheckpointRecord(
             root=output,
-            model=dataclasses.asdict(weights.shape),
+            model=dataclasses.asdict(weights.config),
             step=0,
             samples=0,
             domain_samples={},
@@ -138,7 +141,7 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
         save_checkpoint(model_state([model]), record)
     print(
         *weights.left_out,
-        f"{_describe(weights.shape)}, from {options.model}\n"
+        f"{describe(weights.config)}, from {options.model}\n"
         f"written to {options.output}, a checkpoint of step 0\n"
         f"next: preprocess a corpus for it with tools/preprocess_data.py --tokenizer-model "
         f"{tokenizer_path}",
@@ -146,10 +149,10 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     )
 
 
-def _check_vocabulary(tokenizer: Tokenizer, shape: ModelShape, where: str) -> None:
-    if tokenizer.vocab_size > shape.vocab_size:
+def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
+    if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"{where}: the model has {shape.vocab_size} embeddings, but {tokenizer.path} has ids "
+            f"{where}: the model has {config.vocab_size} embeddings, but {tokenizer.path} has ids "
             f"up to {tokenizer.vocab_size - 1}; pass the model's own tokenizer with "
             "--tokenizer-model"
         )
@@ -166,13 +169,6 @@ def _one_rank() -> Iterator[Layout]:
         yield layout
 
 
-def _describe(shape: ModelShape) -> str:
-    return (
-        f"GPT-2 of {shape.size.num_layers} layers, {shape.num_parameters:,} parameters, "
-        f"vocabulary {shape.vocab_size}, {shape.max_sequence_length} positions, {shape.activation}"
-    )
-
-
 def is_huggingface_folder(folder: Path) -> bool:
     """Return whether ``folder`` holds a transformers model, complete or not."""
     names = (CONFIG_NAME, _SAFETENSORS, _SAFETENSORS + _INDEX_SUFFIX, _PICKLED)
@@ -181,19 +177,19 @@ def is_huggingface_folder(folder: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceWeights:
-    """Hugging Face GPT-2 folder, whose tensors stay on disk until :meth:`read` or :meth:`load`.
+    """Hugging Face model folder, whose tensors stay on disk until :meth:`read` or :meth:`load`.
 
     Attributes:
         folder: folder of the model.
         files: files that hold the weights.
-        config: contents of config.json.
+        found: model that the config.json describes.
         vocab_size: number of embedding rows to read, at most the number in the file: the embeddings
             of public models are padded beyond their tokenizer's vocabulary.
     """
 
     folder: Path
     files: tuple[Path, ...]
-    config: GPT2Config
+    found: FoundConfig
     vocab_size: int
 
     @classmethod
@@ -207,12 +203,11 @@ class HuggingFaceWeights:
         Raises:
             UserError: for an unsupported model, or weights in an unsupported format.
         """
-        where = folder / CONFIG_NAME
-        config = read_config(read_json(where, "pass a Hugging Face model's folder"), str(where))
+        found = read_model_config(folder)
         files = _find_weights(folder, allow_pickle=allow_pickle)
         held = sum(path.stat().st_size for path in files)
-        shape_of_config(config).require_bytes(held, str(where))
-        return cls(folder, tuple(files), config, config.vocab_size)
+        found.config.require_bytes(held, str(folder / CONFIG_NAME))
+        return cls(folder, tuple(files), found, found.config.vocab_size)
 
     @property
     def config_file(self) -> Path:
@@ -220,20 +215,20 @@ class HuggingFaceWeights:
         return self.folder / CONFIG_NAME
 
     @property
-    def shape(self) -> ModelShape:
-        """Shape of the model that is read."""
-        return dataclasses.replace(shape_of_config(self.config), vocab_size=self.vocab_size)
+    def config(self) -> ModelConfig:
+        """The model that is read."""
+        return dataclasses.replace(self.found.config, vocab_size=self.vocab_size)
 
     @property
     def left_out(self) -> list[str]:
         """Describe the weights and settings that are not loaded, one line each."""
-        config, lines = self.config, []
-        if rows := config.vocab_size - self.vocab_size:
+        rows_in_file, lines = self.found.config.vocab_size, []
+        if rows := rows_in_file - self.vocab_size:
             lines.append(
-                f"the last {rows} of its {config.vocab_size} embedding rows are not loaded: "
+                f"the last {rows} of its {rows_in_file} embedding rows are not loaded: "
                 f"the tokenizer has {self.vocab_size} tokens"
             )
-        if dropout := max(config.resid_pdrop, config.embd_pdrop, config.attn_pdrop):
+        if dropout := self.found.dropout:
             lines.append(f"its dropout of {dropout:g} is not used: models train without dropout")
         return lines
 
@@ -247,14 +242,13 @@ class HuggingFaceWeights:
         Raises:
             UserError: if the tensors are damaged, or do not match the config.
         """
-        stored = shape_of_config(self.config)
-        return checked_tensors(read_tensors(self.files), stored, str(self.folder))
+        return checked_tensors(read_tensors(self.files), self.found.config, str(self.folder))
 
     def load(self, model: Sequence[torch.nn.Module]) -> None:
         """Load the weights into ``model``, this rank's chunks; raises like :meth:`read`."""
         tensors = self.read()
         for chunk in model:
-            load_huggingface(unwrap(chunk), tensors, self.shape)
+            load_huggingface(unwrap(chunk), tensors, self.config)
 
 
 def read_tensors(files: Sequence[Path]) -> Tensors:
@@ -372,7 +366,7 @@ def write_folder(
                 "bos_token": eod,
                 "eos_token": eod,
                 "unk_token": None,
-                "model_max_length": config["n_positions"],
+                "model_max_length": config.get("n_positions") or config["max_position_embeddings"],
                 "clean_up_tokenization_spaces": False,
             }
             write_json(temporary / "tokenizer_config.json", body)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus
-from megatron_chameleon.artifacts.record import check_values
+from megatron_chameleon.artifacts.record import check_values, model_fields
 from megatron_chameleon.checkpoint.index import read_index
 from megatron_chameleon.checkpoint.optimizer_fixes import convert_loaded_state, prepare_for_loading
 from megatron_chameleon.checkpoint.options import TokenizerChoice
@@ -44,25 +44,25 @@ from megatron_chameleon.checkpoint.state import (
 )
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, first_line
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.readout import Reader
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 
 DEFAULT_EOD_TOKEN = "<|endoftext|>"
 
 
-def shape_of(record: CheckpointRecord) -> ModelShape:
-    """Return the model's shape.
+def config_of(record: CheckpointRecord) -> ModelConfig:
+    """Return the model's config.
 
     Raises:
-        UserError: if checkpoint.json has no valid shape, or a shape too large for the files.
+        UserError: if checkpoint.json has no valid config, or a config too large for the files.
     """
     where, hint = f"{record.root}/checkpoint.json", "the checkpoint is damaged; use another"
-    shape = check_values(where, ModelShape, record.model, hint, "model")
+    config = check_values(where, ModelConfig, model_fields(record.model), hint, "model")
     held = sum(file.bytes for file in record.files.values())
-    shape.require_bytes(held, f"{where}: field model")
-    return shape
+    config.require_bytes(held, f"{where}: field model")
+    return config
 
 
 def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
@@ -136,11 +136,11 @@ def open_reader(record: CheckpointRecord, layout: Layout, *, bf16: bool = False)
     The model computes in float32 by default, regardless of the training dtype, so that embeddings
     and losses agree across layouts and devices; ``bf16`` is faster.
     """
-    shape = shape_of(record)
-    model = build_model(shape, layout, seed=0, bf16=bf16)
+    config = config_of(record)
+    model = build_model(config, layout, seed=0, bf16=bf16)
     load_weights(record, [model])
     model.eval()
-    return Reader(model=unwrap(model), shape=shape, layout=layout)
+    return Reader(model=unwrap(model), config=config, layout=layout)
 
 
 def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> None:

@@ -25,9 +25,9 @@ from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
 from megatron_chameleon.embedding.windows import Windows, draw_windows, spread_windows
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import embedding_flops
 from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.progress import progress_bar
 
 
@@ -64,7 +64,7 @@ def embed_windows(
         UserError: if hidden states are not finite; the message names the domain and the window.
     """
     layout = reader.layout
-    vectors = torch.zeros(len(windows), reader.shape.size.hidden_size, device=layout.device)
+    vectors = torch.zeros(len(windows), reader.config.hidden_size, device=layout.device)
     norm = None
     if final_norm:
         (weight, bias), epsilon = reader.final_norm()
@@ -105,7 +105,7 @@ def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) ->
     """Return tokens [b, s], padded with zeros that causal attention ignores, and lengths [b]."""
     batch_rows = slice(rows.start, rows.stop)
     lengths = windows.length[batch_rows]
-    multiple, longest = length_multiple(reader.layout), reader.shape.max_sequence_length
+    multiple, longest = length_multiple(reader.layout), reader.config.max_positions
     width = min(padded_length(int(lengths.max()), multiple), longest)
     batch = np.zeros((len(rows), width), dtype=np.int64)
     firsts = tokens.starts[windows.document[batch_rows]] + windows.start[batch_rows]
@@ -114,7 +114,7 @@ def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) ->
     return {"tokens": torch.from_numpy(batch), "lengths": torch.from_numpy(lengths)}
 
 
-def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:
+def windows_flops(config: ModelConfig, layer: int, windows: Windows) -> float:
     """Count the FLOPs of embedding ``windows`` with the first ``layer`` layers, over all ranks.
 
     Each window length is counted separately, since attention costs more per token in longer
@@ -122,7 +122,7 @@ def windows_flops(shape: ModelShape, layer: int, windows: Windows) -> float:
     """
     lengths, counts = np.unique(windows.length, return_counts=True)
     return sum(
-        embedding_flops(shape, layer, int(count * length), int(length))
+        embedding_flops(config, layer, int(count * length), int(length))
         for length, count in zip(lengths, counts, strict=True)
     )
 
@@ -154,7 +154,7 @@ def embed_by_recipe(
     vectors = embed_windows(
         reader, tokens, windows, recipe.layer, batch_size, progress, name, final_norm=norm
     )
-    flops = windows_flops(reader.shape, recipe.layer, windows)
+    flops = windows_flops(reader.config, recipe.layer, windows)
     return vectors, stopwatch.cost(flops, reader.layout.world_size)
 
 

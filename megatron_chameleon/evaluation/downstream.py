@@ -39,7 +39,7 @@ from megatron_chameleon.artifacts.downstream_result import (
 )
 from megatron_chameleon.artifacts.files import require_writable
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.load import find_tokenizer, open_reader, shape_of
+from megatron_chameleon.checkpoint.load import config_of, find_tokenizer, open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.evaluation.scoring import Scorer
@@ -158,8 +158,8 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     from megatron_chameleon.evaluation.tasks import TaskLibrary
 
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
-    shape = shape_of(record)
-    check_model_layout(shape.size, options.parallel, shape.max_sequence_length)
+    config = config_of(record)
+    check_model_layout(config, options.parallel, config.max_sequence_length)
     tokenizer = find_tokenizer(options.tokenizer, record)
     library = TaskLibrary(options.tasks, options.data_dir)  # raises for unknown task names
     check_output(options.output, DownstreamResult.KIND)

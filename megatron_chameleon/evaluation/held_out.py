@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Protocol
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import forward_flops
-from megatron_chameleon.model.sizes import ModelShape
 
 # Number of windows per block when a whole split is scanned.
 _BLOCK_WINDOWS = 1 << 10
@@ -224,10 +224,10 @@ def held_out_text(tokens: TokenFile, protocol: Protocol, eod_id: int) -> HeldOut
     return text if any(len(positions) for positions, _ in text.scored_blocks()) else None
 
 
-def reading_flops(shape: ModelShape, text: HeldOutText) -> float:
+def reading_flops(config: ModelConfig, text: HeldOutText) -> float:
     """Count the forward FLOPs of all windows of ``text``, with context and without padding."""
     lengths, counts = np.unique(text.windows.lengths, return_counts=True)
     return sum(
-        forward_flops(shape, int(count * length), int(length))
+        forward_flops(config, int(count * length), int(length))
         for length, count in zip(lengths, counts, strict=True)
     )

@@ -21,7 +21,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.checkpoint.load import find_tokenizer, open_reader, shape_of
+from megatron_chameleon.checkpoint.load import config_of, find_tokenizer, open_reader
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer, Tokens
@@ -161,7 +161,7 @@ class ScorerLM(TemplateLM):
         """Return model metadata for lm-eval's results."""
         reader = self.scorer.reader
         return {
-            "model_num_parameters": reader.shape.num_parameters,
+            "model_num_parameters": reader.config.num_parameters,
             "model_dtype": str(reader.model.config.params_dtype),
             "model_layout": reader.layout.describe(),
         }
@@ -254,8 +254,8 @@ class CheckpointLM(ScorerLM):
         with contextlib.ExitStack() as groups:
             layout = groups.enter_context(distributed(parallel, seed=0))
             record = from_main(lambda: CheckpointRecord.load(find_checkpoint(path)))
-            shape = shape_of(record)
-            check_model_layout(shape.size, parallel, shape.max_sequence_length)
+            config = config_of(record)
+            check_model_layout(config, parallel, config.max_sequence_length)
             reader = open_reader(record, layout, bf16=dtype == "bfloat16")
             scorer = Scorer(reader, int(batch_size), find_tokenizer(choice, record))
             self._groups = groups.pop_all()

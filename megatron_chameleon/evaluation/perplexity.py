@@ -29,10 +29,10 @@ from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.checkpoint.load import (
+    config_of,
     open_reader,
     recorded_tokenizer,
     require_tokenizer,
-    shape_of,
 )
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, open_tokens
 from megatron_chameleon.corpus.join import token_bytes
@@ -109,8 +109,8 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
     corpus = Corpus.load(options.corpus)
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(record, corpus)
-    shape = shape_of(record)
-    length = check_window(shape, options.window_length)
+    config = config_of(record)
+    length = check_window(config, options.window_length)
     if not 0 <= options.overlap < length:
         raise UserError(
             f"--overlap {options.overlap}: must be from 0 to {length - 1}, less than one window"
@@ -120,7 +120,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
             f"--max-tokens {options.max_tokens}: must be at least one window of {length} tokens "
             "(--window-length)"
         )
-    check_model_layout(shape.size, options.parallel, length)
+    check_model_layout(config, options.parallel, length)
     check_output(options.output, EvaluationResult.KIND)
     protocol = Protocol(
         split=options.split,
@@ -165,7 +165,7 @@ def _evaluate(
                     f"{plan.checkpoint.root}: the loss on domain '{name}' is {losses[name].loss}: "
                     "the model has diverged; evaluate an earlier checkpoint"
                 )
-    flops = sum(reading_flops(reader.shape, domain.text) for domain in domains.values())
+    flops = sum(reading_flops(reader.config, domain.text) for domain in domains.values())
     result = EvaluationResult(
         checkpoint=str(plan.checkpoint.root),
         checkpoint_hash=plan.checkpoint.hash,

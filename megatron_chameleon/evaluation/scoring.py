@@ -217,7 +217,7 @@ class Scorer:
     def __init__(self, reader: Reader, sequences_at_once: int, tokenizer: Tokenizer) -> None:
         self.reader = reader
         self.layout = reader.layout
-        self.max_length = reader.shape.max_sequence_length
+        self.max_length = reader.config.max_sequence_length
         self.sequences_at_once = sequences_at_once
         self.tokenizer = tokenizer
         self.eod_id = tokenizer.eod_id
@@ -274,14 +274,14 @@ class Scorer:
         logits = linear(states, self.reader.model.shared_embedding_or_output_weight()).float()
         if self.layout.tensor_size > 1:
             logits = gather_from_tensor_model_parallel_region(logits)
-        logits[:, self.reader.shape.vocab_size :] = -torch.inf
+        logits[:, self.reader.config.vocab_size :] = -torch.inf
         return logits
 
     @torch.no_grad()
     def _score(self, questions: Sequence[Question], description: str) -> Answers:
-        layout, shape = self.layout, self.reader.shape
+        layout, shape = self.layout, self.reader.config
         # Projections take 4h(2h + f) FLOPs per token, and attention 4h per pair of tokens.
-        pairs_per_token = 2 * shape.size.hidden_size + shape.size.ffn_hidden_size
+        pairs_per_token = 2 * shape.hidden_size + shape.ffn_hidden_size
         sequences = [self._model_input(question) for question in questions]
         tokens_at_once, longest = self.sequences_at_once * self.max_length, 2 * self.max_length
         rows = sorted(pack(sequences, longest, pairs_per_token), key=lambda row: -row.length)
@@ -301,7 +301,7 @@ class Scorer:
                 # Attention is computed over whole rows, at twice the cost of their causal half. The
                 # output layer runs once for every place that predicts a label.
                 layer = (last - first) * width * layer_forward_flops(shape, 2 * width)
-                flops += shape.size.num_layers * layer
+                flops += shape.num_layers * layer
                 for row in rows[first:last]:
                     places = np.concatenate([at for _, at in row.predicting(questions)])
                     flops += len(np.unique(places)) * head_forward_flops(shape)
@@ -336,7 +336,7 @@ class Scorer:
         if states is None or not len(labels):
             return
         elements = LOGITS_ON_GPU if states.is_cuda else LOGITS_ON_CPU
-        chunk = max(1, elements // self.reader.shape.vocab_size)
+        chunk = max(1, elements // self.reader.config.vocab_size)
         log_probabilities = torch.zeros(len(rows), device=states.device)
         hits = torch.zeros(len(rows), dtype=torch.bool, device=states.device)
         for start in range(0, len(states), chunk):
@@ -369,8 +369,8 @@ class Scorer:
                 width = max(map(len, sequences))
                 positions = len(left) * width
                 # The output layer processes one state per sequence.
-                unread = (positions - len(left)) * head_forward_flops(self.reader.shape)
-                flops += forward_flops(self.reader.shape, positions, width) - unread
+                unread = (positions - len(left)) * head_forward_flops(self.reader.config)
+                flops += forward_flops(self.reader.config, positions, width) - unread
         # The ranks of one replica have the same results, so only one of them counts the FLOPs.
         is_counted = layout.tensor_rank == 0 and layout.is_last_stage
         everywhere: list[Any] = [None] * layout.world_size

@@ -44,8 +44,9 @@ class ChosenDomainsOptions(MethodOptions):
 class ProxyOptions(TrainingOptions):
     """Training of a proxy as in tools/pretrain_gpt.py, from random weights on a uniform mixture."""
 
-    model_size: str = "82m"
-    """Model size of the proxy; the error for an unknown name lists all sizes."""
+    model: str = "82m"
+    """Name of the proxy's model, or folder of a Hugging Face config.json; the error for an unknown
+    name lists all names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from megatron_chameleon.methods.output import (
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import DogeState
 from megatron_chameleon.mixture.doremi import DoremiState
-from megatron_chameleon.model.sizes import name_of
+from megatron_chameleon.model.config import name_of
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.checkpointing import check_run_folder
@@ -334,7 +334,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
         shown = list(logged)[::-stride][::-1]  # counted backwards, to include the last step
         own = stopwatch.cost(num_devices=runs[-1].cost.num_devices)
-        size = {"model_size": name_of(self.plan.shape.size), "train_iters": self.run.train_iters}
+        size = {"model": name_of(self.plan.config), "train_iters": self.run.train_iters}
         mixture = Mixture(
             **epoch_limit(options, self.corpus, names).mixture_fields(
                 np.array(list(mean.values()))

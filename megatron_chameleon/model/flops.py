@@ -17,7 +17,7 @@ shapes as the cost.
 
 from __future__ import annotations
 
-from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size, name_of
+from megatron_chameleon.model.config import ModelConfig, name_of, preset
 
 BACKWARD_OVER_FORWARD = 2
 TRAINING, FORWARD = 6, 2
@@ -31,37 +31,35 @@ DENSE_BF16_PEAK: dict[str, float] = {
     "NVIDIA H200": 989e12,
 }
 
-# N as printed in the paper, for sizes where it differs from 12 L h^2.
+# N as printed in the paper, for models where it differs from the layers' matrices.
 PRINTED_PARAMETERS = {"82m": 12 * 12 * 768**2, "1m": 1_000_000}
 
 
-def layer_forward_flops(shape: ModelShape, seq_length: int) -> float:
+def layer_forward_flops(config: ModelConfig, seq_length: int) -> float:
     """Count a layer's forward FLOPs per token, in windows of ``seq_length`` tokens."""
-    h, f = shape.size.hidden_size, shape.size.ffn_hidden_size
-    projections = 2 * (4 * h * h + 2 * h * f)
-    causal_attention = 2 * (2 * seq_length * h) / 2
-    return projections + causal_attention
+    causal_attention = 2 * (2 * seq_length * config.query_size) / 2
+    return 2 * config.layer_matrix_parameters + causal_attention
 
 
-def head_forward_flops(shape: ModelShape) -> float:
+def head_forward_flops(config: ModelConfig) -> float:
     """Count forward FLOPs per token of the output layer."""
-    return 2.0 * shape.size.hidden_size * shape.vocab_size
+    return 2.0 * config.hidden_size * config.vocab_size
 
 
-def forward_flops(shape: ModelShape, tokens: int, seq_length: int) -> float:
+def forward_flops(config: ModelConfig, tokens: int, seq_length: int) -> float:
     """Count forward FLOPs of the whole model on ``tokens`` tokens."""
-    layers = shape.size.num_layers * layer_forward_flops(shape, seq_length)
-    return tokens * (layers + head_forward_flops(shape))
+    layers = config.num_layers * layer_forward_flops(config, seq_length)
+    return tokens * (layers + head_forward_flops(config))
 
 
-def training_flops(shape: ModelShape, tokens: int, seq_length: int) -> float:
+def training_flops(config: ModelConfig, tokens: int, seq_length: int) -> float:
     """Count forward and backward FLOPs on ``tokens`` tokens, without recomputed activations."""
-    return (1 + BACKWARD_OVER_FORWARD) * forward_flops(shape, tokens, seq_length)
+    return (1 + BACKWARD_OVER_FORWARD) * forward_flops(config, tokens, seq_length)
 
 
-def embedding_flops(shape: ModelShape, layer: int, tokens: int, seq_length: int) -> float:
+def embedding_flops(config: ModelConfig, layer: int, tokens: int, seq_length: int) -> float:
     """Count forward FLOPs of the first ``layer`` layers, without the output layer."""
-    return tokens * layer * layer_forward_flops(shape, seq_length)
+    return tokens * layer * layer_forward_flops(config, seq_length)
 
 
 def model_flops_utilization(
@@ -80,28 +78,31 @@ def model_flops_utilization(
     return None if peak is None else flops_per_token * tokens_per_second / peak
 
 
-def paper_parameters(size: str | ModelSize) -> int:
-    """Return a proxy's parameter count N: the value printed in the paper, otherwise 12 L h^2.
+def paper_parameters(model: str | ModelConfig) -> int:
+    """Return a proxy's parameter count N: the value printed in the paper, or that of its matrices.
+
+    The matrices of the paper's models have 12 L h^2 elements, without embeddings.
 
     Raises:
-        UserError: for an unknown size.
+        UserError: for an unknown name.
     """
-    shape = model_size(size) if isinstance(size, str) else size
-    printed = PRINTED_PARAMETERS.get(name_of(shape) or "")
-    return printed or 12 * shape.num_layers * shape.hidden_size**2
+    # Neither vocabulary nor sequence length changes the matrices of the layers.
+    config = preset(model, 0, 0) if isinstance(model, str) else model
+    printed = PRINTED_PARAMETERS.get(name_of(config) or "")
+    return printed or config.num_layers * config.layer_matrix_parameters
 
 
 def paper_flops(
-    size: str | ModelSize, *, trained_tokens: int = 0, embedded_tokens: int = 0
+    model: str | ModelConfig, *, trained_tokens: int = 0, embedded_tokens: int = 0
 ) -> float:
     """Count FLOPs of a mixture by the paper's rule, for ``parameters["paper_flops"]``.
 
     The cost of a mixture made with models of several sizes is the sum over the sizes.
 
     Args:
-        size: size of the trained models, or the name of that size.
+        model: the trained models, or their name.
         trained_tokens: steps x batch size x sequence length, summed over the trained models.
         embedded_tokens: number of tokens in all windows that a proxy embeds.
     """
     per_parameter = TRAINING * trained_tokens + FORWARD * embedded_tokens
-    return float(paper_parameters(size)) * per_parameter
+    return float(paper_parameters(model)) * per_parameter

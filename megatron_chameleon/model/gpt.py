@@ -16,22 +16,23 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, silu
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import (
     GroupedRowParallelLinear,
     TraceableColumnParallelLinear,
 )
+from megatron_chameleon.model.config import Activation, ModelConfig
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.initialization import initialize_weights
 from megatron_chameleon.model.layers import (
+    NORMS,
     RecomputedMLP,
+    RotaryPositions,
     SDPACoreAttention,
-    SequenceParallelLayerNorm,
     additive_mask,
 )
-from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.parallel.options import ParallelOptions, RecomputeOptions
 
@@ -41,6 +42,7 @@ VOCABULARY_MULTIPLE = 128
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": gelu,
     "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+    "swiglu": silu,
 }
 
 
@@ -48,14 +50,16 @@ class GPT(GPTModel):
     """megatron's GPTModel with a cross entropy that keeps no second copy of the logits.
 
     Args:
-        real_vocab_size: number of tokens. Further rows of the embedding are padding, which the
+        model: the whole model. Rows of the embedding beyond its vocabulary are padding, which the
             logits include and the softmax of the loss excludes.
         settings: arguments of megatron's GPTModel.
     """
 
-    def __init__(self, *, real_vocab_size: int, **settings: Any) -> None:
+    def __init__(self, *, model: ModelConfig, **settings: Any) -> None:
         super().__init__(**settings)
-        self.real_vocab_size = real_vocab_size
+        self.real_vocab_size = model.vocab_size
+        if model.is_rotary:
+            self.rotary_pos_emb = RotaryPositions(model, self.config)
 
     def forward(
         self,
@@ -86,7 +90,7 @@ class GPT(GPTModel):
         return losses.transpose(0, 1).contiguous()
 
 
-def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: int) -> None:
+def check_model_layout(config: ModelConfig, options: ParallelOptions, seq_length: int) -> None:
     """Check that the model can be partitioned as ``options`` require.
 
     Raises:
@@ -94,10 +98,11 @@ def check_model_layout(size: ModelSize, options: ParallelOptions, seq_length: in
             the model, the message lists the degrees that do.
     """
     tensor, training = options.tensor_model_parallel_size, options.for_training()
-    stage_layers = size.num_layers // options.pipeline_model_parallel_size
+    stage_layers = config.num_layers // options.pipeline_model_parallel_size
     for degree, number, what in (
-        ("tensor-model-parallel-size", size.num_attention_heads, "attention heads"),
-        ("pipeline-model-parallel-size", size.num_layers, "layers"),
+        ("tensor-model-parallel-size", config.num_query_groups, "attention heads of keys"),
+        ("tensor-model-parallel-size", config.ffn_hidden_size, "elements of the MLP"),
+        ("pipeline-model-parallel-size", config.num_layers, "layers"),
         ("num-virtual-stages-per-pipeline-rank", stage_layers, "layers of a pipeline stage"),
     ):
         value = getattr(training, degree.replace("-", "_"))
@@ -119,7 +124,7 @@ def padded_vocab_size(vocab_size: int, tensor_size: int) -> int:
 
 
 def transformer_config(
-    shape: ModelShape,
+    model: ModelConfig,
     layout: Layout,
     *,
     bf16: bool = False,
@@ -131,7 +136,7 @@ def transformer_config(
     """Return megatron's config of the model, which needs neither Transformer Engine nor Apex.
 
     Args:
-        shape: shape of the whole model.
+        model: the whole model.
         layout: layout of this rank.
         bf16: compute in bfloat16.
         per_token_loss: weight all unmasked tokens of a step equally. Otherwise micro-batches are
@@ -144,11 +149,21 @@ def transformer_config(
     dtype = torch.bfloat16 if bf16 else torch.float32
     interleaved = layout.virtual_size > 1
     return TransformerConfig(
-        num_layers=shape.size.num_layers,
-        hidden_size=shape.size.hidden_size,
-        ffn_hidden_size=shape.size.ffn_hidden_size,
-        num_attention_heads=shape.size.num_attention_heads,
-        activation_func=ACTIVATIONS[shape.activation],
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        activation_func=ACTIVATIONS[model.activation],
+        gated_linear_unit=model.activation == "swiglu",
+        normalization=model.normalization,
+        layernorm_epsilon=model.layernorm_epsilon,
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        # The attention factor multiplies both queries and keys, and so its square the scores.
+        softmax_scale=model.attention_factor**2 / math.sqrt(model.kv_channels),
         tensor_model_parallel_size=layout.tensor_size,
         pipeline_model_parallel_size=layout.pipeline_size,
         # megatron expects None for a pipeline without interleaving.
@@ -176,32 +191,34 @@ def transformer_config(
 
 
 def build_model(
-    shape: ModelShape, layout: Layout, seed: int, **settings: Any
+    model: ModelConfig, layout: Layout, seed: int, **settings: Any
 ) -> GPTModel | Float16Module:
     """Build this rank's part of a model without interleaving; see :func:`build_model_chunks`."""
-    (model,) = build_model_chunks(shape, layout, seed, **settings)
-    return model
+    (chunk,) = build_model_chunks(model, layout, seed, **settings)
+    return chunk
 
 
 def build_model_chunks(
-    shape: ModelShape, layout: Layout, seed: int, **settings: Any
+    model: ModelConfig, layout: Layout, seed: int, **settings: Any
 ) -> list[GPTModel | Float16Module]:
     """Build this rank's chunks of the model, with initial weights, on its device.
 
     There is one chunk per virtual pipeline stage; all chunks share one config.
 
     Args:
-        shape: shape of the whole model.
+        model: the whole model.
         layout: layout of this rank.
         seed: random seed of the initial weights.
         settings: options of :func:`transformer_config`.
     """
-    config = transformer_config(shape, layout, **settings)
-    layer = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = SequenceParallelLayerNorm
-    layer.submodules.pre_mlp_layernorm = SequenceParallelLayerNorm
+    config = transformer_config(model, layout, **settings)
+    norm = NORMS[model.normalization]
+    layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp
     attention.core_attention = SDPACoreAttention
+    if model.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
     attention.linear_qkv = mlp.submodules.linear_fc1 = TraceableColumnParallelLinear
     attention.linear_proj = mlp.submodules.linear_fc2 = GroupedRowParallelLinear
     if config.recompute_granularity == "selective":
@@ -210,26 +227,27 @@ def build_model_chunks(
     for stage in range(layout.virtual_size):
         # megatron expects None for a pipeline without interleaving.
         vp_stage = stage if layout.virtual_size > 1 else None
-        model = GPT(
+        chunk = GPT(
+            model=model,
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(
                 layer_specs=[layer] * get_num_layers_to_build(config, vp_stage),
-                layer_norm=SequenceParallelLayerNorm,
+                layer_norm=norm,
             ),
-            vocab_size=padded_vocab_size(shape.vocab_size, layout.tensor_size),
-            real_vocab_size=shape.vocab_size,
-            max_sequence_length=shape.max_sequence_length,
+            vocab_size=padded_vocab_size(model.vocab_size, layout.tensor_size),
+            max_sequence_length=model.max_sequence_length,
             pre_process=layout.is_first_stage and stage == 0,
             post_process=layout.is_last_stage and stage == layout.virtual_size - 1,
-            share_embeddings_and_output_weights=True,
-            position_embedding_type="learned_absolute",
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            rotary_percent=model.rotary_percent,
             vp_stage=vp_stage,
         )
         # megatron's own initialization is overwritten, but is needed: it marks the sharded tensors,
         # which initialize_weights has to slice.
-        initialize_weights(model, shape, seed)
-        model.to(layout.device)
-        chunks.append(Float16Module(config, model) if config.bf16 else model)
+        initialize_weights(chunk, model, seed)
+        chunk.to(layout.device)
+        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
     return chunks
 
 

@@ -1,181 +1,136 @@
-"""Convert settings and tensors to and from Hugging Face's GPT-2.
+"""Convert tensors to and from Hugging Face's GPT-2, Llama, Qwen2 and Qwen3.
 
-Both implement the same model (Radford et al. 2019, "Language Models are Unsupervised Multitask
-Learners"). Their tensors differ in three respects. Hugging Face stores matrices of a layer as [in,
-out] (Conv1D), and Megatron as [out, in]. Hugging Face stores queries, keys and values in three
-blocks, [q | k | v] over all heads, and Megatron head by head, [q1 k1 v1 q2 k2 v2 ...], so that
-tensor-parallel ranks have whole heads. Hugging Face's embedding has one row per token, and
-Megatron's has additional rows of padding.
+The models are the same; their tensors differ in four respects. Hugging Face's GPT-2 stores the
+matrices of a layer as [in, out] (Conv1D), all others as [out, in]. Hugging Face stores queries,
+keys and values as three matrices (GPT-2: as three blocks of one matrix), and Megatron in one
+matrix, group by group, [queries of group 1 | key 1 | value 1 | queries of group 2 | ...], so that
+tensor-parallel ranks have whole groups. Hugging Face stores the gate and the input of SwiGLU as two
+matrices, and Megatron as two blocks of one matrix. Hugging Face's embedding has one row per token,
+and Megatron's has additional rows of padding.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from pydantic import Field, NonNegativeFloat, PositiveInt, TypeAdapter, ValidationError
 from torch.nn.functional import pad
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.model.huggingface_config import family_of
 from megatron_chameleon.model.initialization import (
-    INIT_STD,
+    OUTPUT_LAYER,
     POSITION_EMBEDDINGS,
     WORD_EMBEDDINGS,
     global_name,
     own_shard,
 )
-from megatron_chameleon.model.sizes import Activation, ModelShape, ModelSize
 
 Tensors = dict[str, torch.Tensor]
+Part = tuple[str, tuple[int, ...]]
+"""Name and shape of a Hugging Face tensor."""
 
-_PREFIX = "transformer."
-_EMBEDDING, _TIED_HEAD = _PREFIX + "wte.weight", "lm_head.weight"
-# Older folders store the causal mask as tensors.
-_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+_HEAD = "lm_head.weight"
+# Older folders store the causal mask, or the rotary frequencies, as tensors.
+_CONSTANT = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\..*\.inv_freq")
 
 
-@dataclasses.dataclass(frozen=True)
-class GPT2Config:
-    """Fields of ``config.json`` that determine what the model computes.
+def _prefix(config: ModelConfig) -> str:
+    return "model." if config.is_rotary else "transformer."
 
-    Defaults are those of transformers' GPT2Config.
+
+def huggingface_tensors(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
+    """Map each parameter name of the whole model to the Hugging Face tensors that it joins.
+
+    The model must belong to a family of :func:`family_of`.
     """
-
-    model_type: Literal["gpt2"]
-    vocab_size: PositiveInt = 50_257
-    n_positions: PositiveInt = 1024
-    n_embd: PositiveInt = 768
-    n_layer: PositiveInt = 12
-    n_head: PositiveInt = 12
-    n_inner: PositiveInt | None = None
-    activation_function: Literal[
-        "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"
-    ] = "gelu_new"
-    resid_pdrop: NonNegativeFloat = 0.1
-    embd_pdrop: NonNegativeFloat = 0.1
-    attn_pdrop: NonNegativeFloat = 0.1
-    layer_norm_epsilon: Annotated[float, Field(ge=1e-5, le=1e-5)] = 1e-5  # megatron's default
-    scale_attn_weights: Literal[True] = True
-    scale_attn_by_inverse_layer_idx: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-    tie_word_embeddings: Literal[True] = True
-
-
-def read_config(body: Mapping[str, Any], where: str) -> GPT2Config:
-    """Parse ``body``, the contents of the config.json at ``where``.
-
-    Raises:
-        UserError: if a field is not supported; the message names the first such field.
-    """
-    try:
-        config = TypeAdapter(GPT2Config).validate_json(json.dumps(dict(body)), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][:1]) or "(the whole file)"
-        raise _unsupported(where, field, body.get(field), first["msg"]) from error
-    if config.n_embd % config.n_head:
-        reason = f"must divide n_embd, {config.n_embd}"
-        raise _unsupported(where, "n_head", config.n_head, reason)
-    return config
-
-
-def shape_of_config(config: GPT2Config) -> ModelShape:
-    """Return the model's shape."""
-    size = ModelSize(
-        num_layers=config.n_layer,
-        num_attention_heads=config.n_head,
-        hidden_size=config.n_embd,
-        ffn_hidden_size=config.n_inner or 4 * config.n_embd,
-    )
-    is_exact = config.activation_function in ("gelu", "gelu_python")
-    activation: Activation = "gelu" if is_exact else "gelu_tanh"
-    return ModelShape(size, config.vocab_size, config.n_positions, activation)
-
-
-def config_of_shape(shape: ModelShape, dtype: torch.dtype, eod_id: int) -> dict[str, Any]:
-    """Return the contents of a model's config.json, with ``eod_id`` as its bos and eos token."""
-    size = shape.size
-    config = GPT2Config(
-        model_type="gpt2",
-        vocab_size=shape.vocab_size,
-        n_positions=shape.max_sequence_length,
-        n_embd=size.hidden_size,
-        n_layer=size.num_layers,
-        n_head=size.num_attention_heads,
-        n_inner=size.ffn_hidden_size,
-        activation_function="gelu" if shape.activation == "gelu" else "gelu_new",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        **dataclasses.asdict(config),
-        "initializer_range": INIT_STD,
-        "bos_token_id": eod_id,
-        "eos_token_id": eod_id,
-        # Later releases of transformers write "dtype", but still read "torch_dtype".
-        "torch_dtype": str(dtype).removeprefix("torch."),
+    assert family_of(config) is not None
+    h, f = config.hidden_size, config.ffn_hidden_size
+    if config.is_rotary:
+        q, kv = config.query_size, config.key_size
+        names = "embed_tokens", "layers", "norm"
+        norms = {
+            "input_layernorm": "input_layernorm",
+            "pre_mlp_layernorm": "post_attention_layernorm",
+        }
+        linears: dict[str, list[Part]] = {
+            "self_attention.linear_qkv": [
+                ("self_attn.q_proj", (q, h)),
+                ("self_attn.k_proj", (kv, h)),
+                ("self_attn.v_proj", (kv, h)),
+            ],
+            "self_attention.linear_proj": [("self_attn.o_proj", (h, q))],
+            "mlp.linear_fc1": [("mlp.gate_proj", (f, h)), ("mlp.up_proj", (f, h))],
+            "mlp.linear_fc2": [("mlp.down_proj", (h, f))],
+        }
+    else:
+        names = "wte", "h", "ln_f"
+        norms = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}
+        linears = {
+            "self_attention.linear_qkv": [("attn.c_attn", (h, 3 * h))],
+            "self_attention.linear_proj": [("attn.c_proj", (h, h))],
+            "mlp.linear_fc1": [("mlp.c_fc", (h, f))],
+            "mlp.linear_fc2": [("mlp.c_proj", (f, h))],
+        }
+    embedding, layers, final_norm = names
+    prefix = _prefix(config)
+    tensors: dict[str, tuple[Part, ...]] = {
+        WORD_EMBEDDINGS: ((f"{prefix}{embedding}.weight", (config.vocab_size, h)),)
     }
+    if not config.is_rotary:
+        positions = config.max_sequence_length, h
+        tensors[POSITION_EMBEDDINGS] = ((f"{prefix}wpe.weight", positions),)
 
+    def add_norm(ours: str, theirs: str, size: int) -> None:
+        for kind in ("weight", "bias")[: config.norm_parameters]:
+            tensors[f"{ours}.{kind}"] = ((f"{prefix}{theirs}.{kind}", (size,)),)
 
-def huggingface_tensors(shape: ModelShape) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Map each parameter name of the whole model to Hugging Face's name and shape."""
-    h, f = shape.size.hidden_size, shape.size.ffn_hidden_size
-    layer = {
-        "input_layernorm": ("ln_1", (h,)),
-        "self_attention.linear_qkv": ("attn.c_attn", (h, 3 * h)),
-        "self_attention.linear_proj": ("attn.c_proj", (h, h)),
-        "pre_mlp_layernorm": ("ln_2", (h,)),
-        "mlp.linear_fc1": ("mlp.c_fc", (h, f)),
-        "mlp.linear_fc2": ("mlp.c_proj", (f, h)),
-    }
-    modules: dict[str, tuple[str, tuple[int, ...]]] = {
-        f"decoder.layers.{number}.{ours}": (f"h.{number}.{theirs}", size)
-        for number in range(shape.size.num_layers)
-        for ours, (theirs, size) in layer.items()
-    }
-    modules["decoder.final_layernorm"] = "ln_f", (h,)
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-        WORD_EMBEDDINGS: (_EMBEDDING, (shape.vocab_size, h)),
-        POSITION_EMBEDDINGS: (_PREFIX + "wpe.weight", (shape.max_sequence_length, h)),
-    }
-    for ours, (theirs, size) in modules.items():
-        tensors[f"{ours}.weight"] = f"{_PREFIX}{theirs}.weight", size
-        tensors[f"{ours}.bias"] = f"{_PREFIX}{theirs}.bias", size[-1:]
+    for number in range(config.num_layers):
+        ours, theirs = f"decoder.layers.{number}", f"{layers}.{number}"
+        for name, other in norms.items():
+            add_norm(f"{ours}.{name}", f"{theirs}.{other}", h)
+        if config.qk_layernorm:
+            for kind in "qk":
+                name, other = f"self_attention.{kind}_layernorm", f"self_attn.{kind}_norm"
+                add_norm(f"{ours}.{name}", f"{theirs}.{other}", config.kv_channels)
+        for name, parts in linears.items():
+            tensors[f"{ours}.{name}.weight"] = tuple(
+                (f"{prefix}{theirs}.{part}.weight", size) for part, size in parts
+            )
+            has_bias = config.add_qkv_bias if "qkv" in name else config.add_bias_linear
+            if has_bias:
+                outputs = 0 if config.is_rotary else 1
+                tensors[f"{ours}.{name}.bias"] = tuple(
+                    (f"{prefix}{theirs}.{part}.bias", (size[outputs],)) for part, size in parts
+                )
+    add_norm("decoder.final_layernorm", final_norm, h)
+    if config.untie_embeddings_and_output_weights:
+        tensors[OUTPUT_LAYER] = ((_HEAD, (config.vocab_size, h)),)
     return tensors
 
 
-def to_huggingface(parameters: Mapping[str, torch.Tensor], shape: ModelShape) -> Tensors:
-    """Convert to the contiguous tensors of a GPT2LMHeadModel, without the tied output layer.
+def to_huggingface(parameters: Mapping[str, torch.Tensor], config: ModelConfig) -> Tensors:
+    """Convert to the contiguous tensors of a causal language model, without a tied output layer.
 
     Args:
         parameters: unsharded parameters of the whole model, by global name.
-        shape: shape of the model.
+        config: the model.
     """
-    heads = shape.size.num_attention_heads
     tensors = {}
-    for ours, (theirs, _) in huggingface_tensors(shape).items():
-        tensor = parameters[ours].detach()
-        if ours == WORD_EMBEDDINGS:
-            # Without a copy, the padding in the same storage would be saved, too.
-            tensor = tensor[: shape.vocab_size].clone()
-        if "linear_qkv" in ours:
-            tensor = _swap_outer(tensor, heads, 3)
-        if tensor.dim() == 2 and "decoder" in ours:
-            tensor = tensor.T
-        tensors[theirs] = tensor.contiguous()
+    for name, parts in huggingface_tensors(config).items():
+        split = _split(name, parameters[name].detach(), config)
+        for (theirs, _), tensor in zip(parts, split, strict=True):
+            # Each tensor owns its storage: a view would be saved with its whole storage.
+            tensors[theirs] = tensor.clone(memory_format=torch.contiguous_format)
     return tensors
 
 
 @torch.no_grad()
 def load_huggingface(
-    model: GPTModel, tensors: Mapping[str, torch.Tensor], shape: ModelShape
+    model: GPTModel, tensors: Mapping[str, torch.Tensor], config: ModelConfig
 ) -> None:
     """Load tensors into this rank's part of a model, in any layout.
 
@@ -183,52 +138,82 @@ def load_huggingface(
 
     Args:
         model: one chunk of the model.
-        tensors: from :func:`checked_tensors`; embedding rows beyond the vocabulary of ``shape``
+        tensors: from :func:`checked_tensors`; embedding rows beyond the vocabulary of ``config``
             are not loaded.
-        shape: shape of the whole model.
+        config: the whole model.
     """
-    theirs = huggingface_tensors(shape)
+    theirs = huggingface_tensors(config)
     for local_name, parameter in model.named_parameters():
         name = global_name(model, local_name)
-        tensor = tensors[theirs[name][0]]
-        if tensor.dim() == 2 and "decoder" in name:
-            tensor = tensor.T
-        if "linear_qkv" in name:
-            tensor = _swap_outer(tensor, 3, shape.size.num_attention_heads)
-        if name == WORD_EMBEDDINGS:
-            padding = (0, 0, 0, model.vocab_size - shape.vocab_size)
-            tensor = pad(tensor[: shape.vocab_size], padding)
+        tensor = _join(name, [tensors[part] for part, _ in theirs[name]], config)
+        if name in (WORD_EMBEDDINGS, OUTPUT_LAYER):
+            padding = (0, 0, 0, model.vocab_size - config.vocab_size)
+            tensor = pad(tensor[: config.vocab_size], padding)
         parameter.copy_(own_shard(model, parameter, tensor))
 
 
-def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, where: str) -> Tensors:
-    """Check that ``tensors`` are those of a GPT-2; return them under GPT2LMHeadModel's names.
+def _join(name: str, parts: Sequence[torch.Tensor], config: ModelConfig) -> torch.Tensor:
+    """Join Hugging Face's tensors to the parameter called ``name``."""
+    if not config.is_rotary and "decoder" in name:
+        parts = [part.T if part.dim() == 2 else part for part in parts]
+        if "linear_qkv" in name:
+            parts = parts[0].chunk(3)
+    if "linear_qkv" in name:
+        groups = [part.unflatten(0, (config.num_query_groups, -1)) for part in parts]
+        return torch.cat(groups, dim=1).flatten(0, 1)
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
-    Folders of a model without its head omit the prefix of the names; older folders contain causal
-    masks, and some contain the tied output layer.
+
+def _split(name: str, tensor: torch.Tensor, config: ModelConfig) -> list[torch.Tensor]:
+    """Split the unsharded parameter called ``name`` into Hugging Face's tensors."""
+    if name in (WORD_EMBEDDINGS, OUTPUT_LAYER):
+        return [tensor[: config.vocab_size]]
+    parts = [tensor]
+    if "linear_qkv" in name:
+        grouped = tensor.unflatten(0, (config.num_query_groups, -1))
+        per_group = config.query_size // config.num_query_groups
+        widths = [per_group, config.kv_channels, config.kv_channels]
+        parts = [part.flatten(0, 1) for part in grouped.split(widths, dim=1)]
+    elif "linear_fc1" in name and config.activation == "swiglu":
+        parts = list(tensor.chunk(2))
+    if not config.is_rotary and "decoder" in name:
+        whole = torch.cat(parts)
+        parts = [whole.T if whole.dim() == 2 else whole]
+    return parts
+
+
+def checked_tensors(
+    tensors: Mapping[str, torch.Tensor], config: ModelConfig, where: str
+) -> Tensors:
+    """Check that ``tensors`` are those of ``config``; return them under the causal model's names.
+
+    Folders of a model without its head omit the prefix of the names; older folders contain
+    constants, and some contain the tied output layer.
 
     Raises:
         UserError: if a tensor is missing, unknown, duplicate, of another shape, not floating point
-            or not finite, or if the output layer differs from the embedding.
+            or not finite, or if a tied output layer differs from the embedding.
     """
-    found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    prefix = _prefix(config)
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if len(found) < len(tensors):
-        twice = min(name for name in found if name in tensors and _PREFIX + name in tensors)
+        twice = min(name for name in found if name in tensors and prefix + name in tensors)
         raise UserError(
-            f"{where} holds both {twice} and {_PREFIX}{twice}, two versions of one tensor; "
+            f"{where} holds both {twice} and {prefix}{twice}, two versions of one tensor; "
             "download the folder again"
         )
-    found = {name: tensor for name, tensor in found.items() if not _MASK.fullmatch(name)}
-    head = found.pop(_TIED_HEAD, None)
+    found = {name: tensor for name, tensor in found.items() if not _CONSTANT.fullmatch(name)}
+    expected = huggingface_tensors(config)
+    tied_head = None if OUTPUT_LAYER in expected else found.pop(_HEAD, None)
     checked = {}
-    for name, expected in huggingface_tensors(shape).values():
-        plain = name.removeprefix(_PREFIX)
+    for name, shape in (part for parts in expected.values() for part in parts):
+        plain = name.removeprefix(prefix)
         if plain not in found:
             raise UserError(f"{where} holds no tensor {name}, which its config.json requires")
         tensor = checked[name] = found.pop(plain)
         problem = None
-        if tuple(tensor.shape) != expected:
-            problem = f"has shape {list(tensor.shape)}, its config.json requires {list(expected)}"
+        if tuple(tensor.shape) != shape:
+            problem = f"has shape {list(tensor.shape)}, its config.json requires {list(shape)}"
         elif not tensor.is_floating_point():
             problem = f"is {tensor.dtype}: quantized weights are not supported"
         elif not torch.isfinite(tensor).all():
@@ -240,19 +225,9 @@ def checked_tensors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, wher
             f"{where} has {len(found)} unexpected tensor(s), such as {min(found)}: the weights do "
             "not match config.json"
         )
-    if head is not None and not torch.equal(head, checked[_EMBEDDING]):
+    (embedding, _), *_ = expected[WORD_EMBEDDINGS]
+    if tied_head is not None and not torch.equal(tied_head, checked[embedding]):
         raise UserError(
-            f"{where}: {_TIED_HEAD} differs from the embedding; only tied embeddings are supported"
+            f"{where}: {_HEAD} differs from the embedding, but its config.json ties them"
         )
     return checked
-
-
-def _swap_outer(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Reorder rows [outer x inner x head_dim, ...] to [inner x outer x head_dim, ...]."""
-    return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def _unsupported(where: str, field: str, value: object, reason: str) -> UserError:
-    return UserError(
-        f"{where}: field {field} {value!r}: {reason}; this model is not supported, use another"
-    )

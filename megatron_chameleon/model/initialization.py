@@ -3,8 +3,7 @@
 megatron samples weights rank by rank, so that a different pipeline layout starts from different
 weights. Here each whole tensor is sampled from a generator seeded by (seed, name), and each rank
 keeps its slice of the tensor. Distributions are GPT-2's: normal(0, 0.02), with the projections that
-write to the residual stream scaled by 1/sqrt(2 * num_layers); biases zero; layer norms one and
-zero.
+write to the residual stream scaled by 1/sqrt(2 * num_layers); biases zero; norms one and zero.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from collections.abc import Sequence
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.model.config import INIT_STD, ModelConfig
 
-INIT_STD = 0.02
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
 _WRITES_TO_RESIDUAL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 
 
 @torch.no_grad()
-def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
+def initialize_weights(model: GPTModel, config: ModelConfig, seed: int) -> None:
     """Overwrite every parameter of this rank's part of the model with its initial value."""
     tensor_size = model.pg_collection.tp.size()
     for local_name, parameter in model.named_parameters():
@@ -39,17 +38,17 @@ def initialize_weights(model: GPTModel, shape: ModelShape, seed: int) -> None:
         dimension = partition_dimension(parameter)
         if dimension is not None:
             whole_shape[dimension] *= tensor_size
-        whole = sample_matrix(name, whole_shape, shape, seed)
+        whole = sample_matrix(name, whole_shape, config, seed)
         parameter.copy_(own_shard(model, parameter, whole))
 
 
 def global_name(model: GPTModel, local_name: str) -> str:
     """Return a parameter's name in the whole model.
 
-    Layers are numbered over all pipeline stages, and both copies of the tied embedding have the
-    same name.
+    Layers are numbered over all pipeline stages, and both copies of a tied embedding have the same
+    name.
     """
-    if local_name == "output_layer.weight":
+    if local_name == OUTPUT_LAYER and model.share_embeddings_and_output_weights:
         return WORD_EMBEDDINGS  # the last pipeline stage's copy of the tied embedding
     match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
     if match is None:
@@ -66,23 +65,30 @@ def partition_dimension(parameter: torch.nn.Parameter) -> int | None:
 
 
 def own_shard(model: GPTModel, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's slice of ``whole``, the unsharded ``parameter``."""
+    """Return this rank's slice of ``whole``, the unsharded ``parameter``.
+
+    The gate and the input of SwiGLU are two blocks of one parameter, and each rank has a slice of
+    both blocks.
+    """
     dimension = partition_dimension(parameter)
     if dimension is None:
         return whole
     tensor_group = model.pg_collection.tp
-    return whole.chunk(tensor_group.size(), dim=dimension)[tensor_group.rank()]
+    blocks = whole.chunk(parameter.partition_stride, dim=dimension)  # type: ignore[attr-defined]
+    slices = [block.chunk(tensor_group.size(), dim=dimension) for block in blocks]
+    return torch.cat([each[tensor_group.rank()] for each in slices], dim=dimension)
 
 
 def sample_matrix(
-    name: str, whole_shape: Sequence[int], shape: ModelShape, seed: int
+    name: str, whole_shape: Sequence[int], config: ModelConfig, seed: int
 ) -> torch.Tensor:
     """Sample an unsharded float32 matrix [rows, columns]; rows of vocabulary padding are zero."""
     rows, columns = whole_shape
     std = INIT_STD
     if name.endswith(_WRITES_TO_RESIDUAL):
-        std /= math.sqrt(2 * shape.size.num_layers)
-    sampled_rows = shape.vocab_size if name == WORD_EMBEDDINGS else rows
+        std /= math.sqrt(2 * config.num_layers)
+    is_vocabulary = name in (WORD_EMBEDDINGS, OUTPUT_LAYER)
+    sampled_rows = config.vocab_size if is_vocabulary else rows
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     sampled = torch.randn(sampled_rows, columns, generator=generator) * std

@@ -1,4 +1,4 @@
-"""Attention, layer norm and recomputed MLP that replace megatron's in a transformer layer.
+"""Attention, rotary positions, norms and recomputed MLP that replace megatron's.
 
 They need neither Apex nor Transformer Engine.
 """
@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
+
+from megatron_chameleon.model.config import ModelConfig, Normalization
 
 # Flash attention needs head dimensions that are a multiple of 8. torch pads other dimensions, but
 # only for one of its kernels.
@@ -116,6 +119,53 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
+def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
+    """Compute the angle per position of each pair of rotated elements, [rotary_dim / 2] float32.
+
+    See :class:`~megatron_chameleon.model.config.RopeScaling` for the sources of each scaling.
+    """
+    base, dim, scaling = model.rotary_base, model.rotary_dim, model.rope_scaling
+    frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if scaling is None:
+        return frequencies
+    divided, original = frequencies / scaling.factor, scaling.original_max_position_embeddings
+    if scaling.type == "linear":
+        return divided
+    if scaling.type == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        rotations = original * frequencies / (2 * math.pi)
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    else:
+
+        def pair_with(rotations: float) -> float:
+            """The pair, counted from 0, that rotates so often in the original length."""
+            return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+        first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dim - 1)
+        width = (last - first) or 0.001
+        kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * divided
+
+
+class RotaryPositions(RotaryEmbedding):
+    """megatron's rotary embedding with every scaling of :func:`inverse_frequencies`."""
+
+    def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
+        super().__init__(
+            config.kv_channels, model.rotary_percent, rotary_base=int(model.rotary_base)
+        )
+        device = torch.cuda.current_device()
+        self.inv_freq: torch.Tensor = inverse_frequencies(model).to(device)
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the angles [s, b, 1, rotary_dim] float32 of ``positions`` [b, s]."""
+        angles = positions.t()[:, :, None].float() * self.inv_freq
+        return torch.cat([angles, angles], dim=-1)[:, :, None, :]
+
+
 class SequenceParallelLayerNorm(torch.nn.LayerNorm):
     """torch's LayerNorm, with parameters marked as megatron expects.
 
@@ -131,6 +181,22 @@ class SequenceParallelLayerNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, with its parameter marked as in :class:`SequenceParallelLayerNorm`."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+NORMS: dict[Normalization, type[torch.nn.Module]] = {
+    "LayerNorm": SequenceParallelLayerNorm,
+    "RMSNorm": SequenceParallelRMSNorm,
+}
 
 
 class RecomputedMLP(MLP):

@@ -5,23 +5,27 @@ workspaces of libraries, NCCL's buffers and fragmentation on a GPU, or, on the C
 sent data.
 
 The activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in
-Large Transformer Models", equation 2, for a model without dropout and with attention that does not
-keep scores. With n = s * b tokens, t tensor-parallel ranks, h and f the widths, a layer keeps
+Large Transformer Models", equation 2, for a model without dropout and with attention that keeps no
+scores. With n = s * b tokens, t tensor-parallel ranks, and the widths h of the hidden states, q of
+the queries, k of the keys and f of the MLP, a layer keeps
 
-    n * (4h/r + 4h/t + 2f/t)
+    n * (4h/r + (2q + 2k + a)/t + m/t)
 
 elements, where r is t under sequence parallelism and 1 otherwise: the inputs and outputs of both
-layer norms (4h), queries, keys and values (3h), the output of attention (h), and the input and the
-output of the activation function (2f).
+norms (4h), queries, keys and values (q + 2k), the output of attention (q), and the input and the
+output of the activation function (m = 2f; with SwiGLU, two inputs, the activated gate, and the
+product, m = 4f). Rotary positions keep rotated copies of queries and keys (a = q + k). With fewer
+groups than heads, the queries are copied from the product of the layer (a = q), unless they are
+rotated; a norm of queries keeps this copy, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.cross_entropy import CHUNK_ON_CPU
 from megatron_chameleon.model.gpt import padded_vocab_size
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 
 FLOAT32_BYTES, BFLOAT16_BYTES = 4, 2
@@ -32,27 +36,29 @@ class TrainingSetup:
     """Inputs of the memory estimate.
 
     Attributes:
-        shape: shape of the model; sequences have its maximum length.
+        config: the model.
         parallel: the parallel layout, and which activations are recomputed.
         data_parallel_size: replicas of the model.
         micro_batch_size: sequences per forward pass (b).
         num_microbatches: forward passes per step and rank.
         bf16: compute in bfloat16, with main weights in float32.
+        seq_length: tokens per sequence; 0 stands for the model's maximum.
     """
 
-    shape: ModelShape
+    config: ModelConfig
     parallel: TrainingParallelOptions
     data_parallel_size: int
     micro_batch_size: int
     num_microbatches: int
     bf16: bool
+    seq_length: int = 0
 
     @property
     def embedding_elements(self) -> int:
-        """Number of elements in this rank's shard of the tied embedding, with padding."""
+        """Number of elements in this rank's shard of the embedding, with padding."""
         tensor = self.parallel.tensor_model_parallel_size
-        rows = padded_vocab_size(self.shape.vocab_size, tensor) // tensor
-        return rows * self.shape.size.hidden_size
+        rows = padded_vocab_size(self.config.vocab_size, tensor) // tensor
+        return rows * self.config.hidden_size
 
 
 def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
@@ -71,20 +77,21 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         - working: gradients of activations and of one weight, and communication buffers. The
           optimizer's update is fused and needs no buffer.
     """
-    parallel, recompute, size = setup.parallel, setup.parallel.recompute, setup.shape.size
+    parallel, recompute, config = setup.parallel, setup.parallel.recompute, setup.config
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     element = BFLOAT16_BYTES if setup.bf16 else FLOAT32_BYTES  # bytes of a parameter or activation
-    h, ffn = size.hidden_size, size.ffn_hidden_size // tensor
-    tokens = setup.micro_batch_size * setup.shape.max_sequence_length
+    h, fc1 = config.hidden_size, config.fc1_size // tensor
+    tokens = setup.micro_batch_size * (setup.seq_length or config.max_sequence_length)
     hidden = tokens * h * element
     residual = tokens // (tensor if parallel.sequence_parallel else 1) * h * element
 
     # Bytes that a chunk keeps per micro-batch, and bytes of the activations recomputed at a time.
-    layers = size.num_layers // pipeline // virtual
-    log_sum_exp = tokens * size.num_attention_heads // tensor * FLOAT32_BYTES
-    mlp = 2 * tokens * ffn * element  # the activation's input and output
-    layer = 4 * residual + 4 * tokens * h // tensor * element + log_sum_exp + mlp
+    layers = config.num_layers // pipeline // virtual
+    log_sum_exp = tokens * config.num_attention_heads // tensor * FLOAT32_BYTES
+    mlp = 2 * tokens * fc1 * element  # the activation's inputs and outputs
+    attention = tokens * attention_width(config) // tensor * element
+    layer = 4 * residual + attention + log_sum_exp + mlp
     chunk, recomputed = layers * layer, 0
     if recompute.recompute_granularity == "selective":
         chunk, recomputed = layers * (layer - mlp), mlp
@@ -98,9 +105,10 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         chunk += residual  # interleaved stages also keep their sent outputs
 
     embedding = setup.embedding_elements * element
-    # The output layer's gradient of the tied embedding is kept until the input embedding's gradient
+    # The output layer's gradient of a tied embedding is kept until the input embedding's gradient
     # is added.
-    tied = embedding if pipeline == 1 else 0
+    is_tied = not config.untie_embeddings_and_output_weights
+    tied = embedding if is_tied and pipeline == 1 else 0
     buffers = hidden if parallel.sequence_parallel else 0
     optimizer_shards = setup.data_parallel_size if parallel.use_distributed_optimizer else 1
     stages = []
@@ -114,7 +122,7 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         kept = min(warm_up + 1, setup.num_microbatches * virtual) * chunk
         # Candidates for the peak, as (activations, logits, working): the backward passes of a
         # layer, of the embedding and of the output layer, and the loss.
-        gradients = 2 * hidden + tokens * ffn * element + h * ffn * element
+        gradients = 2 * hidden + tokens * fc1 * element + h * fc1 * element
         peaks = [(kept + recomputed, 0, buffers + tied + gradients)]
         if stage == 0:
             peaks.append((kept - chunk, 0, buffers + hidden + embedding + max(tied, embedding)))
@@ -150,17 +158,30 @@ def peak_bytes_per_rank(setup: TrainingSetup) -> int:
     return max(sum(stage.values()) for stage in estimate_memory(setup))
 
 
+def attention_width(config: ModelConfig) -> int:
+    """Count the elements per token that the attention of one layer keeps (see above)."""
+    q, k = config.query_size, config.key_size
+    width = 2 * q + 2 * k
+    is_grouped = config.num_query_groups < config.num_attention_heads
+    if config.is_rotary:
+        width += q + k
+    elif is_grouped:
+        width += q
+    return width + (q if config.qk_layernorm and is_grouped else 0)
+
+
 def stage_parameters(setup: TrainingSetup, stage: int) -> int:
     """Count the parameters on each rank of a pipeline stage."""
-    parallel, size = setup.parallel, setup.shape.size
+    parallel, config = setup.parallel, setup.config
     pipeline = parallel.pipeline_model_parallel_size
-    h, f = size.hidden_size, size.ffn_hidden_size
-    # The norms and two of the biases are not sharded.
-    sharded = (4 * h * h + 3 * h + 2 * h * f + f) // parallel.tensor_model_parallel_size
-    count = size.num_layers // pipeline * (sharded + 2 * h + 4 * h)
+    sharded = config.layer_matrix_parameters + config.sharded_bias_parameters
+    layer = sharded // parallel.tensor_model_parallel_size + config.replicated_layer_parameters
+    count = config.num_layers // pipeline * layer
     if stage == 0:
-        count += setup.embedding_elements + setup.shape.max_sequence_length * h
+        count += setup.embedding_elements + config.position_parameters
     if stage == pipeline - 1:
-        count += 2 * h  # the final layer norm
-        count += setup.embedding_elements if pipeline > 1 else 0  # copy of the tied embedding
+        count += config.norm_parameters * config.hidden_size  # the final norm
+        # The output layer's matrix, or a copy of the tied embedding.
+        if pipeline > 1 or config.untie_embeddings_and_output_weights:
+            count += setup.embedding_elements
     return count

@@ -20,12 +20,14 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.layers import additive_mask
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 
 # Attention kernels are planned per shape, so few distinct shapes are faster than minimal padding.
 LENGTH_MULTIPLE_ON_GPU = 64
+DEFAULT_WINDOW_LIMIT = 4096
+"""Maximum default window length of a model with rotary positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +36,13 @@ class Reader:
 
     Attributes:
         model: this rank's part of the model.
-        shape: shape of the whole model.
+        config: the whole model.
         layout: layout of this rank.
         later_chunks: the other model chunks of this rank, if pipeline stages are interleaved.
     """
 
     model: GPTModel
-    shape: ModelShape
+    config: ModelConfig
     layout: Layout
     later_chunks: Sequence[GPTModel] = ()
 
@@ -63,8 +65,9 @@ class Reader:
             hidden = self._receive(tokens, chunk)
             if chunk.pre_process:
                 hidden = chunk.embedding(input_ids=tokens, position_ids=_positions(tokens))
+            rotary = chunk.rotary_pos_emb(tokens.size(1)) if self.config.is_rotary else None
             for block in mine:
-                hidden, _ = block(hidden_states=hidden, attention_mask=None)
+                hidden, _ = block(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)
             if mine[-1].layer_number == layer:
                 return self._whole(hidden)
             self._pipeline.send_forward(hidden, is_last_stage=False)
@@ -108,7 +111,10 @@ class Reader:
         self.model.set_input_tensor(self._receive(tokens, self.model))
         dtype = self.model.config.params_dtype
         mask = None if attention_mask is None else additive_mask(attention_mask, dtype)
-        hidden = self.model.decoder(hidden_states=hidden, attention_mask=mask)
+        rotary = self.model.rotary_pos_emb.at(positions) if self.config.is_rotary else None
+        hidden = self.model.decoder(
+            hidden_states=hidden, attention_mask=mask, rotary_pos_emb=rotary
+        )
         self._pipeline.send_forward(hidden, self.layout.is_last_stage)
         return self._whole(hidden) if self.layout.is_last_stage else None
 
@@ -128,7 +134,7 @@ class Reader:
         batch, length = tokens.shape
         if self.layout.sequence_parallel:
             length //= self.layout.tensor_size
-        shape = (length, batch, self.shape.size.hidden_size)
+        shape = (length, batch, self.config.hidden_size)
         return self._pipeline.recv_forward(shape, chunk.pre_process)
 
     def final_norm(self) -> tuple[torch.Tensor, float]:
@@ -138,7 +144,7 @@ class Reader:
         the result.
         """
         norm = (self.model, *self.later_chunks)[-1].decoder.final_layernorm
-        values = torch.zeros(2, self.shape.size.hidden_size, device=self.layout.device)
+        values = torch.zeros(2, self.config.hidden_size, device=self.layout.device)
         has_result = self.layout.is_last_stage and self.layout.data_rank == 0
         if has_result:
             values = torch.stack([norm.weight.detach(), norm.bias.detach()]).float()
@@ -207,13 +213,13 @@ def length_batches(
         first = last
 
 
-def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> int:
+def check_layer(config: ModelConfig, layer: int | None, flag: str = "--layer") -> int:
     """Check and return ``layer``; None selects num_layers // 2, as in the authors' code.
 
     Raises:
         UserError: if the model has no such layer.
     """
-    num_layers = shape.size.num_layers
+    num_layers = config.num_layers
     if layer is None:
         return max(1, num_layers // 2)
     if not 1 <= layer <= num_layers:
@@ -221,15 +227,19 @@ def check_layer(shape: ModelShape, layer: int | None, flag: str = "--layer") -> 
     return layer
 
 
-def check_window(shape: ModelShape, window_length: int | None) -> int:
+def check_window(config: ModelConfig, window_length: int | None) -> int:
     """Check and return ``window_length``; None selects the model's sequence length.
+
+    A model with rotary positions accepts any length, and its default is at most
+    ``DEFAULT_WINDOW_LIMIT``: public models have up to a million positions.
 
     Raises:
         UserError: if the model has too few positions.
     """
-    longest = shape.max_sequence_length
     if window_length is None:
-        return longest
+        longest = DEFAULT_WINDOW_LIMIT if config.is_rotary else config.max_positions
+        return min(config.max_sequence_length, longest)
+    longest = config.max_positions
     if not 1 <= window_length <= longest:
         raise UserError(
             f"--window-length {window_length}: the model has positions for 1 to {longest} tokens"

@@ -22,7 +22,7 @@ MOST_ROWS = 40
 # Labels of swept hyperparameters; others are labelled by their names.
 SWEPT_LABELS = {
     "train_iters": "proxy steps",
-    "model_size": "proxy size",
+    "model": "proxy size",
     "ridge": "ridge",
     "num_windows": "windows per domain",
 }

@@ -20,7 +20,7 @@ from megatron_chameleon.artifacts.checkpoint import (
     keep_last,
 )
 from megatron_chameleon.artifacts.files import finish_replacements, writing
-from megatron_chameleon.artifacts.record import json_values
+from megatron_chameleon.artifacts.record import json_values, model_fields
 from megatron_chameleon.artifacts.training_run import (
     METRICS_NAME,
     FailedSave,
@@ -45,7 +45,7 @@ from megatron_chameleon.training.run_folder import FRESH_START
 # of the corpus, the initial mixture and the pretrained weights, and the mixture changes and the
 # hook that the checkpoint records.
 FIXED_OPTIONS = (
-    "model_size",
+    "model",
     "seq_length",
     "train_iters",
     "global_batch_size",
@@ -116,7 +116,10 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
                 f"{FRESH_START}"
             )
     before, now = _flat(options_before), _flat(options)
-    for name in FIXED_OPTIONS:
+    # Earlier releases recorded the name of the model as model_size.
+    before = {"model": before.get("model_size")} | before | model_fields(run.model)
+    now |= dataclasses.asdict(plan.config)
+    for name in (*FIXED_OPTIONS, *model_fields(run.model)):
         if before.get(name) != now.get(name):
             raise UserError(
                 f"{run.root} holds a run with {flag_of(name)} {before.get(name)}, not "

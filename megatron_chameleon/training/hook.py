@@ -20,8 +20,8 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, HookState
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.sampler import Batch, to_device
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import forward_flops, training_flops
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.domain_gradients import (
     DomainGradients,
@@ -130,7 +130,7 @@ class GlobalBatch:
         step: number of steps done before this step.
         micro_batches: this rank's micro-batches.
         passes: forward and backward passes of the trained model.
-        shape: shape of the trained model.
+        config: the trained model.
         layout: layout of the ranks.
         hook: the training hook, whose FLOPs are counted.
     """
@@ -138,7 +138,7 @@ class GlobalBatch:
     step: int
     micro_batches: Sequence[Batch]
     passes: Passes
-    shape: ModelShape
+    config: ModelConfig
     layout: Layout
     hook: TrainingHook
 
@@ -154,17 +154,17 @@ class GlobalBatch:
         return mine * self.layout.data_size
 
     def token_losses(
-        self, other: Passes | None = None, other_shape: ModelShape | None = None
+        self, other: Passes | None = None, other_config: ModelConfig | None = None
     ) -> list[torch.Tensor]:
         """Compute the losses of all tokens by a forward pass of the trained model or another model.
 
         Args:
             other: passes of another model in the same layout, such as a reference model; by
                 default, the passes of the trained model.
-            other_shape: shape of the other model, to count its FLOPs.
+            other_config: the other model, to count its FLOPs.
         """
-        shape = other_shape or self.shape
-        self.hook.flops += forward_flops(shape, self.num_tokens, self.passes.shape.seq_length)
+        config = other_config or self.config
+        self.hook.flops += forward_flops(config, self.num_tokens, self.passes.shape.seq_length)
         return (other or self.passes).token_losses(self.micro_batches)
 
     def domain_sums(self, values: TokenValues) -> torch.Tensor:
@@ -240,14 +240,14 @@ class HookRunner:
             allocated here.
         passes: passes of the trained model, built with ``per_token_loss`` if the hook combines
             gradients.
-        shape: shape of the trained model.
+        config: the trained model.
         layout: layout of the ranks.
     """
 
     def __init__(
-        self, hook: TrainingHook, passes: Passes, shape: ModelShape, layout: Layout
+        self, hook: TrainingHook, passes: Passes, config: ModelConfig, layout: Layout
     ) -> None:
-        self._hook, self._passes, self._shape, self._layout = hook, passes, shape, layout
+        self._hook, self._passes, self._config, self._layout = hook, passes, config, layout
         # Trained chunks are wrapped for data parallelism.
         self._model: Sequence[DistributedDataParallel] = passes.model
         self._gradients: DomainGradients | None = None
@@ -284,7 +284,7 @@ class HookRunner:
         self._before_step = self._copy_of_state()
         micro_batches = list(itertools.islice(batches, self._passes.shape.num_microbatches))
         batch = GlobalBatch(
-            step, micro_batches, self._passes, self._shape, self._layout, self._hook
+            step, micro_batches, self._passes, self._config, self._layout, self._hook
         )
         weights = self._hook.loss_weights(batch)
         if self._gradients is None:
@@ -342,7 +342,7 @@ class HookRunner:
         gradients.combine(self._hook.gradient_weights(gradients))
         length = self._passes.shape.seq_length
         padded = int(sum_over_ranks(padding, self._layout)) * length
-        self._hook.flops += training_flops(self._shape, padded, length)
+        self._hook.flops += training_flops(self._config, padded, length)
         if self._layout.is_last_stage:  # exclude padding samples from the sampled tokens
             sampled = torch.tensor([len(own) * length for own in rows])
             sums[:, 2] = to_device(sampled, self._passes.device)

@@ -12,9 +12,10 @@ from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.checkpoint.state import random_states, set_random_states
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
+from megatron_chameleon.model.config import DEFAULT_MODEL, ModelConfig
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.memory import TrainingSetup, estimate_memory, peak_bytes_per_rank
-from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.parallel.layout import Layout, check_layout
 from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.options import EstimateMemoryOptions, ModelOptions
@@ -33,7 +34,7 @@ MEMORY_HINT = (
 BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_gather_dispatched")
 
 
-def training_setup(options: ModelOptions, shape: ModelShape, world_size: int) -> TrainingSetup:
+def training_setup(options: ModelOptions, config: ModelConfig, world_size: int) -> TrainingSetup:
     """Describe training with ``options`` on ``world_size`` ranks, to estimate its memory.
 
     Raises:
@@ -43,7 +44,7 @@ def training_setup(options: ModelOptions, shape: ModelShape, world_size: int) ->
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     data_parallel_size = world_size // model_parallel
     return TrainingSetup(
-        shape=shape,
+        config=config,
         parallel=parallel,
         data_parallel_size=data_parallel_size,
         micro_batch_size=options.micro_batch_size,
@@ -58,13 +59,15 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
     Raises:
         UserError: if the options do not describe a possible run.
     """
-    shape = ModelShape(model_size(options.model_size), options.vocab_size, options.seq_length)
+    config = resolve_model(
+        options.model or DEFAULT_MODEL, options.architecture, options.vocab_size, options.seq_length
+    )
     parallel = options.parallel
     check_layout(parallel, options.world_size)
-    check_model_layout(shape.size, parallel, options.seq_length)
-    setup = training_setup(options, shape, options.world_size)
+    check_model_layout(config, parallel, options.seq_length)
+    setup = training_setup(options, config, options.world_size)
     print(
-        f"{options.model_size}: {shape.num_parameters:,} parameters on {options.world_size} "
+        f"{options.model}: {config.num_parameters:,} parameters on {options.world_size} "
         f"rank(s): tensor {parallel.tensor_model_parallel_size}, "
         f"pipeline {parallel.pipeline_model_parallel_size}, data {setup.data_parallel_size}; "
         f"{setup.num_microbatches} micro-batch(es) of {options.micro_batch_size} x "
@@ -115,7 +118,7 @@ def check_host_memory(plan: TrainingPlan, layout: Layout) -> None:
     """
     if layout.device.type != "cpu":
         return
-    setup = training_setup(plan.options, plan.shape, layout.world_size)
+    setup = training_setup(plan.options, plan.config, layout.world_size)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     require_host_memory(
         ranks * peak_bytes_per_rank(setup),

@@ -276,7 +276,7 @@ def build_trained_model(
     options = plan.options
     on_gpu = layout.device.type == "cuda"
     chunks = build_model_chunks(
-        plan.shape,
+        plan.config,
         layout,
         options.seed,
         bf16=options.bf16,

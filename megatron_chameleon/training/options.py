@@ -9,6 +9,7 @@ from typing import Literal
 
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.ranges import (
     BatchSize,
@@ -212,9 +213,11 @@ class OptimizerOptions(CheckedOptions):
 class ModelOptions(CheckedOptions):
     """Model, batch and parallel layout, which determine the memory of a training run."""
 
-    model_size: str | None = None
-    """Name of a model size; an unknown name prints all names. Default: the size of
+    model: str | None = None
+    """Name of a model, or folder of a Hugging Face config.json; an unknown name prints all names.
+    Vocabulary and sequence length are those of the run. Default: the model of
     --pretrained-checkpoint, or 82m."""
+    architecture: ArchitectureOptions = dataclasses.field(default_factory=ArchitectureOptions)
     seq_length: Count = 1024
     """Tokens per sample (the paper's cost figures imply 1024)."""
     global_batch_size: BatchSize = 128
@@ -234,8 +237,6 @@ class EstimateMemoryOptions(ModelOptions):
     files.
     """
 
-    model_size: str = "82m"
-    """Name of a model size; an unknown name prints all names."""
     vocab_size: Count = 50257
     """Number of tokens of the tokenizer, without padding."""
     world_size: Count = 1
@@ -299,7 +300,8 @@ class PretrainOptions(TrainingOptions, RunOptions):
 
     pretrained_checkpoint: Path | None = None
     """Weights to fine-tune: a run folder (its latest checkpoint), a checkpoint folder or a Hugging
-    Face GPT-2 folder. Optimizer and schedule start from scratch."""
+    Face folder (GPT-2, Llama, Mistral without sliding window, Qwen2, Qwen3). Optimizer and schedule
+    start from scratch."""
     overwrite: bool = False
     """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)

@@ -23,8 +23,9 @@ from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
+from megatron_chameleon.model.config import DEFAULT_MODEL, ModelConfig, name_of
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.sizes import DEFAULT_SIZE, ModelShape, model_size, name_of
+from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
 
@@ -38,7 +39,7 @@ class TrainingPlan:
     """Options of a run, and the artifacts that they name.
 
     Attributes:
-        options: options of the run. ``model_size`` is the name of the size, or None if the size has
+        options: options of the run. ``model`` is the name of the model, or None if the model has
             no name.
         data: the training tokens.
         mixture: initial mixture.
@@ -46,7 +47,7 @@ class TrainingPlan:
         by_size: whether the samples follow Megatron's order for data sets without weights, which is
             used for a corpus with a single domain and for a ``--data-path`` without weights.
         pretrained: initial weights of the model; None for random initialization.
-        shape: shape of the model.
+        config: the model.
         provenance: provenance of the run.
     """
 
@@ -56,7 +57,7 @@ class TrainingPlan:
     schedule: MixtureSchedule
     by_size: bool
     pretrained: Pretrained | None
-    shape: ModelShape
+    config: ModelConfig
     provenance: Provenance
 
     @property
@@ -105,8 +106,9 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         UserError: if an option or an artifact is invalid, or if some of them are incompatible.
     """
     check_overwrite(options)
-    if options.model_size is not None:
-        model_size(options.model_size)  # raises for an unknown name, before anything is read
+    # Raises for an invalid model before anything is read.
+    model = options.model or DEFAULT_MODEL
+    config = resolve_model(model, options.architecture, 1, options.seq_length)
     if options.compile_layers:
         check_compile(options.parallel)
     data, mixture, weights, by_size = load_data(options)
@@ -115,14 +117,14 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         check_enough_tokens(data, phase.weights, options.seq_length)
     pretrained = find_pretrained(options, data)
     if pretrained:
-        shape = pretrained.shape
+        config = pretrained.config
     else:
-        size = model_size(options.model_size or DEFAULT_SIZE)
-        shape = ModelShape(size, data.tokenizer.vocab_size, options.seq_length)
-    check_model_layout(shape.size, options.parallel, options.seq_length)
-    # Record the name of the model size, if any, so that records do not depend on whether
-    # --model-size was passed.
-    options = dataclasses.replace(options, model_size=name_of(shape.size))
+        config = dataclasses.replace(config, vocab_size=data.tokenizer.vocab_size)
+    check_model_layout(config, options.parallel, options.seq_length)
+    # Record the name of the model, if any, so that records do not depend on how it was passed.
+    options = dataclasses.replace(
+        options, model=name_of(config), architecture=ArchitectureOptions()
+    )
     inputs = {"corpus": data.hash, "mixture": mixture.hash}
     if pretrained:
         inputs["pretrained checkpoint"] = pretrained.hash
@@ -133,7 +135,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         schedule=schedule,
         by_size=by_size,
         pretrained=pretrained,
-        shape=shape,
+        config=config,
         provenance=provenance(options, inputs),
     )
 

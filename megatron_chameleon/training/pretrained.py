@@ -12,19 +12,21 @@ import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import find_checkpoint
+from megatron_chameleon.artifacts.record import differences
 from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.checkpoint.huggingface import (
     HuggingFaceWeights,
     is_huggingface_folder,
 )
-from megatron_chameleon.checkpoint.load import load_weights, shape_of
+from megatron_chameleon.checkpoint.load import config_of, load_weights
 from megatron_chameleon.corpus.tokenizer import (
     TokenizerFile,
     recorded_tokenizer_file,
     vocab_file_in,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.training.options import PretrainOptions
 
 FLAG = "--pretrained-checkpoint"
@@ -36,14 +38,14 @@ class Pretrained:
 
     Attributes:
         where: folder of the weights.
-        shape: shape of the run's model; its position table may be longer than the run's samples.
+        config: config of the run's model; its position table may be longer than the run's samples.
         hash: hex SHA-256 of the weights.
         load: function that loads the weights into this rank's model chunks.
         left_out: descriptions of weights that are not loaded.
     """
 
     where: Path
-    shape: ModelShape
+    config: ModelConfig
     hash: str
     load: Callable[[Sequence[torch.nn.Module]], None]
     left_out: Sequence[str] = ()
@@ -57,9 +59,9 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
         data: its training data.
 
     Raises:
-        UserError: if the path is neither a complete checkpoint nor a GPT-2 folder, or if its size
-            is not --model-size, its tokenizer differs, its vocabulary is too small, or it has fewer
-            positions than --seq-length.
+        UserError: if the path is neither a complete checkpoint nor a Hugging Face folder, or if its
+            model is not --model, its tokenizer differs, its vocabulary is too small, or it has
+            fewer positions than --seq-length.
     """
     path = options.pretrained_checkpoint
     if path is None:
@@ -68,14 +70,23 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
         found = _from_huggingface(path, options, data)
     else:
         found = _from_checkpoint(path, data)
-    if options.model_size is not None:
-        expected = model_size(options.model_size)
-        if found.shape.size != expected:
-            raise UserError(
-                f"--model-size {options.model_size}: {found.where} has {found.shape.size}, not "
-                f"{expected}; leave --model-size out to use the size of the weights"
+    if options.model is not None:
+        sizes = found.config.vocab_size, found.config.max_sequence_length
+        expected = resolve_model(options.model, options.architecture, *sizes)
+        if found.config != expected:
+            different = differences(found.config, expected)
+            fields = ", ".join(
+                f"{name} {is_}, not {not_}" for name, (is_, not_) in different.items()
             )
-    longest = found.shape.max_sequence_length
+            raise UserError(
+                f"--model {options.model}: {found.where} has {fields}; leave --model out to use "
+                "the model of the weights"
+            )
+    else:
+        options.reject_changed(
+            ["architecture"], f"the model is that of {FLAG} {options.pretrained_checkpoint}"
+        )
+    longest = found.config.max_positions
     if options.seq_length > longest:
         raise UserError(
             f"--seq-length {options.seq_length}: {found.where} ({FLAG}) has {longest} positions; "
@@ -86,23 +97,23 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
 
 def _from_checkpoint(path: Path, data: TokenData) -> Pretrained:
     checkpoint = CheckpointRecord.load(find_checkpoint(path, FLAG))
-    shape, where = shape_of(checkpoint), checkpoint.root
+    config, where = config_of(checkpoint), checkpoint.root
     if checkpoint.tokenizer_hash != data.tokenizer.sha256:
         raise UserError(
             f"{where} was trained with another tokenizer than that of {data.where}; preprocess the "
             f"text with the tokenizer of the weights (--tokenizer-model), or pass another {FLAG}"
         )
-    if shape.vocab_size != data.tokenizer.vocab_size:
+    if config.vocab_size != data.tokenizer.vocab_size:
         raise UserError(
-            f"{where} has a vocabulary of {shape.vocab_size} tokens, but the tokenizer of "
+            f"{where} has a vocabulary of {config.vocab_size} tokens, but the tokenizer of "
             f"{data.where} has {data.tokenizer.vocab_size}; pass another {FLAG}"
         )
-    return Pretrained(where, shape, checkpoint.hash, functools.partial(load_weights, checkpoint))
+    return Pretrained(where, config, checkpoint.hash, functools.partial(load_weights, checkpoint))
 
 
 def _from_huggingface(path: Path, options: PretrainOptions, data: TokenData) -> Pretrained:
     weights = HuggingFaceWeights.find(path)
-    needed, rows = data.tokenizer.vocab_size, weights.config.vocab_size
+    needed, rows = data.tokenizer.vocab_size, weights.found.config.vocab_size
     if rows < needed:
         raise UserError(
             f"{weights.config_file}: a vocabulary of {rows} is too small for {data.where}, whose "
@@ -112,7 +123,7 @@ def _from_huggingface(path: Path, options: PretrainOptions, data: TokenData) -> 
     check_tokenizer(path, options, data)
     weights = dataclasses.replace(weights, vocab_size=needed)
     weights.read()  # raises for missing or unsuitable tensors, before anything is written
-    return Pretrained(path, weights.shape, weights.hash(), weights.load, weights.left_out)
+    return Pretrained(path, weights.config, weights.hash(), weights.load, weights.left_out)
 
 
 def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> None:

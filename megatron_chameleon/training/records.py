@@ -141,7 +141,7 @@ class RunRecords:
     def cost(self) -> Cost:
         """Cost over all ranks since this process started to train."""
         tokens = (self.step - self.first_step) * self.plan.tokens_per_step
-        flops = training_flops(self.plan.shape, tokens, self.plan.options.seq_length)
+        flops = training_flops(self.plan.config, tokens, self.plan.options.seq_length)
         flops += self.validation_flops + self._hook.flops
         return self._stopwatch.cost(flops, self.layout.world_size)
 
@@ -173,7 +173,7 @@ class RunRecords:
         plan, layout, guard, step = self.plan, self.layout, self.guard, self.step
         phase_seconds, skipped = self.phases.read(), guard.unlogged
         guard.unlogged = []
-        flops_per_token = training_flops(plan.shape, 1, plan.options.seq_length)
+        flops_per_token = training_flops(plan.config, 1, plan.options.seq_length)
         tokens_per_second = interval.tokens_per_second / layout.world_size
         tflops = flops_per_token * tokens_per_second / 1e12
         # MFU is logged with --bf16 only, since DENSE_BF16_PEAK holds only the FLOP/s of bfloat16.
@@ -232,8 +232,8 @@ class RunRecords:
     def start_message(self) -> str:
         """Message at the start of training: model, steps, layout and mixture."""
         plan, layout, step = self.plan, self.layout, self.step
-        options, size, schedule = plan.options, plan.shape.size, self.samples.schedule
-        name = options.model_size or f"{size.num_layers} layers of width {size.hidden_size}"
+        options, size, schedule = plan.options, plan.config, self.samples.schedule
+        name = options.model or f"{size.num_layers} layers of width {size.hidden_size}"
         epochs = plan.epochs(schedule)
         weights = (
             f"{name} {domain.weight:.3f} ({epochs[name]:.2f} epochs)"
@@ -247,7 +247,7 @@ class RunRecords:
         ]
         lines = [
             f"{f'resuming at step {step}' if step else 'training'}: {name}, "
-            f"{plan.shape.num_parameters:,} parameters, "
+            f"{plan.config.num_parameters:,} parameters, "
             f"{options.train_iters} steps of {plan.tokens_per_step:,} tokens on "
             f"{layout.world_size} x {device_name(layout.device)} (tensor {layout.tensor_size}, "
             f"pipeline {layout.pipeline_size}, data {layout.data_size})",
@@ -289,7 +289,7 @@ class RunRecords:
         counts = self.samples.counts(samples).tolist()
         return CheckpointRecord(
             root=step_folder(plan.options.run_dir, step),
-            model=dataclasses.asdict(plan.shape),
+            model=dataclasses.asdict(plan.config),
             step=step,
             samples=samples,
             domain_samples=dict(zip(plan.data.names, counts, strict=True)),
@@ -322,8 +322,8 @@ class RunRecords:
             step=self.step,
             train_iters=plan.options.train_iters,
             tokens=self.step * plan.tokens_per_step,
-            model=dataclasses.asdict(plan.shape),
-            parameters=plan.shape.num_parameters,
+            model=dataclasses.asdict(plan.config),
+            parameters=plan.config.num_parameters,
             mixture={name: domain.weight for name, domain in sampled.items()},
             mixture_phases=self._phases(),
             mixture_method=plan.mixture.method,

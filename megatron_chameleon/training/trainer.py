@@ -110,7 +110,7 @@ class Trainer:
         self.model = build_trained_model(
             plan, layout, progress.checkpoint, combines_gradients=hook.combines_gradients
         )
-        self.hook = HookRunner(hook, self.model.passes, plan.shape, layout)
+        self.hook = HookRunner(hook, self.model.passes, plan.config, layout)
         shape = self.model.passes.shape
         self.batches = shape.micro_batches(records.samples, layout, progress.step)
         # Prefetch batches, but not across a step at which a hook may change the mixture.
@@ -261,7 +261,7 @@ class Trainer:
         if validate and self.validation:
             with self.phases.during("validation"):
                 losses = self.validation.losses()
-            self.records.validation_flops += self.validation.flops(self.records.plan.shape)
+            self.records.validation_flops += self.validation.flops(self.records.plan.config)
         self.records.log(interval, self.model.lr, losses)
 
 

@@ -15,7 +15,7 @@ from megatron_chameleon.blend.token_data import DomainData, corpus_tokens, data_
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
-from megatron_chameleon.model.sizes import ModelShape
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.metrics import mean_losses, sum_over_ranks
 from megatron_chameleon.training.plan import TrainingPlan
@@ -76,9 +76,9 @@ class Validation:
                 batch["domain"][place] = domain
         return batch
 
-    def flops(self, shape: ModelShape) -> float:
-        """Forward FLOPs of one validation over all ranks, for a model of ``shape``."""
-        return sum(reading_flops(shape, text) for text in self._texts if text is not None)
+    def flops(self, config: ModelConfig) -> float:
+        """Forward FLOPs of one validation over all ranks, for a model of ``config``."""
+        return sum(reading_flops(config, text) for text in self._texts if text is not None)
 
     def losses(self) -> dict[str, float]:
         """Domain -> mean negative log-likelihood of its tokens in nats. Collective.

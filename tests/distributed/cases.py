@@ -261,8 +261,8 @@ KILLS = ("in-save", "in-async-save", "never")
 STOPS = ("SIGUSR1", "SIGTERM", "--exit-duration-in-mins")
 STOPPED_ITERS = 400
 MISTAKES = {
-    "heads": ("--model-size", "1.2b", "--run-dir", "{root}/runs/mistake"),
-    "unwritable": ("--model-size", "nano", "--run-dir", "{root}/corpus/corpus.json/run"),
+    "heads": ("--model", "1.2b", "--run-dir", "{root}/runs/mistake"),
+    "unwritable": ("--model", "nano", "--run-dir", "{root}/corpus/corpus.json/run"),
 }
 """User errors. All ranks detect the first error; only rank 0 detects the second error."""
 MORE_BYTES = 256 << 20
@@ -339,7 +339,7 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
     return PretrainOptions(
         corpus=places.corpus,
         run_dir=places.run(name),
-        model_size="nano",
+        model="nano",
         seq_length=32,
         train_iters=TRAIN_ITERS,
         global_batch_size=8,
@@ -370,7 +370,7 @@ def tuning_options(places: Places, name: str) -> PretrainOptions:
     start = places.huggingface("one-padded") if is_folder else places.from_huggingface("one")
     return dataclasses.replace(
         training_options(places, name, TUNED[name] if is_folder else ONE),
-        model_size=None,
+        model=None,
         seed=99,
         train_iters=3,
         pretrained_checkpoint=start,

@@ -25,14 +25,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.variables.torch import constant_fold_functions
 
 from megatron_chameleon.blend.sampler import Batch
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.parallel.layout import Layout, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.distributed.cases import COMPILED
 from tests.random_training import RandomTraining, random_batches
 
-SHAPE = ModelShape(ModelSize(4, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+SHAPE = ModelConfig(4, 2, 32, 64, vocab_size=100, max_sequence_length=16)
 STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
 
 

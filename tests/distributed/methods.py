@@ -47,7 +47,7 @@ def doge(places: Places, name: str, case: Case) -> None:
         output=places.run(name) / "mixture.json",
         work_dir=places.run(name),
         rule=DogeRule(doge_mu=0.05, doge_eps=0.01),
-        proxy=dataclasses.replace(proxy_options(places, name, case), model_size="nano"),
+        proxy=dataclasses.replace(proxy_options(places, name, case), model="nano"),
     )
     assert Doge.compute(options)
 

@@ -30,8 +30,8 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.console import open_output
 from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.memory import TrainingSetup
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.step import StepResult
@@ -192,9 +192,8 @@ def peak_setup(name: str) -> TrainingSetup:
     """Setup of a model whose activations and logits take more memory than its parameters."""
     parallel = cases.PEAKS[name].parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    size = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=128, ffn_hidden_size=512)
     return TrainingSetup(
-        shape=ModelShape(size, vocab_size=1000, max_sequence_length=256),
+        config=ModelConfig(4, 4, 128, 512, vocab_size=1000, max_sequence_length=256),
         parallel=parallel,
         data_parallel_size=cases.PEAKS[name].ranks // model_ranks,
         micro_batch_size=4,

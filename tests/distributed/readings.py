@@ -21,7 +21,7 @@ from megatron_chameleon.checkpoint.huggingface import (
     convert_from_huggingface,
     convert_to_huggingface,
 )
-from megatron_chameleon.checkpoint.load import load_weights, open_reader, shape_of
+from megatron_chameleon.checkpoint.load import config_of, load_weights, open_reader
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
@@ -101,7 +101,7 @@ def rewrite(places: Places, name: str) -> None:
         narrow if is_narrow else contextlib.nullcontext(),
         distributed(cases.REWRITTEN[name].parallel, seed=0) as layout,
     ):
-        model = build_model_chunks(shape_of(record), layout, seed=1)
+        model = build_model_chunks(config_of(record), layout, seed=1)
         load_weights(record, model)
         root, described = places.from_huggingface(name), layout.describe()
         written = dataclasses.replace(record, root=root, layout=described)
@@ -125,7 +125,7 @@ def write_reference(places: Places) -> None:
     found: dict[str, NDArray[np.floating]] = {}
     with distributed(ParallelOptions(), seed=0) as layout:
         reader = open_reader(record, layout)
-        length = reader.shape.max_sequence_length
+        length = reader.config.max_sequence_length
         for name in corpus.names:
             for layer in cases.LAYERS:
                 found[f"{name}/{layer}"] = embed(reader.model, corpus, name, length, layer)

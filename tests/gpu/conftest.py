@@ -26,7 +26,7 @@ STEPS = 12
 # Adam's epsilon is much larger than the gradients' rounding errors, so updates differ as little as
 # gradients.
 TRAINING_FLAGS = (
-    *("--model-size", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
+    *("--model", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
     *("--global-batch-size", "8", "--micro-batch-size", "4"),
     *("--lr", "3e-3", "--lr-warmup-iters", "2", "--adam-eps", "1e-4"),
 )

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
+from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
-from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.optimizer import GuardedOptimizer
@@ -97,7 +97,7 @@ def test_a_run_is_resumed_on_either_device(
     np.testing.assert_allclose(losses(run), losses(whole), atol=FP32_TOLERANCE)
 
 
-def setup_of(shape: ModelShape, *, bf16: bool, micro_batch_size: int) -> TrainingSetup:
+def setup_of(shape: ModelConfig, *, bf16: bool, micro_batch_size: int) -> TrainingSetup:
     return TrainingSetup(shape, TrainingParallelOptions(), 1, micro_batch_size, 2, bf16)
 
 
@@ -110,7 +110,7 @@ def test_the_memory_estimate_is_near_the_allocators_peak(
     size: str, bf16: bool, micro_batch_size: int
 ) -> None:
     """The models include head dimensions 48 (210m) and 50 (684m)."""
-    shape = ModelShape(model_size(size), 50_257, 1024)
+    shape = preset(size, 50_257, 1024)
     setup = setup_of(shape, bf16=bf16, micro_batch_size=micro_batch_size)
     gc.collect()
     with distributed(setup.parallel, seed=0) as layout:
@@ -141,7 +141,7 @@ def test_a_step_waits_for_the_gradients_norm_alone(
             torch.cuda.set_sync_debug_mode(before)
 
     monkeypatch.setattr(GuardedOptimizer, "get_grad_norm", norm_that_waits)
-    setup = setup_of(ModelShape(ModelSize(2, 4, 200, 400), 1000, 64), bf16=bf16, micro_batch_size=2)
+    setup = setup_of(ModelConfig(2, 4, 200, 400, 1000, 64), bf16=bf16, micro_batch_size=2)
     with distributed(setup.parallel, seed=0) as layout:
         step = training_step(setup, layout)
         step()

@@ -199,7 +199,7 @@ def test_sweep_trains_each_proxy_once(launchers):
     sweep = Sweep.load(folder)
     assert sweep.axes == {
         "train_iters": [4, 12],
-        "model_size": ["nano", "tiny"],
+        "model": ["nano", "tiny"],
         "ridge": [1.0, 10.0, 100.0],
         "num_windows": [32, 64],
     }

@@ -51,19 +51,19 @@ HANG = 1000  # exit status recorded for a tool that does not end
 OUTCOMES = ("rejected", "unchanged", "edited", "fallback")
 
 TRAIN = (
-    "--model-size nano --seq-length 32 --global-batch-size 4 --micro-batch-size 4 "
+    "--model nano --seq-length 32 --global-batch-size 4 --micro-batch-size 4 "
     "--lr-warmup-iters 1 --log-interval 1 --save-interval 2 --train-iters"
 )
 INPUTS = " ".join(f"--input {name}=text/{name}.jsonl" for name in DOMAINS)
 WEIGH = "--corpus 1-corpus --checkpoint 2-proxy/nano-seed1 --num-windows 16 --store"
 SWARM = (
     "--method regmix --corpus 1-corpus --num-proxies 8 --folds 2 --num-trees 20 --num-draws 500 "
-    "--num-best 16 --model-size nano --train-iters 2 "
+    "--num-best 16 --model nano --train-iters 2 "
     "--seq-length 32 --global-batch-size 2 --lr-warmup-iters 1 --eval-tokens 64 "
     "--output 4-mixture/regmix.json"
 )
 SWEEP = (
-    "--corpus 1-corpus --output sweep --model-size nano --train-iters 2 --seq-length 32 "
+    "--corpus 1-corpus --output sweep --model nano --train-iters 2 --seq-length 32 "
     "--global-batch-size 2 --micro-batch-size 2 --lr-warmup-iters 1 --num-windows 8 "
     "--sweep-ridge 0.1 1"
 )

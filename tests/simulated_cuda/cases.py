@@ -21,7 +21,7 @@ be counted in the next step.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 2e-3
 
 TRAINING_FLAGS = (
-    *("--model-size", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
+    *("--model", "nano", "--seq-length", "32", "--train-iters", str(STEPS)),
     *("--global-batch-size", "8", "--micro-batch-size", "2"),
     *("--lr", "3e-3", "--lr-warmup-iters", "2", "--adam-eps", "1e-4"),
 )

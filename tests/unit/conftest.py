@@ -59,7 +59,7 @@ def pretrain_options(corpus: Corpus) -> Callable[..., PretrainOptions]:
     def options(run_dir: Path, **changes: object) -> PretrainOptions:
         settings: dict[str, object] = {
             "corpus": corpus.root,
-            "model_size": "nano",
+            "model": "nano",
             "seq_length": 32,
             "train_iters": 6,
             "global_batch_size": 8,

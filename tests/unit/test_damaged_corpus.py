@@ -20,7 +20,7 @@ from tests.small_corpus import VOCAB_SIZE, without_checksums, word_tokenizer, wr
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (
-    "pretrain_gpt.py --model-size nano --seq-length 32 --train-iters 6 --global-batch-size 8 "
+    "pretrain_gpt.py --model nano --seq-length 32 --train-iters 6 --global-batch-size 8 "
     "--micro-batch-size 4 --lr-warmup-iters 2 --run-dir OUTPUT "
 )
 TOOLS = {

@@ -78,7 +78,7 @@ def test_launcher_trains_what_it_reproduces(launch, name):
     training = succeeded(launch(name)).training()
     assert training
     for options in training:
-        assert (options.model_size, options.train_iters) == (size, steps)
+        assert (options.model, options.train_iters) == (size, steps)
         assert (options.global_batch_size, options.seq_length) == (batch, 1024)
         assert (options.optimizer.lr, options.optimizer.min_lr) == rates
         assert options.bf16
@@ -96,7 +96,7 @@ def test_pretraining_choices(launch, name, tmp_path):
     assert options.parallel.tensor_model_parallel_size == 2
     assert options.parallel.pipeline_model_parallel_size == 3
     assert (options.seed, options.corpus) == (7, Path("runs/stack/1-corpus"))
-    assert (options.mixture, options.model_size) == ("weights.json", "210m")
+    assert (options.mixture, options.model) == ("weights.json", "210m")
     assert (options.train_iters, options.optimizer.lr_warmup_iters) == (7, 1)
     folder = "2-proxy/210m-seed7" if name.endswith("proxy") else "5-base/weights-seed7"
     assert options.run_dir == Path("my run") / folder
@@ -137,12 +137,12 @@ def test_sweep_is_the_papers(launch):
     options = call.options
     assert options.axes == AxisOptions(
         sweep_train_iters=(1000, 2000, 5000, 10000),
-        sweep_model_size=("60m", "82m", "124m", "210m"),
+        sweep_model=("60m", "82m", "124m", "210m"),
         sweep_ridge=(1.0, 10.0, 100.0),
         sweep_num_windows=(2048, 4096, 8192),
     )
     proxy = options.proxy
-    assert (proxy.model_size, proxy.train_iters, proxy.global_batch_size) == ("82m", 2000, 128)
+    assert (proxy.model, proxy.train_iters, proxy.global_batch_size) == ("82m", 2000, 128)
     assert (proxy.optimizer.lr, proxy.optimizer.min_lr, proxy.bf16) == (5e-4, 1e-4, True)
     assert (options.output, call.program) == (Path("runs/slimpajama"), "torchrun")
 

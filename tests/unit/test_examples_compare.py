@@ -113,15 +113,15 @@ def test_paper_setting(launch):
     chosen = "uniform chameleon doremi doge regmix"
     methods, (proxy,), bases = started(papers(launch, METHODS=chosen, SEEDS="1 2 3"))
     assert set(methods) == set(chosen.split())
-    assert (proxy.model_size, proxy.train_iters, proxy.seed) == ("82m", 2000, 1)
+    assert (proxy.model, proxy.train_iters, proxy.seed) == ("82m", 2000, 1)
     assert methods["chameleon"].checkpoint == proxy.run_dir
     assert methods["chameleon"].extraction.num_windows == 4096
     for name in ("doremi", "doge"):
-        assert (methods[name].proxy.model_size, methods[name].proxy.train_iters) == ("82m", 10000)
+        assert (methods[name].proxy.model, methods[name].proxy.train_iters) == ("82m", 10000)
     assert (methods["regmix"].num_proxies, methods["regmix"].target) == (200, "cc")
     assert len(bases) == 3 * len(methods)
     for run in bases:
-        assert (run.model_size, run.train_iters, run.global_batch_size) == ("684m", 10000, 128)
+        assert (run.model, run.train_iters, run.global_batch_size) == ("684m", 10000, 128)
         assert (run.optimizer.lr, run.optimizer.min_lr, run.bf16) == (1.5e-4, 5e-5, True)
     # A larger base model is trained with the same mixtures.
     larger = papers(launch, BASE="1.2b", METHODS="uniform doremi")

@@ -32,7 +32,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.load import open_reader, require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import config_of, open_reader, require_tokenizer
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from megatron_chameleon.corpus.readers import MalformedLineError, object_in, text_at
 from megatron_chameleon.corpus.sources import size_and_time
@@ -77,10 +77,10 @@ from megatron_chameleon.mixture.bootstrap import (
 from megatron_chameleon.mixture.checks import Array, Mode
 from megatron_chameleon.mixture.target import DEFAULT_STRENGTH, similarity_shares, target_prior
 from megatron_chameleon.mixture.weights import placed_weights
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
-from megatron_chameleon.model.sizes import ModelShape
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
@@ -132,14 +132,14 @@ class EmbeddingPlan:
         corpus: corpus whose domains are embedded.
         names: selected domains.
         checkpoint: checkpoint of the proxy.
-        shape: model shape of the proxy.
+        config: model config of the proxy.
         embedding: recipe of the embedding store.
     """
 
     corpus: Corpus
     names: list[str]
     checkpoint: CheckpointRecord
-    shape: ModelShape
+    config: ModelConfig
     embedding: EmbeddingRecipe
 
 
@@ -172,7 +172,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_mixture(options))
-        hidden_size = plan.shape.size.hidden_size
+        hidden_size = plan.config.hidden_size
         entries = [StoreEntry(name, name, plan.embedding) for name in plan.names]
         store, text, missing = from_main(
             lambda: (
@@ -210,7 +210,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
             cost = stopwatch.cost(num_devices=layout.world_size) + text_cost
             heading = (
                 f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
-                f"{plan.embedding.layer} of {plan.shape.size.num_layers}, {reused}"
+                f"{plan.embedding.layer} of {plan.config.num_layers}, {reused}"
             )
             if plan.target is not None:
                 heading += f"\ntarget: {plan.target.value}, strength {plan.target.strength:g}"
@@ -266,24 +266,24 @@ def plan_embedding(
     checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(checkpoint, corpus)
     names = select_domains(options.domains, corpus)
-    shape = shape_of(checkpoint)
-    recipe = embedding_recipe(extraction, shape, checkpoint.hash, corpus.tokenizer.sha256)
-    check_model_layout(shape.size, options.parallel, recipe.window_length)
-    return EmbeddingPlan(corpus, names, checkpoint, shape, recipe)
+    config = config_of(checkpoint)
+    recipe = embedding_recipe(extraction, config, checkpoint.hash, corpus.tokenizer.sha256)
+    check_model_layout(config, options.parallel, recipe.window_length)
+    return EmbeddingPlan(corpus, names, checkpoint, config, recipe)
 
 
 def embedding_recipe(
-    options: ExtractionOptions, shape: ModelShape, model_hash: str, tokenizer_hash: str
+    options: ExtractionOptions, config: ModelConfig, model_hash: str, tokenizer_hash: str
 ) -> EmbeddingRecipe:
-    """Construct the recipe of an embedding store for a proxy of this shape.
+    """Construct the recipe of an embedding store for a proxy of this config.
 
     Raises:
         UserError: for a layer that the model does not have, or windows that are too long for it.
     """
     return EmbeddingRecipe(
         model_hash=model_hash,
-        layer=check_layer(shape, options.layer),
-        window_length=check_window(shape, options.window_length),
+        layer=check_layer(config, options.layer),
+        window_length=check_window(config, options.window_length),
         num_windows=options.num_windows,
         seed=options.extraction_seed,
         tokenizer_hash=tokenizer_hash,
@@ -417,7 +417,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     ]
     # The cost includes the proxy's training, even if several mixtures use the proxy.
     flops = paper_flops(
-        plan.shape.size,
+        plan.config,
         trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
         embedded_tokens=sum(windows.values()) * plan.embedding.window_length,
     )

@@ -53,9 +53,9 @@ class OnlineChameleon(TrainingHook):
         online = options.online
         assert online.online_interval is not None
         self.mixture_interval = online.online_interval
-        self._online, self._shape, self._layout = online, plan.shape, layout
+        self._online, self._shape, self._layout = online, plan.config, layout
         self._batch_size = options.micro_batch_size
-        self._layer = check_layer(plan.shape, online.online_layer, "--online-layer")
+        self._layer = check_layer(plan.config, online.online_layer, "--online-layer")
         weights = np.array(plan.schedule.weights_at(0), np.float64)
         self._weights = by_name(plan.data.names, weights / weights.sum())
         self._names = [name for name, weight in self._weights.items() if weight > 0]

@@ -84,7 +84,7 @@ def discover_domains(options: DiscoverOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_discovery(options))
-        folder, width = options.store_folder, plan.shape.size.hidden_size
+        folder, width = options.store_folder, plan.config.hidden_size
         store, missing = from_main(
             lambda: (
                 store := open_store(folder, plan.embedding, width, plan.provenance),

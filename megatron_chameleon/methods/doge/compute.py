@@ -107,7 +107,7 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
             settings=hook.settings,
             scores=hook.state.mean_alignment,
             inputs=inputs,
-            paper_flops=paper_flops(self.plan.shape.size, trained_tokens=run.tokens),
+            paper_flops=paper_flops(self.plan.config, trained_tokens=run.tokens),
             heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights "
             f"of {run.step:,} steps; the score is the mean alignment with the target",
             hint="use a larger --doge-mu or --doge-eps",

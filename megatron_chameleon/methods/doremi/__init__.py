@@ -73,14 +73,14 @@ class DoremiOptions(ProxyMethodOptions):
     reference_mixture: str | None = None
     """Mixture to train the reference with: 'uniform' (default), 'natural' for the domains' shares
     of the tokens, or the path of a mixture.json."""
-    reference_model_size: str | None = None
+    reference_model: str | None = None
     """Model size of the reference; default: the proxy's model size."""
     rule: DoremiRule = dataclasses.field(default_factory=DoremiRule)
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other."""
         super().__post_init__()
-        for field in ("reference_mixture", "reference_model_size"):
+        for field in ("reference_mixture", "reference_model"):
             value = getattr(self, field)
             if self.reference is not None and value is not None:
                 raise UserError(

@@ -18,7 +18,7 @@ from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.blend.sampler import to_device
-from megatron_chameleon.checkpoint.load import load_weights, require_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import config_of, load_weights, require_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.output import by_name, epoch_limit, warn
@@ -32,9 +32,9 @@ from megatron_chameleon.methods.proxy import (
 )
 from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState, token_weights
 from megatron_chameleon.mixture.weights import natural_weights
+from megatron_chameleon.model.config import name_of
 from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.model.gpt import build_model_chunks, check_model_layout
-from megatron_chameleon.model.sizes import name_of
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.training.checkpointing import check_run_folder
@@ -70,11 +70,11 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         recipe: DoremiRecipe,
     ) -> None:
         names = plan.data.names
-        first = DoremiState.first(len(names), plan.shape.vocab_size, recipe)
+        first = DoremiState.first(len(names), plan.config.vocab_size, recipe)
         settings = {"rule": dataclasses.asdict(recipe), "reference": reference.hash}
         super().__init__(names, range(len(names)), first, settings)
         self._plan, self._layout, self._recipe = plan, layout, recipe
-        self._reference, self._reference_shape = reference, shape_of(reference)
+        self._reference, self._reference_shape = reference, config_of(reference)
         sampling = np.array(plan.schedule.weights_at(0), np.float64)
         self._sampling = sampling / sampling.sum()
         self._passes: Passes | None = None
@@ -163,11 +163,11 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
     def reference_run(self) -> PretrainOptions:
         """Training options of the reference, used unless the reference is user-supplied."""
         options = self.options
-        size = options.reference_model_size or options.proxy.model_size
+        size = options.reference_model or options.proxy.model
         mixture = options.reference_mixture or "uniform"
         if mixture == NATURAL:
             mixture = str(self.work_dir / "reference-mixture.json")
-        proxy = dataclasses.replace(options.proxy, model_size=size)
+        proxy = dataclasses.replace(options.proxy, model=size)
         return training_options(proxy, options.corpus, self.reference_dir, mixture)
 
     def prepare(self, stops: StopRequests) -> bool:
@@ -199,13 +199,13 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
             )
         record = CheckpointRecord.load(find_checkpoint(folder, name))
         require_tokenizer(record, self.corpus)
-        shape = shape_of(record)
-        if shape.max_sequence_length != self.run.seq_length:
+        config = config_of(record)
+        if not config.is_rotary and config.max_sequence_length != self.run.seq_length:
             raise UserError(
-                f"{record.root} was trained with --seq-length {shape.max_sequence_length}, but "
+                f"{record.root} was trained with --seq-length {config.max_sequence_length}, but "
                 f"the proxy uses {self.run.seq_length}; use the same length, or another --reference"
             )
-        check_model_layout(shape.size, self.run.parallel, shape.max_sequence_length)
+        check_model_layout(config, self.run.parallel, self.run.seq_length)
         return record
 
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> ExcessLossReweighting:
@@ -237,7 +237,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         """Write the mean weights of the finished proxy. Called on one rank."""
         recipe, reference = self.recipe, self.reference
         assert reference is not None
-        trained, size = TrainingRun.load(self.reference_dir), shape_of(reference).size
+        trained, size = TrainingRun.load(self.reference_dir), config_of(reference)
         run, hook, inputs = self.finished()
         variant = self.options.rule.doremi_variant
         self.write_mean_weights(
@@ -251,7 +251,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
                 "excess_floor": recipe.floor,
                 "excess_ceiling": recipe.ceiling,
                 "reference": {
-                    "model_size": name_of(size),
+                    "model": name_of(size),
                     "train_iters": trained.step,
                     "mixture": trained.mixture,
                 },
@@ -259,7 +259,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
             scores=hook.state.excess,
             inputs={"reference": reference.hash, **inputs},
             paper_flops=paper_flops(size, trained_tokens=trained.tokens)
-            + paper_flops(self.plan.shape.size, trained_tokens=run.tokens),
+            + paper_flops(self.plan.config, trained_tokens=run.tokens),
             heading=f"\nDoReMi, {variant}, eta {recipe.eta:g}, eps {recipe.eps:g}: mean weights of "
             f"{run.step:,} steps, reference {trained.root}; the score is the last excess loss",
             hint="use a smaller --doremi-eta, a larger --doremi-eps or an --excess-ceiling",

@@ -10,7 +10,7 @@ import dataclasses
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.method import Method
 from megatron_chameleon.methods.swarm import FitOptions
-from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.ranges import (
     CheckedOptions,
     Count,
@@ -46,41 +46,41 @@ class LawOptions(CheckedOptions):
     fit_steps_from: int | None = None
     """First step whose measurement is used to fit the power law of --target-steps; default: a third
     of --train-iters (paper: 10,000 of 30,000)."""
-    model_sizes: tuple[str, ...] = ()
-    """Train the proxies at each of these sizes, three or more, instead of --model-size."""
-    target_size: str | None = None
+    models: tuple[str, ...] = ()
+    """Train the proxies at each of these sizes, three or more, instead of --model."""
+    target_model: str | None = None
     """Before the laws are fitted, extrapolate the losses to a model of this size, by a power law
-    over --model-sizes."""
+    over --models."""
 
     def __post_init__(self) -> None:
         """Raise UserError for values out of range, or that exclude each other."""
         super().__post_init__()
         if self.fit_steps_from is not None and self.target_steps is None:
             raise UserError("--fit-steps-from needs --target-steps; pass both")
-        if (self.target_size is None) != (not self.model_sizes):
+        if (self.target_model is None) != (not self.models):
             raise UserError(
-                "--model-sizes and --target-size must be used together; pass both or neither"
+                "--models and --target-model must be used together; pass both or neither"
             )
-        if self.target_size is None:
+        if self.target_model is None:
             return
-        names = set(self.model_sizes)
+        names = set(self.models)
         if len(set(map(layer_parameters, names))) < max(MIN_POINTS, len(names)):
             raise UserError(
-                f"--model-sizes {' '.join(self.model_sizes)}: a power law needs {MIN_POINTS} or "
+                f"--models {' '.join(self.models)}: a power law needs {MIN_POINTS} or "
                 "more sizes, all with different numbers of parameters; choose other sizes"
             )
-        largest = max(self.model_sizes, key=layer_parameters)
-        if layer_parameters(self.target_size) <= layer_parameters(largest):
+        largest = max(self.models, key=layer_parameters)
+        if layer_parameters(self.target_model) <= layer_parameters(largest):
             raise UserError(
-                f"--target-size {self.target_size} must be larger than {largest}, the largest of "
-                "--model-sizes"
+                f"--target-model {self.target_model} must be larger than {largest}, the largest of "
+                "--models"
             )
 
 
 def layer_parameters(name: str) -> float:
-    """Count a model size's parameters, without embeddings. Raises UserError for an unknown name."""
-    shape = ModelShape(model_size(name), vocab_size=0, max_sequence_length=0)
-    return float(shape.size.num_layers * shape.layer_parameters)
+    """Count a model's parameters, without embeddings. Raises UserError for an unknown name."""
+    config = resolve_model(name, ArchitectureOptions(), vocab_size=1, max_sequence_length=1)
+    return float(config.num_layers * config.layer_parameters)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,9 +98,9 @@ class MixingLawsOptions(FitOptions):
         """Raise UserError for invalid combinations of options."""
         super().__post_init__()
         laws, target = self.laws, self.laws.target_steps
-        if self.ratios is not None and (target or laws.model_sizes):
+        if self.ratios is not None and (target or laws.models):
             raise UserError(
-                "--target-steps, --model-sizes and --target-size need proxies that this command "
+                "--target-steps, --models and --target-model need proxies that this command "
                 "trains; omit these options with --ratios"
             )
         if target is None:
@@ -138,7 +138,7 @@ METHOD = Method(
     summary="the mixture with the lowest target loss, predicted by laws of the losses over the "
     "weights",
     needs="nothing besides the corpus; or results of runs on many mixtures (--ratios, --metrics)",
-    cost="tens of proxies (--num-proxies) for each of --model-sizes",
+    cost="tens of proxies (--num-proxies) for each of --models",
     good_for="few domains; predictions for larger models and longer runs from small proxies",
     source="Ye et al.: Data Mixing Laws, ICLR 2025",
 )

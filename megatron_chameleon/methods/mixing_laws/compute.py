@@ -50,9 +50,9 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
             raise UserError(f"{count} runs are too few for a law; use {MIN_RUNS} or more")
 
     @property
-    def model_sizes(self) -> Sequence[str]:
-        """``--model-sizes``, without repetitions; default: the swarm's model size."""
-        return list(dict.fromkeys(self.options.laws.model_sizes)) or super().model_sizes
+    def models(self) -> Sequence[str]:
+        """``--models``, without repetitions; default: the swarm's model size."""
+        return list(dict.fromkeys(self.options.laws.models)) or super().models
 
     def losses_to_fit(
         self, swarms: Mapping[str, SwarmResult]
@@ -78,15 +78,15 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
                     f"power law with exponent {exponent:.3g}{ahead}"
                 )
                 parameters[f"step_law_{name}"] = {"exponent": exponent, "backtest_mae": error}
-        if target.target_size is None:
+        if target.target_model is None:
             (losses,) = by_size.values()
             return losses, lines, parameters
         names = sorted(by_size, key=layer_parameters)
         sizes = np.array([layer_parameters(name) for name in names])
         curves = np.stack([by_size[name] for name in names], axis=2)
-        losses, exponent = _power_law(sizes, curves, layer_parameters(target.target_size))
+        losses, exponent = _power_law(sizes, curves, layer_parameters(target.target_model))
         lines.append(
-            f"the losses were extrapolated from {', '.join(by_size)} to {target.target_size} by a "
+            f"the losses were extrapolated from {', '.join(by_size)} to {target.target_model} by a "
             f"power law with exponent {exponent:.3g}"
         )
         parameters["size_law"] = {"exponent": exponent, "sizes": list(by_size)}

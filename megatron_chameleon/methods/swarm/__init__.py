@@ -32,8 +32,9 @@ class SwarmOptions(CheckedOptions):
     ranks split the members among themselves.
     """
 
-    model_size: str = "1m"
-    """Name of a member's model size (RegMix: 1m); the error for an unknown name lists all sizes."""
+    model: str = "1m"
+    """Name of the members' model (RegMix: 1m), or folder of a Hugging Face config.json; the error
+    for an unknown name lists all names."""
     train_iters: Count = 1000
     """Optimizer steps of each member (RegMix: 1000)."""
     seq_length: Count = 2048

@@ -123,9 +123,9 @@ class FitMethod(abc.ABC, Generic[Options]):
         """Fit the runs; minimize the weighted mean of their losses, with weights ``shares`` [m]."""
 
     @property
-    def model_sizes(self) -> Sequence[str]:
+    def models(self) -> Sequence[str]:
         """Model sizes of the proxies; one swarm is trained for each."""
-        return [self.options.swarm.model_size]
+        return [self.options.swarm.model]
 
     def losses_to_fit(
         self, swarms: Mapping[str, SwarmResult]
@@ -175,9 +175,9 @@ class FitMethod(abc.ABC, Generic[Options]):
         """Train the swarms; return None after a stop request. Called on every rank."""
         options, swarms = self.options, dict[str, SwarmResult]()
         mixtures = mixtures_to_train(options, self.corpus)
-        for size in self.model_sizes:
+        for size in self.models:
             folder = options.runs_folder / self.swarm_folder.format(size)
-            settings = dataclasses.replace(options.swarm, model_size=size)
+            settings = dataclasses.replace(options.swarm, model=size)
             result = train_swarm(settings, self.corpus, mixtures, folder)
             if result is None:
                 return None
@@ -185,7 +185,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         swarm = options.swarm
         tokens = swarm.train_iters * swarm.global_batch_size * swarm.seq_length
         trained = options.num_proxies * tokens
-        flops = sum(paper_flops(size, trained_tokens=trained) for size in self.model_sizes)
+        flops = sum(paper_flops(size, trained_tokens=trained) for size in self.models)
         losses, lines, parameters = self.losses_to_fit(swarms)
         runs = swarm_runs(list(swarms.values()), losses)
         return dataclasses.replace(

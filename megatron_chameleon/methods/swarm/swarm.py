@@ -52,8 +52,9 @@ from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_toke
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.methods.swarm import SwarmOptions
 from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
-from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
 from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.progress import progress_bar
@@ -172,7 +173,7 @@ class Swarm:
             run_dir=folder,
             corpus=self.corpus.root,
             mixture=str(folder / "mixture.json"),
-            model_size=options.model_size,
+            model=options.model,
             train_iters=options.train_iters,
             seq_length=options.seq_length,
             global_batch_size=options.global_batch_size,
@@ -218,12 +219,12 @@ def train_swarm(
     with StopRequests(options.stopping) as stops, distributed(parallel, options.seed) as layout:
         data = corpus_tokens(corpus)
         check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
-        size, vocab_size = model_size(options.model_size), data.tokenizer.vocab_size
-        shape = ModelShape(size, vocab_size, options.seq_length)
+        sizes = data.tokenizer.vocab_size, options.seq_length
+        config = resolve_model(options.model, ArchitectureOptions(), *sizes)
         with on_main(locked_run_folder(folder)):
             unfinished = from_main(lambda: _open_folder(options, corpus, mixtures, folder))
             members = unfinished[layout.rank :: layout.world_size]
-            micro_batch_size, at_once = concurrency(options, shape, layout.device, len(members))
+            micro_batch_size, at_once = concurrency(options, config, layout.device, len(members))
             swarm = Swarm(
                 options=options,
                 corpus=corpus,
@@ -232,12 +233,12 @@ def train_swarm(
                 micro_batch_size=micro_batch_size,
                 members_at_once=at_once,
                 num_ranks=layout.world_size,
-                max_loss=options.max_loss or MAX_LOSS_FACTOR * math.log(shape.vocab_size),
+                max_loss=options.max_loss or MAX_LOSS_FACTOR * math.log(config.vocab_size),
             )
             if layout.is_main:
                 print(
                     f"swarm: training {len(unfinished)} of {len(mixtures)} members "
-                    f"({options.model_size}), {at_once} concurrently on each of "
+                    f"({options.model}), {at_once} concurrently on each of "
                     f"{layout.world_size} device(s), {micro_batch_size} sequence(s) per pass",
                     flush=True,
                 )
@@ -250,7 +251,7 @@ def train_swarm(
 
 
 def concurrency(
-    options: SwarmOptions, shape: ModelShape, device: torch.device, members: int
+    options: SwarmOptions, config: ModelConfig, device: torch.device, members: int
 ) -> tuple[int, int]:
     """Return the micro batch size, and how many ``members`` a device trains concurrently.
 
@@ -267,7 +268,7 @@ def concurrency(
 
     def member_bytes(size: int) -> int:
         passes = options.global_batch_size // size
-        setup = TrainingSetup(shape, TrainingParallelOptions(), 1, size, passes, options.bf16)
+        setup = TrainingSetup(config, TrainingParallelOptions(), 1, size, passes, options.bf16)
         return PROCESS_BYTES + peak_bytes_per_rank(setup)
 
     size, at_once = options.micro_batch_size, options.members_at_once

@@ -28,8 +28,8 @@ class AxisOptions(CheckedOptions):
     sweep_train_iters: tuple[Count, ...] | None = None
     """Values of --train-iters (paper: 1000 2000 5000 10000). Each is a separate run, with a
     learning rate that decays to its last step."""
-    sweep_model_size: tuple[str, ...] | None = None
-    """Values of --model-size (paper: 60m 82m 124m 210m)."""
+    sweep_model: tuple[str, ...] | None = None
+    """Values of --model (paper: 60m 82m 124m 210m)."""
     sweep_ridge: tuple[Positive, ...] | None = None
     """Values of --ridge (paper: 1 10 100). These values need no additional training or
     embedding."""

@@ -30,6 +30,7 @@ from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.doge.compute import Doge
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.doremi.compute import Doremi
+from megatron_chameleon.methods.mixing_laws import layer_parameters
 from megatron_chameleon.methods.output import require_training_tokens
 from megatron_chameleon.methods.proxy import (
     PROXY,
@@ -41,7 +42,6 @@ from megatron_chameleon.methods.proxy import (
 )
 from megatron_chameleon.methods.sweep import SweepOptions
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.options import PretrainOptions
@@ -51,7 +51,7 @@ from megatron_chameleon.training.stopping import StopRequests
 Values = dict[str, SettingValue]
 """Name of an option, such as ``ridge`` -> its value at a point of the sweep."""
 _FORMATS = {
-    "model_size": "{}",
+    "model": "{}",
     "train_iters": "{:,} steps",
     "num_windows": "{:,} windows",
     "ridge": "ridge {:g}",
@@ -140,7 +140,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
     """
     axes, method = dict[str, list[SettingValue]](), options.method
     centre: Values = {
-        "model_size": options.proxy.model_size,
+        "model": options.proxy.model,
         "train_iters": options.proxy.train_iters,
     }
     if method == "chameleon":
@@ -162,10 +162,8 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
                 f"relative; omit --sweep-{flag}, or set an absolute --{flag}"
             )
         distinct = dict.fromkeys([centre[name], *values])
-        if name == "model_size":  # sorted by the number of parameters without the embedding
-            axes[name] = sorted(
-                distinct, key=lambda size: ModelShape(model_size(str(size)), 0, 0).num_parameters
-            )
+        if name == "model":  # sorted by the number of parameters without the embedding
+            axes[name] = sorted(distinct, key=lambda model: layer_parameters(str(model)))
         else:
             axes[name] = sorted(distinct, key=float)
     if not axes:
@@ -195,10 +193,10 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     """
     proxy = dataclasses.replace(
         options.proxy,
-        model_size=str(values["model_size"]),
+        model=str(values["model"]),
         train_iters=int(values["train_iters"]),
     )
-    name = f"{proxy.model_size}-{proxy.train_iters}steps-seed{proxy.seed}"
+    name = f"{proxy.model}-{proxy.train_iters}steps-seed{proxy.seed}"
     plain = training_options(proxy, options.corpus, options.output / PROXIES / name)
     if options.method == "chameleon":
         return _chameleon_point(options, values, plain)
@@ -261,8 +259,8 @@ def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions
         plan, corpus = plan_training(run), Corpus.load(options.corpus)
         check_run_folder(plan)
         weighting.resolve()
-        recipe = embedding_recipe(method.extraction, plan.shape, "", corpus.tokenizer.sha256)
-        check_model_layout(plan.shape.size, method.parallel, recipe.window_length)
+        recipe = embedding_recipe(method.extraction, plan.config, "", corpus.tokenizer.sha256)
+        check_model_layout(plan.config, method.parallel, recipe.window_length)
         if EmbeddingStore.exists(store):
             stored = EmbeddingStore.load(store)
             # The proxy's hash is unknown before its training, so it is not compared.

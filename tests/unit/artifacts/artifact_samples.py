@@ -221,7 +221,7 @@ def sample_part() -> downstream.DownstreamPart:
 
 def sample_sweep(root: Path) -> a.Sweep:
     """A sweep of two axes around one centre, without mixture files."""
-    centre: dict[str, a.SettingValue] = {"model_size": "82m", "train_iters": 2000, "ridge": 10.0}
+    centre: dict[str, a.SettingValue] = {"model": "82m", "train_iters": 2000, "ridge": 10.0}
     axes: dict[str, list[a.SettingValue]] = {"train_iters": [2000, 5000], "ridge": [1.0, 10.0]}
     inputs = ["2-proxy/ü", "3-embeddings/b"]
     changes: list[dict[str, a.SettingValue]] = [{}, {"train_iters": 5000}, {"ridge": 1.0}]

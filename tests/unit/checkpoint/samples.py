@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.unit.artifacts.artifact_samples import checkpoint_record
 
-SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+SHAPE = ModelConfig(2, 2, 32, 64, vocab_size=100, max_sequence_length=16)
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3)
 
 

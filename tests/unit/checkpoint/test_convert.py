@@ -28,7 +28,7 @@ from megatron_chameleon.checkpoint.huggingface import (
     convert_to_huggingface,
     read_tensors,
 )
-from megatron_chameleon.checkpoint.load import find_tokenizer, shape_of
+from megatron_chameleon.checkpoint.load import config_of, find_tokenizer
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,
     ToHuggingFaceOptions,
@@ -38,7 +38,7 @@ from megatron_chameleon.corpus.gigatoken import difficult_texts
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.model.config import ModelConfig
 from tests.full_disk import largest_file_size
 from tests.small_corpus import word_tokenizer, write_small_corpus
 from tests.unit.checkpoint.samples import PickledCode
@@ -118,8 +118,8 @@ def test_a_round_trip_by_the_tool_is_bit_identical(made, tmp_path, converted, mo
     assert {CheckpointRecord.load(each).hash for each in (ours, again)} == {converted.hash}
     converted.verify()
     assert converted.step == converted.samples == 0
-    assert shape_of(converted) == ModelShape(
-        ModelSize(2, 3, 150, 600), VOCAB_SIZE, POSITIONS, "gelu_tanh"
+    assert config_of(converted) == ModelConfig(
+        2, 3, 150, 600, VOCAB_SIZE, POSITIONS, activation="gelu_tanh"
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
     encoder = load_tokenizer(made, EOD)
@@ -269,7 +269,7 @@ def test_embedding_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, caps
     out = capsys.readouterr().out
     assert "the last 20 of its 300 embedding rows" in out
     assert "dropout of 0.1" in out
-    assert shape_of(record).vocab_size == VOCAB_SIZE - 20
+    assert config_of(record).vocab_size == VOCAB_SIZE - 20
     back = tensors_in(to_folder(record.root, tmp_path / "back"))
     expected = tensors_in(folder)["transformer.wte.weight"][: VOCAB_SIZE - 20]
     assert torch.equal(back["transformer.wte.weight"], expected)

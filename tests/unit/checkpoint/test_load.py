@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.checkpoint import save
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
-from megatron_chameleon.checkpoint.load import load_training, open_reader
+from megatron_chameleon.checkpoint.load import config_of, load_training, open_reader
 from megatron_chameleon.checkpoint.save import Handover, save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError
@@ -61,7 +61,7 @@ def test_a_reader_loads_the_saved_weights_in_fp32(one_rank, tmp_path, bf16):
     assert set(record.files) == {p.name for p in record.root.iterdir()} - {"checkpoint.json"}
     record.verify()
     reader = open_reader(record, one_rank)
-    assert reader.shape == SHAPE
+    assert reader.config == SHAPE
     assert not reader.model.training
     for name, weight in weights_of(model).items():
         read = reader.model.get_parameter(name)
@@ -114,11 +114,20 @@ def test_a_checkpoint_of_another_shape_is_rejected(one_rank, record):
         ({"vocab_size": "many"}, r"/checkpoint\.json: field model"),
         # A model with so many tokens would be larger than the files.
         ({"vocab_size": 10**12}, r"/checkpoint\.json: field model"),
-        ({"size": shape["size"] | {"num_layers": 3}}, "use another checkpoint"),
+        ({"num_layers": 3}, "use another checkpoint"),
+        ({"num_query_groups": 3}, r"/checkpoint\.json: field model"),
     ):
         other = dataclasses.replace(record, model=shape | change)
         with pytest.raises(UserError, match=problem):
             open_reader(other, one_rank)
+
+
+def test_the_nested_model_of_earlier_releases_is_read(record):
+    model = dataclasses.asdict(SHAPE)
+    sizes = ("num_layers", "num_attention_heads", "hidden_size", "ffn_hidden_size")
+    earlier = {name: model[name] for name in ("vocab_size", "max_sequence_length", "activation")}
+    earlier["size"] = {name: model[name] for name in sizes}
+    assert config_of(dataclasses.replace(record, model=earlier)) == SHAPE
 
 
 def test_a_file_missing_from_the_record_is_not_read(one_rank, record):
@@ -221,7 +230,7 @@ def declare_bytes(record, code):
     The entry has a size, since megatron does not accept byte entries without a size.
     """
     entry = BytesStorageMetadata()
-    vars(entry)["size"] = torch.Size([128, SHAPE.size.hidden_size])
+    vars(entry)["size"] = torch.Size([128, SHAPE.hidden_size])
     replace_tensor(record, code, entry)
 
 

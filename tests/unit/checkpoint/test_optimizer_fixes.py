@@ -20,15 +20,15 @@ from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.optimizer_fixes import gather_with_padding
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import training_state
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, unwrap
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training import optimizer as optimizers
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.unit.checkpoint.samples import record_at, train, trainer_of
 
 STATE = ("exp_avg", "exp_avg_sq")
 # Layer widths for which parameters do not end at the end of a bucket.
-UNEVEN = ModelShape(ModelSize(2, 2, 36, 72), vocab_size=100, max_sequence_length=16)
+UNEVEN = ModelConfig(2, 2, 36, 72, vocab_size=100, max_sequence_length=16)
 
 
 @pytest.fixture

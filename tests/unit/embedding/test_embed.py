@@ -21,13 +21,13 @@ from megatron_chameleon.embedding.embed import (
 )
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import embedding_flops
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.readout import Reader
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from tests.small_corpus import VOCAB_SIZE, write_small_corpus
 
-SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+SHAPE = preset("nano", VOCAB_SIZE, max_sequence_length=32)
 PROVENANCE = Provenance([], {}, {}, {}, None, "2026-01-01")
 LAYER = 2
 RECIPE = EmbeddingRecipe("m" * 64, LAYER, 32, 20, seed=0, tokenizer_hash="t" * 64)
@@ -91,7 +91,7 @@ def rows(shapes):
 @pytest.mark.parametrize(("layer", "batch_size"), [(1, 7), (4, 1), (4, 100)])
 def test_vector_is_the_mean_hidden_state_of_its_window(reader, corpus, windows, batch_size, layer):
     vectors = embed(reader, corpus, windows, batch_size, layer)
-    assert (vectors.shape, vectors.dtype) == ((45, SHAPE.size.hidden_size), np.float32)
+    assert (vectors.shape, vectors.dtype) == ((45, SHAPE.hidden_size), np.float32)
     expected = embed_direct(reader, corpus, windows, layer)
     np.testing.assert_allclose(vectors, expected, atol=1e-6)
 
@@ -130,7 +130,7 @@ def test_states_that_are_not_finite_are_located(one_rank, corpus, windows):
 
 
 def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
-    store = open_store(folder, RECIPE, SHAPE.size.hidden_size, PROVENANCE)
+    store = open_store(folder, RECIPE, SHAPE.hidden_size, PROVENANCE)
     entries = [StoreEntry(name, name, RECIPE) for name in corpus.names]
     missing = missing_entries(store, corpus, entries)
     before = store.cost

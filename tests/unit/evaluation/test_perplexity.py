@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import config_of, open_reader
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
@@ -227,7 +227,7 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
     assert opened == [3, 6]
     assert results[0] == first
     assert results == [EvaluationResult.load(each.output) for each in (earlier, last)]
-    shape = shape_of(CheckpointRecord.load(find_checkpoint(finished_run)))
+    shape = config_of(CheckpointRecord.load(find_checkpoint(finished_run)))
     assert results[1].cost.flops == forward_flops(shape, 3 * 64, 32)
     for changes in ({"max_tokens": 96}, {"checkpoint": step}, {"overwrite": True}):
         (found,) = evaluate_perplexities([dataclasses.replace(last, **changes)])

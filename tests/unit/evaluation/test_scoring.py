@@ -76,7 +76,7 @@ def questions(reader):
     rng = np.random.default_rng(0)
 
     def draw(length):
-        return rng.integers(0, reader.shape.vocab_size, length).tolist()
+        return rng.integers(0, reader.config.vocab_size, length).tolist()
 
     questions = []
     for length in (1, 5, 40, 41, 120, POSITIONS - 3, POSITIONS + 30):
@@ -98,7 +98,7 @@ def reference_score(reader, question):
         return 0.0, True
     positions = torch.arange(inputs.size(1))[None]
     with torch.no_grad():
-        logits = reader.model(inputs, positions, None)[0, -length:, : reader.shape.vocab_size]
+        logits = reader.model(inputs, positions, None)[0, -length:, : reader.config.vocab_size]
     labels = tokens[-length:]
     scores = logits.double().log_softmax(dim=1).gather(1, labels[:, None])
     return float(scores.sum()), bool((logits.argmax(dim=1) == labels).all())
@@ -113,7 +113,7 @@ def expected(reader, questions):
 def test_scores_equal_the_scores_of_each_question_alone(
     reader, scorer, questions, expected, monkeypatch, sequences_at_once, rows
 ):
-    monkeypatch.setattr(scoring, "LOGITS_ON_CPU", rows * reader.shape.vocab_size)
+    monkeypatch.setattr(scoring, "LOGITS_ON_CPU", rows * reader.config.vocab_size)
     # A single rank must not broadcast, since a broadcast waits for the device.
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", None)
     answers = scorer(sequences_at_once).score(questions)

@@ -28,11 +28,11 @@ from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.fit_quality import fit_linear, folds_of, held_out_predictions
 from megatron_chameleon.mixture.mixing_laws import MixingLaws, simplex_grid
 from megatron_chameleon.mixture.regmix import TreeSettings, fit_trees, sample_mixtures
-from megatron_chameleon.model.sizes import SIZES
+from megatron_chameleon.model.config import PRESETS
 from tests.small_corpus import DOMAINS
 
 SWARM = SwarmOptions(
-    model_size="nano",
+    model="nano",
     train_iters=4,
     seq_length=32,
     global_batch_size=4,
@@ -87,7 +87,7 @@ def compute(corpus, tmp_path):
     return run
 
 
-LAWS_OF_SIZES = LawOptions(model_sizes=("nano", "1m", "tiny"), target_size="mini")
+LAWS_OF_PRESETS = LawOptions(models=("nano", "1m", "tiny"), target_model="mini")
 TABLES = {"ratios": Path("r"), "metrics": Path("m")}
 
 
@@ -102,9 +102,9 @@ TABLES = {"ratios": Path("r"), "metrics": Path("m")}
         (RegmixOptions, {"ratios": Path("table.csv")}, "--metrics"),
         (RegmixOptions, {"output": Path("/dev/null/mixture.json")}, "/dev/null"),
         (RegmixOptions, {"num_proxies": 64, **TABLES}, "--num-proxies 64"),
-        (RegmixOptions, {"swarm": SWARM, **TABLES}, "--model-size nano"),
+        (RegmixOptions, {"swarm": SWARM, **TABLES}, "--model nano"),
         (MixingLawsOptions, {"laws": LawOptions(target_steps=4)}, "--target-steps 4"),
-        (MixingLawsOptions, {"laws": LAWS_OF_SIZES, **TABLES}, "--target-size"),
+        (MixingLawsOptions, {"laws": LAWS_OF_PRESETS, **TABLES}, "--target-model"),
     ],
 )
 def test_mistakes_are_reported_before_training(
@@ -117,9 +117,9 @@ def test_mistakes_are_reported_before_training(
 
 @pytest.mark.parametrize("sizes", [("nano", "tiny", "nano"), ("nano", "tiny", "1m", "twin")])
 def test_a_power_law_over_sizes_needs_three_all_different(monkeypatch, sizes):
-    monkeypatch.setitem(SIZES, "twin", SIZES["nano"])
-    with pytest.raises(UserError, match="--model-sizes"):
-        LawOptions(model_sizes=sizes, target_size="mini")
+    monkeypatch.setitem(PRESETS, "twin", PRESETS["nano"])
+    with pytest.raises(UserError, match="--models"):
+        LawOptions(models=sizes, target_model="mini")
 
 
 def test_columns_are_matched_to_domains_and_reported(compute, tmp_path):
@@ -252,8 +252,8 @@ def test_extrapolation_gives_a_warning_and_can_be_limited(compute, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
 def test_swarms_of_every_size_are_trained_fitted_and_costed(compute, tmp_path):
-    sizes = LAWS_OF_SIZES.model_sizes
-    laws = dataclasses.replace(LAWS_OF_SIZES, target_steps=20, fit_steps_from=2)
+    sizes = LAWS_OF_PRESETS.models
+    laws = dataclasses.replace(LAWS_OF_PRESETS, target_steps=20, fit_steps_from=2)
     mixture = compute(MixingLawsOptions, num_proxies=4, sampling=SAMPLING, laws=laws)
     folders = [tmp_path / "out" / "mixture" / f"swarm-{size}" for size in sizes]
     assert set(mixture.parameters) >= {*(f"step_law_{size}" for size in sizes), "size_law"}
@@ -291,7 +291,7 @@ def test_losses_are_extrapolated_to_the_target_steps_and_size(corpus, tmp_path):
         losses, _, parameters = MixingLawsFit(options).losses_to_fit(found)
         return losses, parameters
 
-    losses, parameters = run(swarms, model_sizes=tuple(swarms), target_size="60m")
+    losses, parameters = run(swarms, models=tuple(swarms), target_model="60m")
     expected = known_losses(mixtures, [30000], "60m")[:, 0]
     expected[3] = np.nan
     np.testing.assert_allclose(losses, expected, atol=5e-3)

@@ -117,7 +117,7 @@ def options_in(name, corpus, finished_run):
         if name == "doremi":
             settings["reference"] = finished_run
         training = {
-            "model_size": "nano",
+            "model": "nano",
             "seq_length": 32,
             "train_iters": STEPS,
             "log_interval": 1,
@@ -421,7 +421,7 @@ def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatc
 @of_doremi
 def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpus):
     made = options(
-        reference=None, reference_mixture="natural", reference_model_size="tiny", train_iters=4
+        reference=None, reference_mixture="natural", reference_model="tiny", train_iters=4
     )
     assert compute(made)
     proxy = proxy_run(made.output)
@@ -431,10 +431,10 @@ def test_a_reference_of_another_size_and_mixture_is_trained_first(options, corpu
     shares = {name: tokens / total for name, tokens in corpus.train_tokens.items()}
     assert reference.mixture == pytest.approx(shares)
     assert proxy.mixture == pytest.approx(dict.fromkeys(DOMAINS, 1 / 3))
-    sizes = [run.model["size"] for run in (reference, proxy)]
+    sizes = [run.model for run in (reference, proxy)]
     assert [size["hidden_size"] for size in sizes] == [128, 64]
     parameters = Mixture.load(made.output).parameters
-    assert parameters["reference"]["model_size"] == "tiny"
+    assert parameters["reference"]["model"] == "tiny"
     layers = sum(12 * size["num_layers"] * size["hidden_size"] ** 2 for size in sizes)
     assert parameters["paper_flops"] == 6 * proxy.tokens * layers
     assert parameters["made_from"] == ["mixture/reference", "mixture/proxy"]

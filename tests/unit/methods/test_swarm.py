@@ -21,21 +21,21 @@ from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun,
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm import SwarmOptions
 from megatron_chameleon.methods.swarm.swarm import Swarm, concurrency, train_swarm
+from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import forward_flops, training_flops
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.training.options import StoppingOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.distributed.launch import finish, start, torchrun
 from tests.small_corpus import DOMAINS, VOCAB_SIZE
 
 STEPS = 6
-SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, 32)
+SHAPE = preset("nano", VOCAB_SIZE, 32)
 MIXTURES = np.array([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]])
 
 
 def swarm_options(**changes):
     options = SwarmOptions(
-        model_size="nano",
+        model="nano",
         train_iters=STEPS,
         seq_length=32,
         global_batch_size=8,
@@ -232,7 +232,7 @@ def test_what_cannot_be_trained_is_rejected(whole, corpus, changes, mixtures, id
 
 
 def test_concurrency_follows_from_memory_and_cores(monkeypatch):
-    shape, gpu = ModelShape(model_size("1m"), 50_257, 2048), torch.device("cuda")
+    shape, gpu = preset("1m", 50_257, 2048), torch.device("cuda")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)), raising=False)
     found = []
     for memory in (80 * 10**9, 4 * 10**9):

@@ -43,7 +43,7 @@ STOP_AT_ONCE = StoppingOptions(exit_duration_in_mins=1e-6)
 
 def proxy_options(**changes) -> ProxyOptions:
     settings = {
-        "model_size": "nano",
+        "model": "nano",
         "train_iters": 4,
         "seq_length": 32,
         "global_batch_size": 4,
@@ -118,16 +118,16 @@ def values_of(sweep: Sweep):
 def test_axes_are_sorted_and_points_distinct(options):
     axes = AxisOptions(
         sweep_train_iters=(5000, 1000, 2000, 5000),
-        sweep_model_size=("210m", "60m"),
+        sweep_model=("210m", "60m"),
         sweep_ridge=(100.0, 10.0),
     )
-    found, points = plan_sweep(options(axes, model_size="82m", train_iters=2000))
+    found, points = plan_sweep(options(axes, model="82m", train_iters=2000))
     assert found == {
         "train_iters": [1000, 2000, 5000],
-        "model_size": ["60m", "82m", "210m"],
+        "model": ["60m", "82m", "210m"],
         "ridge": [10.0, 100.0],
     }
-    centre = {"model_size": "82m", "train_iters": 2000, "num_windows": 16, "ridge": 10.0}
+    centre = {"model": "82m", "train_iters": 2000, "num_windows": 16, "ridge": 10.0}
     assert points[0] == centre
     assert len(points) == 1 + 2 + 2 + 1
     assert all(sum(p[name] != centre[name] for name in centre) == 1 for p in points[1:])
@@ -140,8 +140,8 @@ def test_axes_are_sorted_and_points_distinct(options):
     ("method", "changes", "problem"),
     [
         ("chameleon", {"axes": AxisOptions()}, "--sweep-train-iters, "),
-        ("chameleon", {"axes": AxisOptions(sweep_model_size=("99m",))}, "99m"),
-        ("chameleon", {"axes": AxisOptions(sweep_model_size=())}, "--sweep-model-size"),
+        ("chameleon", {"axes": AxisOptions(sweep_model=("99m",))}, "99m"),
+        ("chameleon", {"axes": AxisOptions(sweep_model=())}, "--sweep-model"),
         ("chameleon", {"axes": AxisOptions(sweep_train_iters=(1,))}, "1 steps, .*': --lr-warmup"),
         ("chameleon", {"doge": DogeRule(doge_mu=0.3)}, "--doge-mu 0.3"),
         ("doremi", {"axes": AxisOptions(sweep_ridge=(1.0,))}, "--sweep-ridge"),
@@ -229,7 +229,7 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
 )
 def test_each_rule_has_its_own_proxies(hooked, method, rules):
     """The default rule is listed twice; the names of its proxies contain no digest."""
-    values: dict[str, Any] = {"model_size": "nano", "train_iters": 4}
+    values: dict[str, Any] = {"model": "nano", "train_iters": 4}
     points = [point_of(hooked(method, **{method: rule}), values) for rule in rules]
     names = [point.made_from[-1].parent.name for point in points]
     assert names == [point.mixture.stem for point in points]

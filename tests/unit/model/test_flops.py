@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import (
     forward_flops,
     head_forward_flops,
@@ -15,11 +16,10 @@ from megatron_chameleon.model.flops import (
     training_flops,
 )
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
 
 BATCH, LENGTH = 2, 48
 # The formula does not count padding, so the vocabulary has 256 tokens, which need no padding.
-SHAPE = ModelShape(ModelSize(3, 4, 64, 160), vocab_size=256, max_sequence_length=LENGTH)
+SHAPE = ModelConfig(3, 4, 64, 160, vocab_size=256, max_sequence_length=LENGTH)
 TOKENS = BATCH * LENGTH
 
 
@@ -41,8 +41,8 @@ def test_flops_by_formula_equal_the_products_counted_by_torch(one_rank):
         backward = by_operator(counter)
     # Attention computes scores and weighted sums over all positions, per token and layer. The
     # causal mask uses half of them.
-    attention = 2 * (2 * LENGTH * SHAPE.size.hidden_size)
-    layers, of_a_layer = SHAPE.size.num_layers, layer_forward_flops(SHAPE, LENGTH)
+    attention = 2 * (2 * LENGTH * SHAPE.hidden_size)
+    layers, of_a_layer = SHAPE.num_layers, layer_forward_flops(SHAPE, LENGTH)
     assert of_a_layer - layer_forward_flops(SHAPE, 0) == attention / 2
     assert forward["bmm"] == TOKENS * layers * attention
     products = forward["mm"] + forward.get("addmm", 0)

@@ -12,12 +12,13 @@ from torch.nn.functional import cross_entropy
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model import compiled_layers
 from megatron_chameleon.model.compiled_layers import check_compile, compile_layers
+from megatron_chameleon.model.config import INIT_STD, ModelConfig, preset
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.initialization import INIT_STD, initialize_weights
-from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
+from megatron_chameleon.model.initialization import initialize_weights
 from megatron_chameleon.parallel.options import TrainingParallelOptions
+from tests.families import VARIANTS
 
-SMALL = ModelSize(num_layers=2, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)
+SMALL = 2, 4, 32, 48
 VOCAB_SIZE, LENGTH = 250, 24
 
 
@@ -36,22 +37,23 @@ def losses_of(model, tokens):
     return model(inputs, positions_of(inputs), None, labels=labels)
 
 
-@pytest.mark.parametrize("name", ["nano", "60m"])
-def test_the_number_of_parameters_is_that_of_the_shape(one_rank, name):
-    shape = ModelShape(model_size(name), vocab_size=1000, max_sequence_length=64)
-    model = build_model(shape, one_rank, seed=0)
-    padding_rows = 1024 - shape.vocab_size
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_number_of_parameters_is_that_of_the_config(one_rank, name):
+    config = VARIANTS[name]
+    model = build_model(config, one_rank, seed=0)
+    matrices = 2 if config.untie_embeddings_and_output_weights else 1
+    padding_rows = matrices * (256 - config.vocab_size)
     held = sum(parameter.numel() for parameter in model.parameters())
-    assert held - padding_rows * shape.size.hidden_size == shape.num_parameters
+    assert held - padding_rows * config.hidden_size == config.num_parameters
     of_a_layer = sum(p.numel() for p in model.decoder.layers[0].parameters())
-    assert of_a_layer == shape.layer_parameters
+    assert of_a_layer == config.layer_parameters
 
 
 def test_vocabulary_padding_is_left_out_of_the_loss(one_rank, tokens):
     """Compare with a plain softmax over the 250 real tokens, in float64."""
-    model = build_model(ModelShape(SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
+    model = build_model(ModelConfig(*SMALL, VOCAB_SIZE, LENGTH), one_rank, seed=1)
     rows = model.embedding.word_embeddings.weight
-    assert rows.shape == (256, SMALL.hidden_size)
+    assert rows.shape == (256, 32)
     with torch.no_grad():
         rows[VOCAB_SIZE:] = 100.0  # would give real tokens zero probability
     final = []
@@ -70,7 +72,7 @@ def test_vocabulary_padding_is_left_out_of_the_loss(one_rank, tokens):
 # Initial weights.
 
 
-SHAPE = ModelShape(ModelSize(4, 4, 96, 192), VOCAB_SIZE, max_sequence_length=64)
+SHAPE = ModelConfig(4, 4, 96, 192, VOCAB_SIZE, max_sequence_length=64)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,7 @@ def test_initial_weights_depend_on_the_seed_alone(one_rank, model):
     for name, matrix in matrices.items():  # padding rows are zero in both
         assert (matrix == same[name]).float().mean() < 0.05, name
     starts = {tuple(matrix[0, :8].tolist()) for matrix in matrices.values()}
-    assert len(starts) == 4 * SHAPE.size.num_layers + 2
+    assert len(starts) == 4 * SHAPE.num_layers + 2
 
 
 def test_initial_weights_follow_gpt2s_distributions(model):
@@ -104,7 +106,7 @@ def test_initial_weights_follow_gpt2s_distributions(model):
             continue
         std, matrix = INIT_STD, parameter.detach()
         if name.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")):
-            std /= math.sqrt(2 * SHAPE.size.num_layers)
+            std /= math.sqrt(2 * SHAPE.num_layers)
             scaled += 1
         sampled = matrix[: SHAPE.vocab_size] if "word_embeddings" in name else matrix
         error = 5 / math.sqrt(sampled.numel())  # five standard errors
@@ -112,7 +114,7 @@ def test_initial_weights_follow_gpt2s_distributions(model):
         assert abs(sampled.std().item() / std - 1) < error, name
         within = (sampled.abs() < std).double().mean().item()
         assert abs(within - math.erf(1 / math.sqrt(2))) < error, name
-    assert scaled == 2 * SHAPE.size.num_layers
+    assert scaled == 2 * SHAPE.num_layers
 
 
 # Compiled layers: without a GPU, the graphs run eagerly.
@@ -130,8 +132,8 @@ def _compiler():
 
 @pytest.mark.usefixtures("_compiler")
 def test_compiled_layers_share_one_graph_and_do_not_change_results(one_rank, tokens):
-    shape = ModelShape(SMALL, VOCAB_SIZE, LENGTH)
-    plain, compiled = (build_model(shape, one_rank, seed=1) for _ in range(2))
+    config = ModelConfig(*SMALL, VOCAB_SIZE, LENGTH)
+    plain, compiled = (build_model(config, one_rank, seed=1) for _ in range(2))
     graphs = CompileCounterWithBackend("aot_eager")
     compile_layers(compiled, backend=graphs)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
@@ -160,6 +162,6 @@ def test_layers_that_cannot_be_compiled_are_an_error(monkeypatch):
 def test_the_sizes_have_the_papers_numbers_of_parameters():
     millions = {"60m": 60, "82m": 82, "124m": 124, "210m": 210, "684m": 684, "1.2b": 1200}
     for name, expected in millions.items():
-        count = ModelShape(model_size(name), 50_257, 1024).num_parameters
+        count = preset(name, 50_257, 1024).num_parameters
         assert count / 1e6 == pytest.approx(expected, rel=0.015), name
-    assert ModelShape(model_size("124m"), 50_257, 1024).num_parameters == 124_439_808  # GPT-2's
+    assert preset("124m", 50_257, 1024).num_parameters == 124_439_808  # GPT-2's

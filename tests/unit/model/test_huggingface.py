@@ -1,4 +1,4 @@
-"""Conversion of weights and settings to transformers' GPT-2 and back."""
+"""Conversion of weights and settings to transformers' models and back."""
 
 from __future__ import annotations
 
@@ -9,39 +9,27 @@ import torch
 import transformers
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.huggingface import (
-    GPT2Config,
     checked_tensors,
-    config_of_shape,
     huggingface_tensors,
     load_huggingface,
-    read_config,
-    shape_of_config,
     to_huggingface,
 )
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.model.huggingface_config import GPT2Config, config_fields, parse_config
+from tests.families import FAMILIES, VARIANTS, llama, small
 from tests.rounding import assert_as_near
 
-SHAPES = {
-    "tiny": ModelShape(ModelSize(2, 4, 32, 128), vocab_size=101, max_sequence_length=20),
-    "head dimension 50": ModelShape(ModelSize(2, 3, 150, 600), 257, 24),
-    "wide MLP, no padding": ModelShape(ModelSize(3, 2, 48, 80), 256, 16),
-    "tanh": ModelShape(ModelSize(2, 4, 32, 128), 101, 20, activation="gelu_tanh"),
-}
-SHAPE = SHAPES["tiny"]
-CONFIG = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 101}
+GPT2, LLAMA = FAMILIES["gpt2"], FAMILIES["llama"]
 
 
-@pytest.fixture(params=SHAPES)
-def shape(request):
-    return SHAPES[request.param]
-
-
-def theirs_of(shape):
-    """Make transformers' model of the shape, with biases and norms that are also random."""
-    config = transformers.GPT2Config(**config_of_shape(shape, torch.float32, eod_id=0))
-    model = transformers.GPT2LMHeadModel(config).eval()
+def theirs_of(config):
+    """Make transformers' model, with biases and norms that are also random."""
+    fields = config_fields(config, "float32", eod_id=0)
+    model_type = fields.pop("model_type")
+    settings = transformers.AutoConfig.for_model(model_type, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -51,98 +39,150 @@ def theirs_of(shape):
     return model
 
 
-def logits_of(model, shape):
+def parts_of(config):
+    """Return name -> shape of every Hugging Face tensor."""
+    return dict(part for parts in huggingface_tensors(config).values() for part in parts)
+
+
+def logits_of(model, config, length):
     """Return the logits [b, s, v] of random tokens at all positions."""
     generator = torch.Generator().manual_seed(3)
-    length = shape.max_sequence_length
-    tokens = torch.randint(shape.vocab_size, (3, length), generator=generator)
+    tokens = torch.randint(config.vocab_size, (3, length), generator=generator)
     with torch.no_grad():
-        if isinstance(model, transformers.GPT2LMHeadModel):
+        if isinstance(model, transformers.PreTrainedModel):
             return model(tokens).logits
-        return model(tokens, torch.arange(length).expand_as(tokens), None)[..., : shape.vocab_size]
+        positions = torch.arange(length).expand_as(tokens)
+        return model(tokens, positions, None)[..., : config.vocab_size]
 
 
-def test_logits_equal_those_of_transformers_and_weights_convert_back(one_rank, shape):
-    theirs = theirs_of(shape)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_those_of_transformers_and_weights_convert_back(one_rank, name):
+    config = VARIANTS[name]
+    theirs = theirs_of(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
-    assert dict(huggingface_tensors(shape).values()) == shapes
-    tensors = checked_tensors(theirs.state_dict(), shape, "there")
-    model = build_model(shape, one_rank, seed=0).eval()
-    load_huggingface(model, tensors, shape)
-    logits, reference = logits_of(model, shape), logits_of(theirs, shape)
-    assert reference.std() > 0.1
-    # Our logits may have the same float32 error as the logits of transformers' model.
-    assert_as_near(logits, reference, logits_of(theirs.double(), shape))
-    back = to_huggingface(dict(model.named_parameters()), shape)
+    assert parts_of(config) == shapes
+    assert config.num_parameters == sum(p.numel() for p in theirs.parameters())
+    tensors = checked_tensors(theirs.state_dict(), config, "there")
+    model = build_model(config, one_rank, seed=0).eval()
+    load_huggingface(model, tensors, config)
+    # With rotary positions, sequences may be longer than those of the training.
+    lengths = (
+        (config.max_sequence_length, 300) if config.is_rotary else (config.max_sequence_length,)
+    )
+    single, exact = theirs, theirs_of(config).double()
+    for length in lengths:
+        logits = logits_of(model, config, length)
+        reference = logits_of(single, config, length)
+        assert reference.std() > 0.1
+        print(f"{name}, {length} tokens: {(logits - reference).abs().max():.1e}")
+        # Our logits may have the same float32 error as the logits of transformers' model.
+        assert_as_near(logits, reference, logits_of(exact, config, length))
+    back = to_huggingface(dict(model.named_parameters()), config)
     assert back.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(back[name], tensor), name
+    for tensor_name, tensor in tensors.items():
+        assert torch.equal(back[tensor_name], tensor), tensor_name
 
 
-def test_a_written_config_is_read_back_unchanged(shape):
-    config = config_of_shape(shape, torch.bfloat16, eod_id=7)
-    assert shape_of_config(read_config(config, "config.json")) == shape
-    theirs = transformers.GPT2Config(**config)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_written_config_is_read_back_unchanged(name):
+    config = VARIANTS[name]
+    fields = config_fields(config, "bfloat16", eod_id=7)
+    assert parse_config(fields, "config.json").config == config
+    theirs = transformers.AutoConfig.for_model(**fields)
     assert theirs.dtype == torch.bfloat16
     assert theirs.eos_token_id == theirs.bos_token_id == 7
-    assert theirs.resid_pdrop == theirs.embd_pdrop == theirs.attn_pdrop == 0
-    for field in dataclasses.fields(GPT2Config):
-        assert getattr(theirs, field.name) == config[field.name]
+    # transformers 5 writes rope_parameters where earlier releases write rope_theta and rope_scaling
+    again = parse_config(theirs.to_dict(), "config.json")
+    assert (again.config, again.dropout) == (config, 0)
 
 
 def test_missing_config_fields_get_transformers_defaults():
-    defaults = GPT2Config("gpt2")
-    theirs = transformers.GPT2Config()
+    defaults, theirs = GPT2Config(), transformers.GPT2Config()
     for field in dataclasses.fields(GPT2Config):
-        assert getattr(defaults, field.name) == getattr(theirs, field.name), field.name
-    assert shape_of_config(defaults) == ModelShape(
-        ModelSize(12, 12, 768, 3072), 50_257, 1024, "gelu_tanh"
+        assert getattr(defaults, field.name) == getattr(theirs, field.name, None), field.name
+    assert defaults.model_config() == ModelConfig(
+        12, 12, 768, 3072, 50_257, 1024, activation="gelu_tanh"
     )
+    for model_type in ("llama", "mistral", "qwen2", "qwen3"):
+        body = transformers.AutoConfig.for_model(model_type, sliding_window=None).to_dict()
+        config = parse_config(body, "config.json").config
+        assert config.kv_channels == body.get("head_dim", 128)
+        assert config.num_query_groups == body["num_key_value_heads"]
 
 
-UNSUPPORTED = {
-    "model_type": "llama",
-    "activation_function": "relu",
-    "layer_norm_epsilon": 1e-6,
-    "scale_attn_by_inverse_layer_idx": True,
-    "tie_word_embeddings": False,
-    "n_embd": "wide",
-    "n_head": 5,
-}
+def gpt2_body(**changes):
+    return {**config_fields(GPT2, "float32", 0), **changes}
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED)
-def test_an_unsupported_config_is_rejected_by_its_field(field):
-    with pytest.raises(UserError, match=f"^there/config.json: field {field} "):
-        read_config({**CONFIG, field: UNSUPPORTED[field]}, "there/config.json")
+def llama_body(**changes):
+    return {**config_fields(LLAMA, "float32", 0), **changes}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (gpt2_body(model_type="bert"), "field model_type"),
+        (gpt2_body(activation_function="relu"), "field activation_function"),
+        (gpt2_body(scale_attn_by_inverse_layer_idx=True), "field scale_attn_by_inverse_layer_idx"),
+        (gpt2_body(tie_word_embeddings=False), "field tie_word_embeddings"),
+        (gpt2_body(n_embd="wide"), "field n_embd"),
+        (gpt2_body(n_head=5), "n_embd 64 .* n_head 5"),
+        (llama_body(num_key_value_heads=3), ".* num_key_value_heads 3"),
+        (llama_body(hidden_act="gelu"), "field hidden_act"),
+        (llama_body(rope_scaling={"rope_type": "longrope"}), "field rope_scaling"),
+        (llama_body(attention_bias=True), "attention_bias"),
+        (llama_body(quantization_config={"bits": 4}), "field quantization_config"),
+        (llama_body(model_type="mistral", sliding_window=8), "sliding_window 8"),
+        (llama_body(model_type="qwen2", use_sliding_window=True), "field use_sliding_window"),
+        (llama_body(layer_types=["sliding_attention"]), "field layer_types"),
+        (llama_body(head_dim=5), ".* head_dim 5"),
+    ],
+)
+def test_an_unsupported_config_is_rejected_by_its_field(body, field):
+    with pytest.raises(UserError, match=f"^there/config.json: {field}"):
+        parse_config(body, "there/config.json")
+
+
+@pytest.mark.parametrize(
+    "config", [llama(rotary_percent=0.5), llama(normalization="LayerNorm"), small(kv_channels=8)]
+)
+def test_a_model_of_no_hugging_face_family_is_not_written(config):
+    with pytest.raises(UserError, match="no supported Hugging Face family"):
+        config_fields(config, "float32", 0)
 
 
 @pytest.fixture
 def tensors():
-    return theirs_of(SHAPE).state_dict()
+    return theirs_of(GPT2).state_dict()
 
 
 def test_tensors_of_older_folders_are_accepted(tensors):
     """Older folders have names without a prefix, causal masks, and no tied output layer."""
-    expected = checked_tensors(tensors, SHAPE, "there")
+    expected = checked_tensors(tensors, GPT2, "there")
     del tensors["lm_head.weight"]
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     plain["h.0.attn.bias"] = torch.ones(1, 1, 20, 20).tril()
     plain["h.1.attn.masked_bias"] = torch.tensor(-1e4)
-    found = checked_tensors(plain, SHAPE, "there")
-    assert found.keys() == expected.keys() == dict(huggingface_tensors(SHAPE).values()).keys()
+    found = checked_tensors(plain, GPT2, "there")
+    assert found.keys() == expected.keys() == parts_of(GPT2).keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_stored_rotary_frequencies_of_older_folders_are_ignored():
+    tensors = theirs_of(LLAMA).state_dict()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    assert checked_tensors(tensors, LLAMA, "there").keys() == parts_of(LLAMA).keys()
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
         ("transformer.ln_f.bias", None),
-        ("transformer.h.2.ln_1.bias", torch.ones(32)),
-        ("transformer.h.0.mlp.c_fc.weight", torch.ones(128, 32)),
-        ("transformer.h.1.ln_2.weight", torch.full((32,), torch.nan)),
-        ("h.1.ln_2.weight", torch.ones(32)),  # duplicate tensor: with and without the prefix
-        ("lm_head.weight", torch.ones(101, 32)),
+        ("transformer.h.4.ln_1.bias", torch.ones(64)),
+        ("transformer.h.0.mlp.c_fc.weight", torch.ones(96, 64)),
+        ("transformer.h.1.ln_2.weight", torch.full((64,), torch.nan)),
+        ("h.1.ln_2.weight", torch.ones(64)),  # duplicate tensor: with and without the prefix
+        ("lm_head.weight", torch.ones(250, 64)),
     ],
 )
 def test_wrong_tensors_are_rejected_by_name(tensors, name, change):
@@ -150,4 +190,4 @@ def test_wrong_tensors_are_rejected_by_name(tensors, name, change):
     if change is None:
         del changed[name]
     with pytest.raises(UserError, match=name.removeprefix("transformer.")):
-        checked_tensors(changed, SHAPE, "there")
+        checked_tensors(changed, GPT2, "there")

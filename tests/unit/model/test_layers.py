@@ -8,9 +8,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model_chunks
 from megatron_chameleon.model.layers import SDPACoreAttention, additive_mask
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.parallel.options import RecomputeOptions
 
 LENGTH, BATCH, HEADS, HEAD_DIM = 7, 2, 4, 8
@@ -74,12 +74,11 @@ def test_padding_the_head_dimension_does_not_change_attention(head_dim, multiple
         torch.testing.assert_close(padded, plain, atol=1e-12, rtol=1e-12)
 
 
-SIZE = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)
-SHAPE = ModelShape(SIZE, vocab_size=100, max_sequence_length=16)
+CONFIG = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
 
 
 def gradients(layout, recompute):
-    (model,) = build_model_chunks(SHAPE, layout, seed=0, recompute=recompute)
+    (model,) = build_model_chunks(CONFIG, layout, seed=0, recompute=recompute)
     text = torch.randint(100, (3, 17), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(16).expand(3, 16)
     forwards = []

@@ -6,20 +6,19 @@ import dataclasses
 
 import pytest
 
+from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.model.memory import (
     TrainingSetup,
     estimate_memory,
     peak_bytes_per_rank,
     stage_parameters,
 )
-from megatron_chameleon.model.sizes import ModelShape, ModelSize, model_size
 from megatron_chameleon.parallel.options import RecomputeOptions, TrainingParallelOptions
 from tests.peak_memory import peak_of_training
 
 TOLERANCE = 0.1
-SIZE = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=128, ffn_hidden_size=512)
 PLAIN = TrainingSetup(
-    shape=ModelShape(SIZE, vocab_size=1000, max_sequence_length=256),
+    config=ModelConfig(4, 4, 128, 512, vocab_size=1000, max_sequence_length=256),
     parallel=TrainingParallelOptions(),
     data_parallel_size=1,
     micro_batch_size=4,
@@ -34,8 +33,8 @@ def laid_out(setup=PLAIN, data_parallel_size=1, **parallel):
 
 
 def with_vocabulary(size, **changes):
-    shape = dataclasses.replace(PLAIN.shape, vocab_size=size)
-    return dataclasses.replace(PLAIN, shape=shape, **changes)
+    config = dataclasses.replace(PLAIN.config, vocab_size=size)
+    return dataclasses.replace(PLAIN, config=config, **changes)
 
 
 BF16 = with_vocabulary(5000, bf16=True, micro_batch_size=8)
@@ -62,14 +61,14 @@ def test_the_estimate_is_near_the_measured_peak(one_rank, name):
 
 @pytest.mark.parametrize("name", ["1m", "1.2b"])
 def test_the_parameters_of_all_ranks_add_up_to_the_model(name):
-    shape = ModelShape(model_size(name), vocab_size=50_257, max_sequence_length=1024)
-    setup = dataclasses.replace(PLAIN, shape=shape)
-    padding = setup.embedding_elements - shape.vocab_size * shape.size.hidden_size
-    assert stage_parameters(setup, 0) == shape.num_parameters + padding
-    pipelined = laid_out(setup, pipeline_model_parallel_size=shape.size.num_layers)
-    held = sum(stage_parameters(pipelined, stage) for stage in range(shape.size.num_layers))
+    config = preset(name, vocab_size=50_257, max_sequence_length=1024)
+    setup = dataclasses.replace(PLAIN, config=config)
+    padding = setup.embedding_elements - config.vocab_size * config.hidden_size
+    assert stage_parameters(setup, 0) == config.num_parameters + padding
+    pipelined = laid_out(setup, pipeline_model_parallel_size=config.num_layers)
+    held = sum(stage_parameters(pipelined, stage) for stage in range(config.num_layers))
     # The last pipeline stage has a second copy of the embedding.
-    assert held == shape.num_parameters + padding + setup.embedding_elements
+    assert held == config.num_parameters + padding + setup.embedding_elements
 
 
 def test_a_sharded_optimizer_divides_its_states_by_the_number_of_ranks():

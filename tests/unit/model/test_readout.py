@@ -9,16 +9,15 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.readout import Reader, length_batches
-from megatron_chameleon.model.sizes import ModelShape, model_size
-
-SHAPE = ModelShape(model_size("nano"), vocab_size=250, max_sequence_length=32)
+from tests.families import FAMILIES
 
 
-@pytest.fixture(scope="module")
-def reader(one_rank):
-    model = build_model(SHAPE, one_rank, seed=3)
+@pytest.fixture(scope="module", params=FAMILIES)
+def reader(one_rank, request):
+    config = FAMILIES[request.param]
+    model = build_model(config, one_rank, seed=3)
     model.eval()
-    return Reader(model, SHAPE, one_rank)
+    return Reader(model, config, one_rank)
 
 
 @pytest.fixture(params=[(3, 32), (2, 1)], ids=str)
@@ -45,7 +44,7 @@ def test_hidden_states_equal_the_layers_output_in_the_whole_model(reader, tokens
     finally:
         for handle in handles:
             handle.remove()
-    assert hidden.shape == (tokens.size(1), tokens.size(0), SHAPE.size.hidden_size)
+    assert hidden.shape == (tokens.size(1), tokens.size(0), reader.config.hidden_size)
     assert not hidden.requires_grad
     assert torch.equal(hidden, seen[layer - 1].detach())
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.sizes import ModelSize, model_size
 from megatron_chameleon.parallel import cpu, layout
 from megatron_chameleon.parallel.options import (
     ParallelOptions,
@@ -15,8 +15,8 @@ from megatron_chameleon.parallel.options import (
     TrainingParallelOptions,
 )
 
-SIZE = model_size("124m")
-FOUR_LAYERS = ModelSize(num_layers=4, num_attention_heads=4, hidden_size=32, ffn_hidden_size=48)
+SIZE = preset("124m", vocab_size=100, max_sequence_length=16)
+FOUR_LAYERS = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import unwrap
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training import hook as hook_module
 from megatron_chameleon.training.domain_gradients import (
     CHUNK,
@@ -21,7 +21,7 @@ from megatron_chameleon.training.hook import HookRunner, TrainingHook
 from tests.device_reads import device_reads
 from tests.random_training import RandomTraining, random_batches
 
-SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+SHAPE = ModelConfig(2, 2, 32, 64, vocab_size=100, max_sequence_length=16)
 NUM_DOMAINS, MICRO_BATCHES, ROWS = 4, 3, 2
 RATE = 0.25
 # Domain 2 has no sample.

@@ -16,7 +16,7 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.sizes import ModelShape, model_size
+from megatron_chameleon.model.config import preset
 from megatron_chameleon.training.memory import check_host_memory
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
@@ -47,7 +47,7 @@ def test_plan_reads_corpus_mixture_and_mixture_changes(plan, corpus, tmp_path):
     assert made.data == corpus_tokens(corpus)
     assert made.schedule == MixtureSchedule.fixed([1 / 3] * 3)
     assert made.mixture == Mixture.uniform(list(DOMAINS))
-    assert made.shape == ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+    assert made.config == preset("nano", VOCAB_SIZE, max_sequence_length=32)
     assert made.tokens_per_step == 8 * 32
     assert made.provenance.inputs == {"corpus": corpus.hash, "mixture": made.mixture.hash}
     mixture = written(tmp_path / "m.json", {"poems": 0.5, "news": 0.2, "code": 0.3})
@@ -80,7 +80,7 @@ def test_plan_reads_a_data_path_with_or_without_weights(plan, data_path, tmp_pat
     assert made.mixture.weights == {"news": 0.3, "code": 0.7}
     assert made.data.names == ["news", "code"]
     assert [(domain.first, domain.stop) for domain in made.data.domains] == [(0, 48)] * 2
-    assert made.shape.vocab_size == VOCAB_SIZE
+    assert made.config.vocab_size == VOCAB_SIZE
     by_size = plan(**data_path("NEWS CODE", split="80,10,10"))
     sizes = [(domain.tokens - 1) // 32 for domain in made.data.domains]
     assert by_size.schedule.weights_at(0) == tuple(sizes)
@@ -93,7 +93,7 @@ def test_plan_reads_a_data_path_with_or_without_weights(plan, data_path, tmp_pat
 
 
 MISTAKES = """
-    --model-size 83m
+    --model 83m
     --seq-length 1000000
     --corpus nowhere
     --mixture nowhere.json
@@ -138,7 +138,7 @@ def test_invalid_options_exit_with_status_2_and_write_nothing(
     written(tmp_path / "negative.json", {"news": -1.0})
     written(tmp_path / "nan.json", {"news": math.nan})
     written(tmp_path / "unknown.json", {"news": 0.5, "unknown.json": 0.5})
-    run = f"--run-dir run --corpus {corpus.root} --model-size nano --seq-length 32 --train-iters 6"
+    run = f"--run-dir run --corpus {corpus.root} --model nano --seq-length 32 --train-iters 6"
     argv = f"{run} --lr-warmup-iters 2 {flags}".split()
     if "--profile" not in flags and "--eval" not in flags:
         argv += ["--eval-interval", "6"]

@@ -17,8 +17,8 @@ from megatron_chameleon.blend.sampler import prefetch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
+from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import training_flops
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training import trainer
 from megatron_chameleon.training.checkpointing import find_progress
@@ -34,7 +34,7 @@ from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
 from tests.toy_hooks import LossWeigher, MixtureChanger
 from tests.unit.training.runs import before_steps, contents, losses, metrics, record_at
 
-SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+SHAPE = preset("nano", VOCAB_SIZE, max_sequence_length=32)
 TOKENS_PER_STEP = 8 * 32
 
 

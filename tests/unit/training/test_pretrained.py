@@ -15,9 +15,9 @@ import transformers
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.load import open_reader, shape_of
+from megatron_chameleon.checkpoint.load import config_of, open_reader
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
@@ -57,7 +57,7 @@ def options_for(pretrain_options, tmp_path):
     """``options_for(weights, **changes)``: options of a run that barely changes ``weights``."""
 
     def options(weights, **changes):
-        settings = {"model_size": None, "train_iters": 2, "save_interval": 1, "optimizer": FROZEN}
+        settings = {"model": None, "train_iters": 2, "save_interval": 1, "optimizer": FROZEN}
         return pretrain_options(
             tmp_path / "run", pretrained_checkpoint=weights, **{**settings, **changes}
         )
@@ -76,7 +76,7 @@ def test_run_starts_from_a_checkpoint_and_resumes_from_its_own(
         torch.testing.assert_close(after[name], value, rtol=0, atol=1e-7)
     record = CheckpointRecord.load(step_folder(run_dir, 1))
     assert (record.step, record.samples) == (1, 8)
-    assert shape_of(record).max_sequence_length == 32
+    assert config_of(record).max_sequence_length == 32
     weights = CheckpointRecord.load(step_folder(finished_run, 6)).hash
     assert TrainingRun.load(run_dir).provenance.inputs["pretrained checkpoint"] == weights
     assert "initial weights: " in capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_run_starts_from_a_checkpoint_and_resumes_from_its_own(
     assert "initial weights: " not in capsys.readouterr().out
     assert losses(run_dir) == whole
     for other in (step_folder(finished_run, 3), None):
-        changed = dataclasses.replace(options, pretrained_checkpoint=other, model_size="nano")
+        changed = dataclasses.replace(options, pretrained_checkpoint=other, model="nano")
         with pytest.raises(UserError, match="holds a run with another pretrained checkpoint"):
             progress_of_run(changed)
 
@@ -95,8 +95,8 @@ def test_run_starts_from_a_checkpoint_and_resumes_from_its_own(
 @pytest.mark.parametrize(
     ("config", "shape"),
     [
-        (NANO, ModelShape(ModelSize(4, 4, 64, 256), VOCAB_SIZE, POSITIONS, "gelu_tanh")),
-        (UNNAMED, ModelShape(ModelSize(3, 2, 48, 80), VOCAB_SIZE, 32, "gelu")),
+        (NANO, ModelConfig(4, 4, 64, 256, VOCAB_SIZE, POSITIONS, activation="gelu_tanh")),
+        (UNNAMED, ModelConfig(3, 2, 48, 80, VOCAB_SIZE, 32, activation="gelu")),
     ],
     ids=["padded", "unnamed"],
 )
@@ -107,7 +107,7 @@ def test_run_from_a_gpt2_folder_has_the_logits_of_transformers(
     options = options_for(folder)
     pretrain(options)
     checkpoint = CheckpointRecord.load(step_folder(options.run_dir, 1))
-    assert shape_of(checkpoint) == shape
+    assert config_of(checkpoint) == shape
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCAB_SIZE, (2, shape.max_sequence_length), generator=generator)
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
@@ -125,7 +125,7 @@ def test_run_from_a_gpt2_folder_has_the_logits_of_transformers(
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        ({}, {"model_size": "tiny"}, "--model-size tiny: .*gpt2 has .*64"),
+        ({}, {"model": "tiny"}, "--model tiny: .*gpt2 has .*64"),
         ({}, {"seq_length": 41}, "--seq-length 41: .*gpt2"),
         ({"vocab_size": 250}, {}, r"gpt2/config\.json: a vocabulary of 250 is too small"),
         ({"activation_function": "relu"}, {}, "activation_function 'relu'"),

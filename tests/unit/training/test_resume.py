@@ -44,7 +44,7 @@ SHARDED = TrainingParallelOptions(use_distributed_optimizer=True)
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
 OTHER: list[tuple[dict[str, Any], str]] = [
     ({"seed": 7}, "--seed 1234, not 7"),
-    ({"model_size": "tiny"}, "--model-size nano, not tiny"),
+    ({"model": "tiny"}, "--model nano, not tiny"),
     ({"data": DataOptions(permutation="epoch")}, "--permutation megatron, not epoch"),
     ({"boundaries": MASKED}, "--eod-mask-loss False, not True"),
     ({"optimizer": OptimizerOptions(lr=2e-2, lr_warmup_iters=2)}, "--lr 0.01, not 0.02"),

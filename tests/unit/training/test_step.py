@@ -19,15 +19,15 @@ from torch.nn.functional import cross_entropy
 
 from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_mask
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, build_model_chunks, unwrap
-from megatron_chameleon.model.sizes import ModelShape, ModelSize
 from megatron_chameleon.training.optimizer import data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.step import finalize_gradients
 from tests.device_reads import device_reads
 from tests.random_training import RandomTraining, random_batches
 
-SHAPE = ModelShape(ModelSize(2, 2, 32, 64), vocab_size=100, max_sequence_length=16)
+SHAPE = ModelConfig(2, 2, 32, 64, vocab_size=100, max_sequence_length=16)
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3, clip_grad=0.5)
 STEPS, NUM_DOMAINS = 8, 3
 

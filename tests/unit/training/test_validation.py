@@ -10,13 +10,13 @@ import torch
 
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.evaluation.held_out import choose_windows
+from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.sizes import ModelShape, model_size
 from megatron_chameleon.training.step import BatchShape, Passes
 from megatron_chameleon.training.validation import Validation, held_out_text
 from tests.small_corpus import VOCAB_SIZE
 
-SHAPE = ModelShape(model_size("nano"), VOCAB_SIZE, max_sequence_length=32)
+SHAPE = preset("nano", VOCAB_SIZE, max_sequence_length=32)
 NAMES = ["a", "empty", "b"]
 
 
