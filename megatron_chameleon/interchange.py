@@ -11,9 +11,10 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,9 @@ APPLIES_TO: dict[str, tuple[ExportFormat, ...]] = {
 UNSAFE_IN_SHELL = re.compile(r"""[\s*?\[\\$`"']""")
 # Megatron-LM splits the content of a --data-args-path file at white space and has no quoting.
 UNSAFE_IN_ARGS_FILE = re.compile(r"\s")
+# Longer arguments are written to a file instead of being printed.
+MAX_LINE = 1000
+_ONLY_TRAIN: dict[Split, int] = {"train": 1, "valid": 0, "test": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +193,7 @@ def export_mixture(options: ExportOptions) -> None:
     if options.output is None:
         sys.stdout.write(text)
         return
-    with replacing(options.output) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="")
+    _write(options.output, text)
     print(f"written to {options.output}")
 
 
@@ -203,7 +206,63 @@ def exported_text(options: ExportOptions) -> str:
     """
     mixture, corpus = Mixture.load(options.mixture), Corpus.load(options.corpus)
     weights = mixture.weights_for(corpus.names, str(corpus.root))
-    domains = tuple(
+    domains = _weighted_domains(corpus, weights)
+    budget = mixture.token_budget if options.token_budget is None else options.token_budget
+    return FORMATS[options.format](Export(domains, options.split or "train", budget))
+
+
+def write_blend(output: Path, mixture: Mixture, corpus: Corpus | None) -> list[str]:
+    """Write Megatron Bridge's blend next to the mixture ``output``.
+
+    Args:
+        output: path of the mixture; ``mixture.json`` has its blend in ``mixture.bridge.json``.
+        mixture: weights of domains.
+        corpus: corpus of these domains; without a corpus, domain names are in place of prefixes.
+
+    Returns:
+        Lines to print: the path of the blend, and the arguments of Megatron-LM's ``--data-path``.
+        Arguments of more than ``MAX_LINE`` characters are written to ``mixture.data-args.txt``. If
+        Megatron cannot express the mixture, the reason.
+    """
+    if corpus is None:
+        export = Export(
+            tuple(
+                # Any number of training tokens except 0.
+                WeightedDomain(name, weight, _ONLY_TRAIN, dict.fromkeys(SPLITS, name))
+                for name, weight in mixture.weights.items()
+            )
+        )
+        note = " (replace each name by the prefix of its .bin and .idx files)"
+        split = ""
+    else:
+        weights = [mixture.weights.get(name, 0.0) for name in corpus.names]
+        export, note = Export(_weighted_domains(corpus, weights)), ""
+    bridge_path = output.with_name(f"{output.stem}.bridge.json")
+    arguments_path = output.with_name(f"{output.stem}.data-args.txt")
+    try:
+        words = _words(export, "train")
+        if corpus is None:
+            blend = [words[1::2], [float(weight) for weight in words[::2]]]
+            bridge = _json({"blend": blend, "blend_per_split": None})
+        else:
+            bridge = megatron_bridge(export)
+            # Without --split, Megatron would divide the training files again.
+            split = f" --split {export.megatron_split or '100,0,0'}"
+        arguments = f"--data-path {' '.join(words)}"
+        if len(arguments) > MAX_LINE or any(map(UNSAFE_IN_SHELL.search, words)):
+            _write(arguments_path, megatron_data_args(export))
+            arguments = f"--data-args-path {shlex.quote(str(arguments_path))}"
+    except UserError as error:
+        return [f"no blend for Megatron: {error}"]
+    _write(bridge_path, bridge)
+    return [
+        f"for Megatron Bridge: {bridge_path}{note}",
+        f"for Megatron-LM: {arguments}{split}{note}",
+    ]
+
+
+def _weighted_domains(corpus: Corpus, weights: Sequence[float]) -> tuple[WeightedDomain, ...]:
+    return tuple(
         WeightedDomain(
             name,
             weight,
@@ -213,8 +272,11 @@ def exported_text(options: ExportOptions) -> str:
         )
         for name, weight in zip(corpus.names, weights, strict=True)
     )
-    budget = mixture.token_budget if options.token_budget is None else options.token_budget
-    return FORMATS[options.format](Export(domains, options.split or "train", budget))
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
 
 
 def _json(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import (
-    Corpus,
     Cost,
     EmbeddingRecipe,
     EmbeddingStore,
@@ -21,8 +21,9 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.sampler import Batch, read_ahead
-from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
+from megatron_chameleon.embedding.text import CorpusText, DomainText
 from megatron_chameleon.embedding.windows import Windows, draw_windows, spread_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
@@ -204,15 +205,15 @@ class StoreEntry:
 
 
 def missing_entries(
-    store: EmbeddingStore, corpus: Corpus, entries: Sequence[StoreEntry]
+    store: EmbeddingStore, text: DomainText, entries: Sequence[StoreEntry]
 ) -> list[StoreEntry]:
     """List the ``entries`` that are missing in the store or were computed from other text."""
-    return [each for each in entries if not store.holds(each.key, corpus.domain_hash(each.domain))]
+    return [each for each in entries if not store.holds(each.key, text.domain_hash(each.domain))]
 
 
 def fill_store(
     store: EmbeddingStore,
-    corpus: Corpus,
+    text: DomainText,
     reader: Reader,
     entries: Sequence[StoreEntry],
     batch_size: int,
@@ -226,14 +227,17 @@ def fill_store(
         of the store may also include vectors that other processes embedded in the meantime.
     """
     is_main = reader.layout.is_main
-    places = {(entry.domain, entry.split) for entry in entries}
-    files = {place: open_tokens(corpus, *place) for place in places}
-    total = sum(len(entry.windows(files[entry.domain, entry.split])) for entry in entries)
+    # Several entries in a row may have the same file.
+    tokens_of = functools.lru_cache(maxsize=1)(text.tokens)
+    if isinstance(text, CorpusText):
+        total = sum(len(entry.windows(tokens_of(entry.domain, entry.split))) for entry in entries)
+    else:
+        total = sum(entry.recipe.num_windows for entry in entries)  # an upper bound
     spent = Cost()
     with progress_bar(total, " windows", quiet=not is_main) as progress:
         for entry in entries:
             progress.set_description(f"embedding {entry.key}")
-            tokens = files[entry.domain, entry.split]
+            tokens = tokens_of(entry.domain, entry.split)
             windows = entry.windows(tokens)  # the windows of all entries may not fit in memory
             vectors, cost = embed_by_recipe(
                 reader, tokens, windows, store.recipe, batch_size, progress, entry.domain
@@ -242,8 +246,8 @@ def fill_store(
                 vectors = document_means(vectors, windows.document)
             spent += cost
             if is_main:
-                text = corpus.domain_hash(entry.domain)
-                store = store.with_domain(entry.key, vectors, text, cost)
+                text_hash = text.domain_hash(entry.domain)
+                store = store.with_domain(entry.key, vectors, text_hash, cost)
     return store, spent
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_chameleon import methods
-from megatron_chameleon.methods.options import MethodOptions
+from megatron_chameleon.methods.options import OutputOptions
 
 DEFAULT_METHOD = "chameleon"
 # Modules with code that several methods share. Every other module must define METHOD.
@@ -38,7 +38,7 @@ class Method:
     """
 
     name: str
-    options: type[MethodOptions]
+    options: type[OutputOptions]
     compute: Callable[[Any], int | None]
     summary: str
     needs: str

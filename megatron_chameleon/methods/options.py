@@ -11,11 +11,9 @@ from megatron_chameleon.training.options import TrainingOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MethodOptions(CheckedOptions):
-    """Options of every method: the corpus, the mixture file, and the target run."""
+class OutputOptions(CheckedOptions):
+    """Options of every method: the mixture file, and the target run."""
 
-    corpus: Path
-    """Folder written by tools/preprocess_data.py."""
     output: Path
     """The mixture.json to write."""
     token_budget: LargeCount | None = None
@@ -30,6 +28,14 @@ class MethodOptions(CheckedOptions):
         super().__post_init__()
         if self.max_epochs is not None and self.token_budget is None:
             raise UserError("--max-epochs requires --token-budget; add it")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodOptions(OutputOptions):
+    """Options of a method that reads a corpus."""
+
+    corpus: Path
+    """Folder written by tools/preprocess_data.py."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

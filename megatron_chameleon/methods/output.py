@@ -22,7 +22,8 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.options import ChosenDomainsOptions, MethodOptions
+from megatron_chameleon.interchange import write_blend
+from megatron_chameleon.methods.options import ChosenDomainsOptions, OutputOptions
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.weights import capped_weights
 
@@ -51,24 +52,30 @@ def format_names(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else shown
 
 
-def select_domains(selection: str | None, corpus: Corpus, flag: str = "--domains") -> list[str]:
-    """Return the domains in the comma-separated value of ``flag``, in corpus order; None means all.
+def select_domains(
+    selection: str | None, names: Sequence[str], where: object, flag: str = "--domains"
+) -> list[str]:
+    """Return the domains in the comma-separated value of ``flag``; None means all.
+
+    Args:
+        selection: value of ``flag``.
+        names: existing domains; the result is in this order.
+        where: location of the domains, for messages.
+        flag: name of the option.
 
     Raises:
-        UserError: for a name that is not in the corpus.
+        UserError: for an unknown name.
     """
     if selection is None:
-        return corpus.names
+        return list(names)
     selected = [name.strip() for name in selection.split(",") if name.strip()]
-    known = set(corpus.names)
+    known = set(names)
     unknown = [name for name in selected if name not in known]
     if unknown or not selected:
         problem = f"unknown domain '{unknown[0]}'" if unknown else "no domain is named"
-        raise UserError(
-            f"{flag} {selection}: {problem}; {corpus.root} has {format_names(corpus.names)}"
-        )
+        raise UserError(f"{flag} {selection}: {problem}; {where} has {format_names(names)}")
     chosen = set(selected)
-    return [name for name in corpus.names if name in chosen]
+    return [name for name in names if name in chosen]
 
 
 def require_training_tokens(corpus: Corpus, names: Iterable[str], purpose: str) -> None:
@@ -197,7 +204,7 @@ class EpochLimit:
         return {**fields, "max_epochs": self.max_epochs, "unconstrained": before, "capped": capped}
 
 
-def epoch_limit(options: MethodOptions, corpus: Corpus, names: Sequence[str]) -> EpochLimit:
+def epoch_limit(options: OutputOptions, corpus: Corpus, names: Sequence[str]) -> EpochLimit:
     """Return the epoch limit that ``options`` set for the domains ``names`` of ``corpus``."""
     available = corpus.train_tokens
     tokens = {name: available[name] for name in names}
@@ -248,7 +255,7 @@ def run_training_free(
     check_output(options.output, Mixture.KIND)
     stopwatch = Stopwatch()
     corpus = Corpus.load(options.corpus)
-    names = select_domains(options.domains, corpus)
+    names = select_domains(options.domains, corpus.names, corpus.root)
     limit = epoch_limit(options, corpus, names)
     limit.check()
     assigned = assign(corpus, names)
@@ -267,7 +274,7 @@ def run_training_free(
         provenance=provenance(options, {"corpus": corpus.hash, **assigned.inputs}),
         cost=cost,
     )
-    write_and_print(mixture, options, assigned.heading, *assigned.closing)
+    write_and_print(mixture, options, corpus, assigned.heading, *assigned.closing)
 
 
 def cost_totals(cost: Cost) -> dict[str, float]:
@@ -275,12 +282,18 @@ def cost_totals(cost: Cost) -> dict[str, float]:
     return {"flops": cost.flops, "device_seconds": cost.device_seconds}
 
 
-def write_and_print(mixture: Mixture, options: MethodOptions, heading: str, *closing: str) -> None:
+def write_and_print(
+    mixture: Mixture, options: OutputOptions, corpus: Corpus | None, heading: str, *closing: str
+) -> None:
     """Write ``mixture`` to ``--output``; print its table and the next command. Called on one rank.
+
+    The Megatron Bridge blend is written next to the mixture, and the arguments of Megatron-LM's
+    ``--data-path`` are printed.
 
     Args:
         mixture: mixture with all fields set, including its cost.
         options: options of the method.
+        corpus: corpus with the mixture's domains; None for raw text.
         heading: the line above the table: the method and its main settings.
         closing: lines under the table.
     """
@@ -289,9 +302,12 @@ def write_and_print(mixture: Mixture, options: MethodOptions, heading: str, *clo
     if mixture.max_epochs is not None:
         capped = format_names(mixture.capped or ["none"])
         lines.append(f"capped at {mixture.max_epochs:g} epochs: {capped}")
-    print("\n".join([*lines, *closing]))
+    print("\n".join([*lines, *closing, *write_blend(options.output, mixture, corpus)]))
+    if corpus is None:
+        print(f"written to {options.output}")
+        return
     print(
-        f"written to {options.output}; next: tools/pretrain_gpt.py --corpus {options.corpus} "
+        f"written to {options.output}; next: tools/pretrain_gpt.py --corpus {corpus.root} "
         f"--mixture {options.output} --run-dir ..."
     )
 

@@ -367,6 +367,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         write_and_print(
             mixture,
             options,
+            self.corpus,
             heading,
             f"total-variation distance: {last_from_mean:.3f} between the last and the mean "
             f"weights; {per_step:.3f} between consecutive steps, on average",

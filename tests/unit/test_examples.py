@@ -6,12 +6,13 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_chameleon.evaluation.options import PAPER_TASKS
 from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
-from megatron_chameleon.methods.options import MethodOptions
+from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.methods.sweep import AxisOptions
 from tests.unit.launched import (
     EXAMPLES,
@@ -148,7 +149,7 @@ def test_sweep_is_the_papers(launch):
 
 
 def method_calls(launched: Launched):
-    calls = [c for c in succeeded(launched).calls if isinstance(c.options, MethodOptions)]
+    calls = [c for c in succeeded(launched).calls if isinstance(c.options, OutputOptions)]
     assert calls
     return calls
 
@@ -156,11 +157,11 @@ def method_calls(launched: Launched):
 @pytest.mark.parametrize("name", BASELINES)
 def test_baseline_computes_a_mixture_by_its_method(launch, name):
     launched = launch(name)
-    options = method_calls(launched)[-1].options
+    options: Any = method_calls(launched)[-1].options
     method = name.partition("/")[2].replace("_", "-")
-    assert type(options) is find_methods()[method].options
     assert options.corpus == Path("runs/slimpajama/1-corpus")
     assert options.output.parent == Path("runs/slimpajama/4-mixture")
+    assert type(options) is find_methods()[method].options
     if name in MODEL_FREE:
         assert {call.program for call in launched.calls} == {"python"}
         assert options.token_budget == 10_000 * 128 * 1024  # the base model's tokens

@@ -9,9 +9,11 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megatron_chameleon.checkpoint.options import TokenizerChoice
+from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import Method
-from megatron_chameleon.methods.options import ChosenDomainsOptions
+from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.ranges import (
     CheckedOptions,
@@ -105,9 +107,19 @@ class RecipeOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChameleonOptions(ChosenDomainsOptions):
-    """Embed every domain with a proxy model and turn leverage scores into domain weights."""
+class ChameleonOptions(OutputOptions):
+    """Embed every domain with a proxy model and turn leverage scores into domain weights.
 
+    The domains are those of a corpus (--corpus), or raw text (--input NAME=PATH ...), of which only
+    a sample is read and tokenized.
+    """
+
+    corpus: Path | None = None
+    """Folder written by tools/preprocess_data.py."""
+    source: SourceOptions = dataclasses.field(default_factory=lambda: SourceOptions(()))
+    tokenizer: TokenizerChoice = dataclasses.field(default_factory=TokenizerChoice)
+    domains: str | None = None
+    """Domains to weigh, such as a,b,c; all other domains get weight 0. Default: all domains."""
     checkpoint: Path
     """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
     mode: Literal["pretrain", "finetune"] = "pretrain"
@@ -133,8 +145,19 @@ class ChameleonOptions(ChosenDomainsOptions):
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
-        """Raise UserError if --target-strength is set without --target."""
+        """Raise UserError for options that contradict each other or have no effect."""
         super().__post_init__()
+        if (self.corpus is None) == (not self.source.input):
+            raise UserError("pass either --corpus, or --input NAME=PATH for each domain")
+        if self.corpus is not None:
+            only_text = "applies only to --input"
+            self.source.reject_changed(
+                ["text_key", "max_malformed_share", "max_document_bytes"], only_text
+            )
+            self.reject_changed(["tokenizer"], only_text)
+        else:
+            reason = "requires token counts, which --input does not have; preprocess the text"
+            self.reject_changed(["token_budget"], reason)
         if self.target is None:
             self.reject_changed(["target_strength"], "has no effect without --target")
 

@@ -32,8 +32,13 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.load import config_of, open_reader, require_tokenizer
-from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
+from megatron_chameleon.checkpoint.load import (
+    config_of,
+    find_tokenizer,
+    open_reader,
+    require_tokenizer,
+)
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.readers import MalformedLineError, object_in, text_at
 from megatron_chameleon.corpus.sources import size_and_time
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
@@ -45,11 +50,20 @@ from megatron_chameleon.embedding.embed import (
     open_store,
     sample_windows,
 )
+from megatron_chameleon.embedding.text import (
+    CorpusText,
+    DomainText,
+    SampledText,
+    TextEncoder,
+    encoded_documents,
+    find_text,
+)
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOptions
 from megatron_chameleon.methods.chameleon.explain import explain
 from megatron_chameleon.methods.output import (
     ONE_HOT,
+    EpochLimit,
     by_name,
     epoch_limit,
     format_names,
@@ -126,21 +140,23 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingPlan:
-    """A validated corpus, and the validated proxy that embeds it.
+    """The text of domains, and the validated proxy that embeds it.
 
     Attributes:
-        corpus: corpus whose domains are embedded.
+        text: text of the domains.
         names: selected domains.
         checkpoint: checkpoint of the proxy.
         config: model config of the proxy.
         embedding: recipe of the embedding store.
+        open_encoder: opens the tokenizer of ``text``.
     """
 
-    corpus: Corpus
+    text: DomainText
     names: list[str]
     checkpoint: CheckpointRecord
     config: ModelConfig
     embedding: EmbeddingRecipe
+    open_encoder: Callable[[], TextEncoder]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +165,8 @@ class MixturePlan(EmbeddingPlan):
 
     Attributes:
         options: options of the method.
+        corpus: corpus of the domains; None for raw text.
+        limit: limit on the epochs of each domain.
         kept: mixture of ``--keep``, whose domains keep their relative weights.
         target: target of the mixture, if any.
         recipe: recipe of the weights, with user-supplied hyperparameters.
@@ -157,6 +175,8 @@ class MixturePlan(EmbeddingPlan):
     """
 
     options: ChameleonOptions
+    corpus: Corpus | None
+    limit: EpochLimit
     kept: Mixture | None
     target: Target | None
     recipe: Recipe
@@ -173,13 +193,14 @@ def compute_mixture(options: ChameleonOptions) -> None:
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_mixture(options))
         hidden_size = plan.config.hidden_size
+        target_file = plan.target and plan.target.text
         entries = [StoreEntry(name, name, plan.embedding) for name in plan.names]
         store, text, missing = from_main(
             lambda: (
                 store := open_store(plan.store, plan.embedding, hidden_size, plan.provenance),
                 # Read the target text before embedding, so that a malformed text fails early.
-                plan.target and plan.target.text and read_text(plan.target.text, plan.corpus),
-                missing_entries(store, plan.corpus, entries),
+                target_file and read_text(target_file, plan.open_encoder()),
+                missing_entries(store, plan.text, entries),
             )
         )
         spent = text_cost = Cost()
@@ -198,7 +219,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
                 target = dataclasses.replace(plan.target, vector=vector, windows=len(sampled))
                 plan = dataclasses.replace(plan, target=target)
             if missing:
-                store, spent = fill_store(store, plan.corpus, reader, missing, batch_size)
+                store, spent = fill_store(store, plan.text, reader, missing, batch_size)
         if layout.is_main:
             stopwatch = Stopwatch()
             closing = (
@@ -215,7 +236,9 @@ def compute_mixture(options: ChameleonOptions) -> None:
             if plan.target is not None:
                 heading += f"\ntarget: {plan.target.value}, strength {plan.target.strength:g}"
             mixture = dataclasses.replace(mixture, cost=cost)
-            write_and_print(mixture, options, heading, *lines, closing)
+            if isinstance(plan.text, SampledText) and plan.text.read:
+                lines.append(f"text read: {format_names(plan.text.summary())}")
+            write_and_print(mixture, options, plan.corpus, heading, *lines, closing)
 
 
 def plan_mixture(options: ChameleonOptions) -> MixturePlan:
@@ -226,11 +249,18 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     """
     check_output(options.output, Mixture.KIND)
     recipe = options.weighting.resolve()
-    plan = plan_embedding(options, options.extraction)
+    if options.corpus is None:
+        corpus = None
+        plan = plan_sampling(options)
+        limit = EpochLimit(dict.fromkeys(plan.names, 0), None, None)
+    else:
+        corpus = Corpus.load(options.corpus)
+        plan = plan_embedding(options, corpus, options.extraction)
+        require_training_tokens(corpus, plan.names, "to embed")
+        limit = epoch_limit(options, corpus, plan.names)
+        limit.check()
     names = plan.names
-    require_training_tokens(plan.corpus, names, "to embed")
-    epoch_limit(options, plan.corpus, names).check()
-    inputs = {"corpus": plan.corpus.hash, "checkpoint": plan.checkpoint.hash}
+    inputs = {"corpus" if corpus else "text": plan.text.hash, "checkpoint": plan.checkpoint.hash}
     kept = None
     if options.keep is not None:
         kept = Mixture.load(options.keep)
@@ -246,6 +276,8 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
     return MixturePlan(
         **vars(plan),
         options=options,
+        corpus=corpus,
+        limit=limit,
         kept=kept,
         target=target,
         recipe=recipe,
@@ -255,21 +287,37 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
 
 
 def plan_embedding(
-    options: ChameleonOptions | DiscoverOptions, extraction: ExtractionOptions
+    options: ChameleonOptions | DiscoverOptions, corpus: Corpus, extraction: ExtractionOptions
 ) -> EmbeddingPlan:
-    """Load the corpus and the proxy that ``options`` name, and check that they match.
+    """Load the proxy that ``options`` name, and check that it matches ``corpus``.
 
     Raises:
         UserError: for the first mistake found.
     """
-    corpus = Corpus.load(options.corpus)
     checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(checkpoint, corpus)
-    names = select_domains(options.domains, corpus)
+    names = select_domains(options.domains, corpus.names, corpus.root)
     config = config_of(checkpoint)
     recipe = embedding_recipe(extraction, config, checkpoint.hash, corpus.tokenizer.sha256)
     check_model_layout(config, options.parallel, recipe.window_length)
-    return EmbeddingPlan(corpus, names, checkpoint, config, recipe)
+    open_encoder = functools.partial(corpus_tokenizer, corpus)
+    return EmbeddingPlan(CorpusText(corpus), names, checkpoint, config, recipe, open_encoder)
+
+
+def plan_sampling(options: ChameleonOptions) -> EmbeddingPlan:
+    """Find the raw text and the proxy that ``options`` name. No text is read.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    open_encoder = functools.partial(find_tokenizer, options.tokenizer, checkpoint)
+    config, tokenizer = config_of(checkpoint), open_encoder()
+    recipe = embedding_recipe(options.extraction, config, checkpoint.hash, tokenizer.sha256)
+    check_model_layout(config, options.parallel, recipe.window_length)
+    text = find_text(options.source, open_encoder, recipe)
+    names = select_domains(options.domains, text.names, text.where)
+    return EmbeddingPlan(text, names, checkpoint, config, recipe, open_encoder)
 
 
 def embedding_recipe(
@@ -312,7 +360,7 @@ def parse_target(value: str | None, strength: float | None, names: Sequence[str]
     return Target(value, strength, shares=shares)
 
 
-def read_text(path: Path, corpus: Corpus) -> TokenFile:
+def read_text(path: Path, encoder: TextEncoder) -> TokenFile:
     """Tokenize a target text: a ``.txt`` file is one document, a ``.jsonl`` file has one per line.
 
     Raises:
@@ -336,11 +384,7 @@ def read_text(path: Path, corpus: Corpus) -> TokenFile:
     texts = list(filter(None, texts))
     if not texts:
         raise UserError(f"--target {path}: no text; pass a file that contains text")
-    tokens, lengths = corpus_tokenizer(corpus).encode_documents(texts)
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
-    pointers = starts * tokens.dtype.itemsize
-    return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)
+    return encoded_documents(path, encoder, texts)
 
 
 def weigh_means(
@@ -389,8 +433,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     prior = target.prior if target else None
     result = weigh_means(means, options.mode, plan.recipe, prior)
     untargeted = weigh_means(means, options.mode, plan.recipe) if target else result
-    limit = epoch_limit(options, plan.corpus, names)
-    kept = plan.kept.weights if plan.kept else {}
+    limit, kept = plan.limit, plan.kept.weights if plan.kept else {}
     before = np.array([kept.get(name, 0.0) for name in names])
     is_old = np.array([name in kept for name in names])
 

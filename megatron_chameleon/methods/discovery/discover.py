@@ -88,14 +88,14 @@ def discover_domains(options: DiscoverOptions) -> None:
         store, missing = from_main(
             lambda: (
                 store := open_store(folder, plan.embedding, width, plan.provenance),
-                missing_entries(store, plan.corpus, plan.samples() + plan.documents()),
+                missing_entries(store, plan.text, plan.samples() + plan.documents()),
             )
         )
         cost = Cost()
         if missing:
             reader = open_reader(plan.checkpoint, layout)
             batch_size = options.embedding.embedding_batch_size
-            store, cost = fill_store(store, plan.corpus, reader, missing, batch_size)
+            store, cost = fill_store(store, plan.text, reader, missing, batch_size)
         if not layout.is_main:
             return
         stopwatch = Stopwatch()
@@ -119,10 +119,12 @@ class DiscoverPlan(EmbeddingPlan):
 
     Attributes:
         options: options of the tool.
+        corpus: corpus to cluster.
         provenance: provenance of the new corpus.
     """
 
     options: DiscoverOptions
+    corpus: Corpus
     provenance: Provenance
 
     def samples(self) -> list[StoreEntry]:
@@ -165,8 +167,9 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
         window_length=options.embedding.window_length,
         num_windows=options.embedding.windows_per_document,
     )
-    plan = plan_embedding(options, extraction)
-    corpus, names = plan.corpus, plan.names
+    corpus = Corpus.load(options.corpus)
+    plan = plan_embedding(options, corpus, extraction)
+    names = plan.names
     cluster, most, least = options.cluster_name, options.numbers[-1], options.min_tokens_per_split
     if not is_domain_name(cluster) or not cluster.isprintable() or "," in cluster:
         raise UserError(
@@ -199,7 +202,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
             )
     corpus_tokenizer(corpus)  # fails before the embedding if the tokenizer's file is missing
     made = provenance(options, {"corpus": corpus.hash, "checkpoint": plan.checkpoint.hash})
-    return DiscoverPlan(**vars(plan), options=options, provenance=made)
+    return DiscoverPlan(**vars(plan), options=options, corpus=corpus, provenance=made)
 
 
 def cluster_names(name: str, count: int, most: int) -> list[str]:

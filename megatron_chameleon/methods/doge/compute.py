@@ -124,7 +124,7 @@ def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
     if options.target is None:
         roles = Roles(everything, everything)
     else:
-        named = set(select_domains(options.target, corpus, "--target"))
+        named = set(select_domains(options.target, corpus.names, corpus.root, "--target"))
         target = tuple(i for i, name in enumerate(corpus.names) if name in named)
         others = tuple(i for i in everything if i not in target)
         roles = Roles(everything if options.train_on_target else others, target)

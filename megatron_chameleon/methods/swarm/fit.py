@@ -267,6 +267,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         write_and_print(
             mixture,
             options,
+            self.corpus,
             f"{fitted.heading}\nfitted to {runs.origin}",
             *fitted.closing,
             f"error on held-out runs ({procedure}; * marks a loss in the target):",

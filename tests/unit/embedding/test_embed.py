@@ -19,6 +19,7 @@ from megatron_chameleon.embedding.embed import (
     missing_entries,
     open_store,
 )
+from megatron_chameleon.embedding.text import CorpusText
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import preset
@@ -132,9 +133,9 @@ def test_states_that_are_not_finite_are_located(one_rank, corpus, windows):
 def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
     store = open_store(folder, RECIPE, SHAPE.hidden_size, PROVENANCE)
     entries = [StoreEntry(name, name, RECIPE) for name in corpus.names]
-    missing = missing_entries(store, corpus, entries)
+    missing = missing_entries(store, CorpusText(corpus), entries)
     before = store.cost
-    filled, spent = fill_store(store, corpus, reader, missing, batch_size=8)
+    filled, spent = fill_store(store, CorpusText(corpus), reader, missing, batch_size=8)
     assert filled.cost == before + spent
     return filled
 

@@ -27,7 +27,7 @@ from megatron_chameleon.artifacts import (
     find_checkpoint,
 )
 from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, recorded_tokenizer_file
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
@@ -359,7 +359,10 @@ def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):
     path = tmp_path / "a.jsonl"
     texts = [*texts_of(text_corpus, "news", 3), ""]
     path.write_text("\n\n".join(json.dumps({"text": text}) for text in texts))
-    tokens, original = read_text(path, text_corpus), open_tokens(text_corpus, "news", "train")
+    tokens, original = (
+        read_text(path, corpus_tokenizer(text_corpus)),
+        open_tokens(text_corpus, "news", "train"),
+    )
     assert len(tokens) == 3  # empty documents are skipped
     for number in range(3):
         np.testing.assert_array_equal(tokens.get(number), original.get(number))
@@ -370,7 +373,7 @@ def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):
     ):
         path.write_bytes(content)
         with pytest.raises(UserError, match=named) as error:
-            read_text(path, text_corpus)
+            read_text(path, corpus_tokenizer(text_corpus))
         assert "\n" not in str(error.value)
 
 

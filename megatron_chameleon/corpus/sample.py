@@ -1,0 +1,187 @@
+"""Sample documents of one domain from raw text, at a cost that does not depend on its size.
+
+A domain is read at evenly spaced *places* (systematic sampling with one random start), so that the
+sample covers all of its files:
+
+- Plain JSON lines on this machine: 1024 places of 64 KiB. The documents whose lines begin in these
+  bytes are read, so every document of the domain is sampled with the same probability.
+- Parquet: the row groups at 64 places, each up to 2 Mi characters. pyarrow decodes the pages of a
+  row group in order, so rows that follow these characters are not sampled.
+- Compressed files and data sets that ``datasets`` reads: the files at 64 places, each up to 2 Mi
+  characters a place. A compressed stream cannot be read from the middle.
+- Plain JSON lines in object storage: 64 places of 2 MiB, since a request takes long.
+
+Source sizes decide how many places a file, or row group, has. Each place contributes the same
+number of documents, chosen uniformly among the documents that are read there. A domain that is no
+larger than all of its places is read completely.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.readers import Document, DocumentReader, row_group_bytes
+from megatron_chameleon.corpus.sources import Chunk, Source, is_remote
+from megatron_chameleon.errors import UserError
+
+# Least number of places and bytes per place, if a place can start at any byte of a local file.
+_FINE = (1024, 1 << 16)
+# The same for all other sources, where starting to read is expensive. For files that are read from
+# the start, the limit counts characters of text.
+_COARSE = (64, 1 << 21)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Sampled documents of one domain.
+
+    Attributes:
+        texts: texts of the documents, none empty, in the order of the sources.
+        documents_read: number of documents that were read.
+        bytes_read: bytes on disk that were read.
+        bytes_total: bytes on disk of the domain; 0 if unknown.
+    """
+
+    texts: list[str]
+    documents_read: int
+    bytes_read: int
+    bytes_total: int
+
+
+def sample_documents(
+    options: SourceOptions,
+    sources: Sequence[Source],
+    name: str,
+    num_documents: int,
+    characters: int,
+    seed: int,
+) -> Sample:
+    """Sample at most about ``num_documents`` documents of the domain ``name``.
+
+    The sample depends on the arguments only.
+
+    Args:
+        options: keys and limits of the text.
+        sources: sources of the domain.
+        name: the domain.
+        num_documents: maximum number of documents, rounded up to a multiple of the number of
+            places.
+        characters: characters of text to read, if the domain has as many.
+        seed: seed of the sample.
+
+    Raises:
+        UserError: if a source cannot be read, too many of its lines are malformed, or no text is
+            found.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}/documents".encode()).digest()
+    generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+    bytes_read = 0
+
+    def on_bytes(count: int) -> None:
+        nonlocal bytes_read
+        bytes_read += count
+
+    reader = DocumentReader(options, sources, on_bytes=on_bytes)
+    texts: list[str] = []
+    for place in _places(sources, num_documents, characters, float(generator.random())):
+        found = _up_to(place.characters, map(reader.read, place.chunks))
+        before = bytes_read
+        keyed = zip(iter(generator.random, None), itertools.count(), found)
+        # The documents with the smallest keys are a uniform sample.
+        chosen = heapq.nsmallest(place.num_documents, keyed)
+        # A row group that is read in part counts as read.
+        bytes_read = max(bytes_read, before + sum(chunk.bytes for chunk in place.chunks))
+        texts += [text for _key, _number, text in sorted(chosen, key=lambda each: each[1])]
+    malformed = reader.malformed
+    malformed.check(options.max_malformed_share)
+    if not texts:
+        raise UserError(f"--input: domain '{name}' has no text; correct its path, or leave it out")
+    total = sum(source.bytes for source in sources)
+    return Sample(texts, malformed.lines - malformed.count, bytes_read, total)
+
+
+class _Place(NamedTuple):
+    """Chunks to read, the number of documents to choose, and the characters after which to stop."""
+
+    chunks: list[Chunk]
+    num_documents: int
+    characters: int | None = None
+
+
+def _places(
+    sources: Sequence[Source], num_documents: int, characters: int, start: float
+) -> list[_Place]:
+    """Divide ``num_documents`` among places; ``start`` in [0, 1) is the random start."""
+    is_fine = all(_starts_anywhere(source) and not is_remote(source.path) for source in sources)
+    count, size = _FINE if is_fine else _COARSE
+    count = max(count, math.ceil(characters / size))
+    known = [source.bytes for source in sources if source.kind != "dataset"]
+    total = sum(known)
+    if len(known) == len(sources) and total <= count * size:
+        return [_Place([Chunk(number) for number in range(len(sources))], num_documents)]
+    # The shards of a data set whose sizes are unknown count like files of average size.
+    average = max(1, total // max(1, len(known)))
+    sizes = [average if source.kind == "dataset" else source.bytes for source in sources]
+    ends = np.cumsum(sizes)
+    step = int(ends[-1]) / count
+    positions = ((np.arange(count) + start) * step).astype(np.int64)
+    per_place = math.ceil(num_documents / count)
+    row_groups = functools.cache(lambda number: np.cumsum(row_group_bytes(sources[number].path)))
+    found: Counter[Chunk] = Counter()
+    for number, inside in _locate(ends, positions):
+        chunk = Chunk(number)
+        if sources[number].kind == "parquet":
+            groups = row_groups(number)
+            for group, _ in _locate(groups, np.array([inside])):
+                in_group = int(np.diff(groups, prepend=0)[group])
+                chunk = Chunk(number, group, group + 1, in_group)
+        elif _starts_anywhere(sources[number]):
+            # Lines that begin in the last ``size`` bytes up to the position, so that the first line
+            # of a file has the same probability as the others.
+            chunk = Chunk(number, max(0, inside - size + 1), inside + 1)
+        found[chunk] += 1
+    return [
+        _Place(
+            [chunk],
+            times * per_place,
+            None if _starts_anywhere(sources[chunk.source]) else times * size,
+        )
+        for chunk, times in found.items()
+    ]
+
+
+def _starts_anywhere(source: Source) -> bool:
+    return source.kind == "lines" and source.cuttable
+
+
+def _locate(ends: NDArray[np.int64], positions: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the interval that holds each position, and the position inside the interval."""
+    if not len(ends):
+        return []
+    positions = np.minimum(positions, ends[-1] - 1)
+    numbers = np.searchsorted(ends, positions, side="right")
+    inside = positions - np.append(0, ends)[numbers]
+    return list(zip(numbers.tolist(), inside.tolist(), strict=True))
+
+
+def _up_to(characters: int | None, chunks: Iterable[Iterator[Document]]) -> Iterator[str]:
+    """Yield the texts of documents that have any, until they have ``characters`` in total."""
+    left = math.inf if characters is None else characters
+    for document in itertools.chain.from_iterable(chunks):
+        if document.text:
+            yield document.text
+            left -= len(document.text)
+        if left <= 0:
+            return

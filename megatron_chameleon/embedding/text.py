@@ -1,0 +1,218 @@
+"""The text of domains to embed: a corpus, or a sample of raw text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Split
+from megatron_chameleon.artifacts.files import sha256_of_json
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile, open_tokens
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.sample import Sample, sample_documents
+from megatron_chameleon.corpus.sources import Source, find_sources
+from megatron_chameleon.embedding.windows import draw_windows
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.parallel.layout import from_main
+
+# Characters per token in most text. The number decides how much raw text is read.
+_CHARACTERS_PER_TOKEN = 4
+_LONGEST_WORD = 32
+
+
+class TextEncoder(Protocol):
+    """A tokenizer that encodes whole documents."""
+
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+        """Encode texts: their concatenated tokens, and the number of tokens of each, at least 1."""
+
+
+class DomainText(Protocol):
+    """Text of domains, as token ids of the proxy."""
+
+    @property
+    def where(self) -> str:
+        """Location of the text, for messages."""
+
+    @property
+    def names(self) -> list[str]:
+        """The domains."""
+
+    @property
+    def hash(self) -> str:
+        """Hex SHA-256 that identifies the text of all domains."""
+
+    def domain_hash(self, name: str) -> str:
+        """Hex SHA-256 that identifies the text of the domain ``name``."""
+
+    def tokens(self, name: str, split: Split) -> TokenFile:
+        """Open the documents of one split of a domain. Collective.
+
+        Raises:
+            UserError: if the text cannot be read.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusText:
+    """The text of a corpus."""
+
+    corpus: Corpus
+
+    @property
+    def where(self) -> str:
+        """The corpus's folder."""
+        return str(self.corpus.root)
+
+    @property
+    def names(self) -> list[str]:
+        """The domains, in the corpus's order."""
+        return self.corpus.names
+
+    @property
+    def hash(self) -> str:
+        """The corpus's hash."""
+        return self.corpus.hash
+
+    def domain_hash(self, name: str) -> str:
+        """Hash of the domain's token files."""
+        return self.corpus.domain_hash(name)
+
+    def tokens(self, name: str, split: Split) -> TokenFile:
+        """Map the token files."""
+        return open_tokens(self.corpus, name, split)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledText:
+    """Documents sampled from raw text and encoded with the proxy's tokenizer.
+
+    If the sampled documents have more than twice the text that is embedded, excerpts of them are
+    encoded, each like a document.
+
+    A domain is identified by the names, sizes and modification times of its files, so domains whose
+    vectors are stored need not be read again.
+
+    Attributes:
+        source: options of the text.
+        sources: domain -> its files or shards of data sets.
+        open_encoder: opens the proxy's tokenizer.
+        recipe: number, length and seed of the windows to sample.
+        read: domain -> what was read of it, without the texts; on rank 0.
+    """
+
+    source: SourceOptions
+    sources: dict[str, list[Source]]
+    open_encoder: Callable[[], TextEncoder]
+    recipe: EmbeddingRecipe
+    where: str = "--input"
+    read: dict[str, Sample] = dataclasses.field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The domains, in the order of ``--input``."""
+        return list(self.sources)
+
+    @property
+    def hash(self) -> str:
+        """Hash of the identities of all domains."""
+        return sha256_of_json([[name, self.domain_hash(name)] for name in self.names])
+
+    def domain_hash(self, name: str) -> str:
+        """Hash of the sources' names, sizes and times, and of the options that select text."""
+        files = [
+            # The time of a remote file is unknown; its address holds the revision.
+            (Path(each.path).name if each.modified_ns else each.name, each.bytes, each.modified_ns)
+            for each in self.sources[name]
+        ]
+        return sha256_of_json(
+            {"files": files, "keys": [self.source.text_key, self.source.max_document_bytes]}
+        )
+
+    def tokens(self, name: str, split: Split) -> TokenFile:
+        """Sample and encode documents on rank 0, and broadcast their tokens."""
+        assert split == "train", "raw text is not split"
+        return from_main(lambda: self._sample(name))
+
+    def summary(self) -> list[str]:
+        """Describe what was read of each domain, as in 'web 67MB of 1.00TB (9,120 documents)'."""
+        size = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
+        return [
+            f"{name} {size(read.bytes_read)} of {size(read.bytes_total)} "
+            f"({read.documents_read:,} documents)"
+            for name, read in self.read.items()
+        ]
+
+    @functools.cached_property
+    def _encoder(self) -> TextEncoder:
+        return self.open_encoder()
+
+    def _sample(self, name: str) -> TokenFile:
+        recipe, window = self.recipe, self.recipe.window_length * _CHARACTERS_PER_TOKEN
+        # Twice as much text as is embedded, so that few windows come from the same document.
+        documents = 2 * recipe.num_windows
+        limit = documents * window
+        sources = self.sources[name]
+        sample = sample_documents(self.source, sources, name, documents, limit, recipe.seed)
+        texts = sample.texts
+        if sum(map(len, texts)) > limit:
+            texts = _excerpts(texts, window, recipe.num_windows, recipe.seed, name)
+        self.read[name] = dataclasses.replace(sample, texts=[])
+        return encoded_documents(Path(name), self._encoder, texts)
+
+
+def find_text(
+    source: SourceOptions, open_encoder: Callable[[], TextEncoder], recipe: EmbeddingRecipe
+) -> SampledText:
+    """Find the files of ``--input``, without reading them.
+
+    Raises:
+        UserError: if an input has no domain, no readable files, or cannot be reached.
+    """
+    sources: dict[str, list[Source]] = {}
+    for found in find_sources(source):
+        if found.domain is None:
+            raise UserError(f"--input: {found.name} has no domain; pass it as NAME=PATH")
+        sources.setdefault(found.domain, []).append(found)
+    return SampledText(source, sources, open_encoder, recipe)
+
+
+def _excerpts(texts: Sequence[str], characters: int, count: int, seed: int, name: str) -> list[str]:
+    """Sample ``count`` excerpts of at most about ``characters`` characters, as windows are sampled.
+
+    So only about as much text is encoded as is embedded, even if documents are long.
+    """
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    windows = draw_windows(lengths, characters, count, seed, name)
+    places = zip(
+        windows.document.tolist(), windows.start.tolist(), windows.length.tolist(), strict=True
+    )
+    return [
+        texts[document][_word_start(texts[document], start) : _word_start(texts[document], stop)]
+        for document, start, stop in ((d, start, start + length) for d, start, length in places)
+    ]
+
+
+def _word_start(text: str, position: int) -> int:
+    """Return the first space from ``position`` on, if one is near; otherwise ``position``."""
+    if 0 < position < len(text):
+        space = text.find(" ", position, position + _LONGEST_WORD)
+        return position if space < 0 else space
+    return position
+
+
+def encoded_documents(path: Path, encoder: TextEncoder, texts: Sequence[str]) -> TokenFile:
+    """Encode ``texts`` in memory, one document each; ``path`` is the location for messages."""
+    tokens, lengths = encoder.encode_documents(texts)
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.dtype.itemsize
+    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
+    return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)
