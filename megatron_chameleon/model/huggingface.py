@@ -20,7 +20,6 @@ from torch.nn.functional import pad
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
-from megatron_chameleon.model.huggingface_config import family_of
 from megatron_chameleon.model.initialization import (
     OUTPUT_LAYER,
     POSITION_EMBEDDINGS,
@@ -43,11 +42,7 @@ def _prefix(config: ModelConfig) -> str:
 
 
 def huggingface_tensors(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
-    """Map each parameter name of the whole model to the Hugging Face tensors that it joins.
-
-    The model must belong to a family of :func:`family_of`.
-    """
-    assert family_of(config) is not None
+    """Map each parameter name of the whole model to the Hugging Face tensors that it joins."""
     h, f = config.hidden_size, config.ffn_hidden_size
     if config.is_rotary:
         q, kv = config.query_size, config.key_size

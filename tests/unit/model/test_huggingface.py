@@ -29,7 +29,11 @@ def theirs_of(config):
     fields = config_fields(config, "float32", eod_id=0)
     model_type = fields.pop("model_type")
     settings = transformers.AutoConfig.for_model(model_type, **fields)
-    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    return with_random_weights(transformers.AutoModelForCausalLM.from_config(settings).eval())
+
+
+def with_random_weights(model):
+    """Overwrite every parameter with random values; norms are near 1."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -81,6 +85,35 @@ def test_logits_equal_those_of_transformers_and_weights_convert_back(one_rank, n
     assert back.keys() == tensors.keys()
     for tensor_name, tensor in tensors.items():
         assert torch.equal(back[tensor_name], tensor), tensor_name
+
+
+def test_partial_rotation_equals_that_of_transformers_stablelm(one_rank):
+    """No family that is converted here rotates heads partially."""
+    config = llama(
+        normalization="LayerNorm",
+        rotary_percent=0.25,
+        add_qkv_bias=True,
+        untie_embeddings_and_output_weights=True,
+    )
+    settings = transformers.StableLmConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_query_groups,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": config.rotary_base,
+            "partial_rotary_factor": config.rotary_percent,
+        },
+        use_qkv_bias=True,
+    )
+    theirs = with_random_weights(transformers.StableLmForCausalLM(settings).eval())
+    model = build_model(config, one_rank, seed=0).eval()
+    load_huggingface(model, theirs.state_dict(), config)
+    logits, reference = logits_of(model, config, 300), logits_of(theirs, config, 300)
+    assert_as_near(logits, reference, logits_of(theirs.double(), config, 300))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
