@@ -230,6 +230,7 @@ _llama = functools.partial(
     position_embedding_type="rope",
     add_bias_linear=False,
 )
+_untied_llama = functools.partial(_llama, untie_embeddings_and_output_weights=True)
 # Llama 3 (Grattafiori et al. 2024, "The Llama 3 Herd of Models").
 _llama3 = functools.partial(_llama, num_query_groups=8, rotary_base=500_000.0)
 
@@ -248,9 +249,9 @@ PRESETS: dict[str, Callable[..., ModelConfig]] = {
     "llama-15m": functools.partial(_llama, 8, 6, 384, 1024),
     "llama-30m": functools.partial(_llama, 8, 8, 512, 1792),
     # GaLore (Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank
-    # Projection"), with tied embeddings.
-    "llama-130m": functools.partial(_llama, 12, 12, 768, 2048),
-    "llama-350m": functools.partial(_llama, 24, 16, 1024, 2736),
+    # Projection").
+    "llama-130m": functools.partial(_untied_llama, 12, 12, 768, 2048),
+    "llama-350m": functools.partial(_untied_llama, 24, 16, 1024, 2736),
     # Llama 3.2 1B and 3B, and Llama 3 8B.
     "llama-1b": functools.partial(_llama3, 16, 32, 2048, 8192),
     "llama-3b": functools.partial(_llama3, 28, 24, 3072, 8192),
