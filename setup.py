@@ -64,6 +64,8 @@ setup(
         "tokenizers>=0.20",
         "sentencepiece>=0.2",
         "orjson>=3.9",
+        # Text and tokens at URLs.
+        "fsspec>=2024.6",
         "xxhash>=3.4",
         "zstandard>=0.22",
         # Artifacts, options and progress.
@@ -89,6 +91,8 @@ setup(
         "hf": ["transformers>=4.46"],
         # The report's map of windows, which uses PCA if umap-learn is not installed.
         "plots": ["umap-learn>=0.5.9", "threadpoolctl>=3.1"],
+        # s3:// and gs://. fsspec is their common interface.
+        "storage": ["s3fs>=2024.6", "gcsfs>=2024.6"],
         "wandb": ["wandb>=0.17"],
         # Build of the documentation.
         "docs": [
@@ -100,6 +104,11 @@ setup(
         "dev": [
             # Required by lm-eval's `hf` model, with which tests compare our lm-eval model.
             "accelerate>=1.0",
+            # A local S3 server, which needs both Flask packages, and the client that is tested.
+            "flask>=3",
+            "flask-cors>=4",
+            "moto[s3]>=5",
+            "s3fs>=2024.6",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mypy>=1.13",

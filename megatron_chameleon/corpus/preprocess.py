@@ -110,7 +110,7 @@ class _Run:
 
     Attributes:
         options: options of the tool.
-        plan: plan with the current modification times of the sources.
+        plan: plan with the current states of the sources.
         plan_hash: hash of the plan that all processes have agreed on.
         folder: corpus folder.
         gigatoken: whether workers encode with gigatoken.
@@ -134,19 +134,19 @@ class _Run:
         self.folder.put_shard(folder, number)
 
     def check_sources(self, finished: Sequence[int], existing: Plan) -> None:
-        """Check that sources with changed modification times match the hashes of finished shards.
+        """Check that sources with another time or ETag match the hashes of finished shards.
 
         Raises:
             UserError: naming the first source whose content has changed.
         """
-        before = [source.modified_ns for source in existing.sources]
+        before = [source.state for source in existing.sources]
         hashes: dict[Chunk, str] = {}
-        if before != [source.modified_ns for source in self.plan.sources]:
+        if before != [source.state for source in self.plan.sources]:
             for number in finished:
                 hashes |= zip(self.plan.shards[number], self._load(number).hashes, strict=True)
         for chunk, sha256 in hashes.items():
             source = self.plan.sources[chunk.source]
-            if source.modified_ns != before[chunk.source]:
+            if source.state != before[chunk.source]:
                 reader = self._reader()
                 for _ in reader.read(chunk):
                     pass

@@ -27,13 +27,10 @@ from megatron_chameleon.corpus.sources import (
     Chunk,
     Source,
     is_compressed,
-    is_remote,
-    open_source,
     read_dataset_shard,
-    reading,
-    size_and_time,
 )
 from megatron_chameleon.errors import UserError, one_line
+from megatron_chameleon.storage import file_state, is_remote, open_file, reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,7 +51,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BATCH_BYTES = 1 << 20
 _MAX_BATCH_ROWS = 4096
 # Columns are read in chunks of this size; pre-buffering would hold a whole row group in memory.
-# Chunks are larger for files on the hub, where a request takes longer.
+# Chunks are larger for remote files, since a request takes longer.
 _CHUNK_BYTES = {False: 1 << 20, True: 1 << 23}
 
 _LINES_SHOWN = 10
@@ -247,20 +244,21 @@ class DocumentReader:
 
 
 def _check_unchanged(source: Source) -> None:
-    """Check by size and modification time that ``source`` has not changed since it was found.
+    """Check by its state that ``source`` has not changed since it was found.
 
-    Files on the hub cannot change: their addresses hold the revision.
+    Files of data sets on the hub cannot change: their addresses hold the revision.
 
     Raises:
         UserError: if the source has changed, or no longer exists.
     """
-    if source.kind == "dataset" or is_remote(source.path):
+    if source.kind == "dataset" or (source.dataset is not None and is_remote(source.path)):
         return
-    size, modified_ns = size_and_time(source.path)
-    if (size, modified_ns) != (source.bytes, source.modified_ns):
+    with reading(source.path):
+        state = file_state(source.path, refresh=True)
+    if state != source.state:
         raise UserError(
             f"{source.name} was written to while it was read (it had {source.bytes} bytes and has "
-            f"{size} now); run the same command again when that is finished"
+            f"{state.bytes} now); run the same command again when that is finished"
         )
 
 
@@ -451,7 +449,7 @@ def read_lines(
     Memory holds one block and its lines, or one longer line of at most ``longest`` bytes.
 
     Args:
-        path: file on this machine or on the hub; .gz and .zst are decompressed, including files of
+        path: path or URL of a file; .gz and .zst are decompressed, including files of
             several members or frames.
         on_block: called with the bytes of these lines as stored on disk, in order.
         longest: bytes of the longest line that is kept.
@@ -464,7 +462,7 @@ def read_lines(
     Raises:
         UserError: if the file cannot be read, or is damaged or truncated.
     """
-    with reading(path), open_source(path) as stream:
+    with reading(path), open_file(path) as stream:
         if is_compressed(path):
             assert (start, stop) == (0, None), f"{path} is compressed: it cannot be divided"
             blocks = _blocks(stream, on_block, None, _COMPRESSED_BLOCK)
@@ -611,7 +609,7 @@ def columns_for(
 
 
 def _bytes_on_disk(path: str, metadata: pq.FileMetaData) -> list[int]:
-    file_bytes, _ = size_and_time(path)
+    file_bytes = file_state(path).bytes
     sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
     ends = [file_bytes * end // max(1, sum(sizes)) for end in accumulate(sizes)]
     return [end - begin for begin, end in pairwise([0, *ends])]
@@ -626,7 +624,7 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
         raise UserError(f"{path}: parquet needs the package pyarrow; {INSTALL_DATA}") from error
     with reading(path), contextlib.ExitStack() as stack:
         remote = is_remote(path)
-        stream = stack.enter_context(open_source(path, cache_type="none")) if remote else path
+        stream = stack.enter_context(open_file(path, cache_type="none")) if remote else path
         try:
             yield pq.ParquetFile(
                 stream,
@@ -635,7 +633,7 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
                 page_checksum_verification=True,
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
-            # Errors of the system and of the hub are raised unchanged, since sources.reading
+            # Errors of the system and of remote files are raised unchanged, since storage.reading
             # converts them.
             if isinstance(error, OSError) and (error.errno or remote):
                 raise

@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.readers import Document, DocumentReader, row_group_bytes
-from megatron_chameleon.corpus.sources import Chunk, Source, is_remote
+from megatron_chameleon.corpus.sources import Chunk, Source
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.storage import is_remote
 
 # Least number of places and bytes per place, if a place can start at any byte of a local file.
 _FINE = (1024, 1 << 16)

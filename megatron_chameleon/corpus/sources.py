@@ -1,4 +1,4 @@
-"""Resolve ``--input`` into sources: files, folders, globs and Hugging Face data sets.
+"""Resolve ``--input`` into sources: files, folders, globs, URLs and Hugging Face data sets.
 
 A source has a domain and a split; each is None if the source's documents determine it.
 """
@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import glob
 import os
 import re
-import stat
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath, PurePosixPath
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_chameleon.artifacts import Split
 from megatron_chameleon.corpus.options import (
@@ -27,6 +25,7 @@ from megatron_chameleon.corpus.options import (
     is_domain_name,
 )
 from megatron_chameleon.errors import UserError, one_line
+from megatron_chameleon.storage import FileState, file_state, find_remote, is_remote, reading
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -66,12 +65,13 @@ class Source:
         name: name in messages, unique in a list of sources.
         kind: format of the source: "lines" (JSON lines), "parquet", or "dataset" for formats that
             are read through ``datasets``.
-        path: path on this machine, address on the hub, or name of the data set.
+        path: path on this machine, URL, or name of the data set.
         domain: domain of all documents; None if each document names its own, or domains are not
             requested.
         split: split of all documents; None if the hash of each text decides.
         bytes: size on disk; 0 if unknown.
         modified_ns: modification time, in nanoseconds since 1970; 0 if unknown.
+        etag: hash or version of a remote file's content; '' if unknown.
         cuttable: whether a range of the source can be read (bytes of plain lines, row groups of
             parquet).
         dataset: data set with revision, config and split that the source belongs to, if any.
@@ -86,10 +86,16 @@ class Source:
     split: Split | None = None
     bytes: int = 0
     modified_ns: int = 0
+    etag: str = ""
     cuttable: bool = False
     dataset: str | None = None
     shard: int = 0
     num_shards: int = 1
+
+    @property
+    def state(self) -> FileState:
+        """State of the file when the source was found."""
+        return FileState(self.bytes, self.modified_ns, self.etag)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +189,7 @@ def _named_sources(flag: str, inputs: Iterable[str], split: Split | None) -> Ite
                 f"{flag} {value}: must be NAME=PATH with NAME of at most {MAX_DOMAIN_BYTES} bytes"
             )
         path = pattern if is_named else value
-        if path.startswith(DATASET_PREFIX):
+        if path.startswith(DATASET_PREFIX) and not is_remote(path):
             sources = _dataset_sources(path, flag, split)
         else:
             sources = [_file_source(file, split) for file in find_files(path, flag)]
@@ -194,9 +200,11 @@ def _named_sources(flag: str, inputs: Iterable[str], split: Split | None) -> Ite
 def _file_source(path: str, split: Split | None) -> Source:
     kind = kind_of_file(path)
     assert kind is not None, f"{path} has an unsupported format; it should not have been found"
-    size, modified_ns = size_and_time(path)
+    with reading(path):
+        state = file_state(path)
     cuttable = kind == "parquet" or not is_compressed(path)
-    return Source(path, kind, path, None, split, size, modified_ns, cuttable)
+    known = state.bytes, state.modified_ns, state.etag
+    return Source(path, kind, path, None, split, *known, cuttable)
 
 
 def _domain_of(source: Source, domains: DomainOptions, flag: str) -> str | None:
@@ -262,31 +270,33 @@ def is_compressed(path: str) -> bool:
 def find_files(pattern: str, flag: str) -> list[str]:
     """List the files at ``pattern``: a file, a folder that is searched at any depth, or a glob.
 
-    Hidden files are skipped, and links to folders are followed once.
+    ``pattern`` is a path or a URL. Hidden files are skipped, and links to folders are followed
+    once.
 
     Raises:
         UserError: naming ``flag``, if there is no file, or a file passed by name has an unsupported
             format.
     """
-    path = str(Path(pattern).expanduser())
-    # An existing path is not a pattern, even if it contains brackets.
-    matches = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
+    with reading(pattern, f"correct {flag}"):
+        matches = find_remote(pattern) if is_remote(pattern) else _find_local(pattern)
     if not matches:
         raise UserError(f"{flag} {pattern}: no such file or folder, and no match; check the path")
     files: list[str] = []
-    for match in matches:
-        if os.path.isdir(match):
-            in_order = sorted(_walk(match), key=PurePath)
-            inside = [file for file in in_order if kind_of_file(file, FOLDER_SUFFIXES)]
+    for match, contained in matches:
+        if contained is not None:
+            inside = [file for file in contained if kind_of_file(file, FOLDER_SUFFIXES)]
             files += inside
-            below = " ".join(os.path.relpath(file, match) for file in inside)
+            below = " ".join(file.removeprefix(match) for file in inside)
             words = set(re.findall("[a-z]+", below.lower()))
             if "train" in words and words & _HELD_OUT_WORDS:
+                others = ", ".join(sorted(words & _HELD_OUT_WORDS))
+                or_by_name = (
+                    "" if is_remote(match) else f", or the folder as {DATASET_PREFIX}{match}"
+                )
                 warnings.warn(
-                    f"{flag} {match}: files are named after the splits train and "
-                    f"{', '.join(sorted(words & _HELD_OUT_WORDS))}, but all are treated alike; "
-                    f"pass held-out files by --valid-input and --test-input, or the folder as "
-                    f"{DATASET_PREFIX}{match}",
+                    f"{flag} {match}: files are named after the splits train and {others}, but all "
+                    f"are treated alike; pass held-out files by --valid-input and --test-input"
+                    f"{or_by_name}",
                     stacklevel=4,
                 )
         elif kind_of_file(match) is None:
@@ -299,6 +309,17 @@ def find_files(pattern: str, flag: str) -> list[str]:
         if any("\ud800" <= character <= "\udfff" for character in file):
             raise UserError(f"{flag} {file!a}: file name is not UTF-8; rename it")
     return files
+
+
+def _find_local(pattern: str) -> list[tuple[str, list[str] | None]]:
+    """List matches as :func:`find_remote` does, for a path of this machine."""
+    path = str(Path(pattern).expanduser())
+    # An existing path is not a pattern, even if it contains brackets.
+    matches = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
+    return [
+        (match, sorted(_walk(match), key=PurePath) if os.path.isdir(match) else None)
+        for match in matches
+    ]
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -319,58 +340,6 @@ def _walk(folder: str) -> Iterator[str]:
         # Path removes a leading "./", so that a file has the same name for every spelling of its
         # folder.
         yield from (str(Path(root, name)) for name in files if not name.startswith("."))
-
-
-def is_remote(path: str) -> bool:
-    """Whether ``path`` is the address of a file on the hub."""
-    return "://" in path
-
-
-def open_source(path: str, cache_type: str = "readahead") -> BinaryIO:
-    """Open a seekable stream of bytes; call it inside :func:`reading`.
-
-    ``cache_type`` is fsspec's cache for files on the hub; the default suits sequential reads.
-    """
-    if not is_remote(path):
-        return open(path, "rb", buffering=0)
-    import fsspec
-
-    stream: BinaryIO = fsspec.open(path, "rb", cache_type=cache_type).open()
-    return stream
-
-
-@contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Convert errors of reading a local or hub file to UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or one_line(error)}; correct --input"
-        ) from error
-    except Exception as error:
-        if isinstance(error, UserError) or not is_remote(path):
-            raise
-        # Other exceptions come from the HTTP client, since the libraries do not wrap them.
-        raise UserError(f"cannot read {path}: {one_line(error)}; try again later") from error
-
-
-def size_and_time(path: str) -> tuple[int, int]:
-    """Bytes of a file, and its modification time in ns since 1970; an unknown value is 0.
-
-    Raises:
-        UserError: if it is missing, unreadable or not a regular file.
-    """
-    with reading(path):
-        if not is_remote(path):
-            status = os.stat(path)
-            if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
-                raise OSError(errno.EINVAL, "not a regular file", path)
-            return status.st_size, status.st_mtime_ns
-        import fsspec
-
-        system, name = fsspec.url_to_fs(path)
-        return int(system.info(name).get("size") or 0), 0
 
 
 # Hugging Face data sets

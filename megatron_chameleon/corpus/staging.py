@@ -83,7 +83,7 @@ class Plan(FolderRecord):
         options: name -> value of the options that affect the tokens.
         tokenizer: hash of the tokenizer.
         versions: versions of the packages that make the tokens.
-        sources: all sources, with size and modification time.
+        sources: all sources, with their states.
         shards: chunks of each shard.
     """
 

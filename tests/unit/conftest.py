@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_chameleon.artifacts import Corpus
     from megatron_chameleon.parallel.layout import Layout
     from megatron_chameleon.training.options import PretrainOptions
+    from tests.object_store import ObjectStore
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +90,23 @@ def finished_run(
 def trained_run(finished_run: Path, tmp_path: Path) -> Path:
     """A copy of ``finished_run`` that the test may change."""
     return Path(shutil.copytree(finished_run, tmp_path / "trained"))
+
+
+@pytest.fixture(scope="session")
+def running_object_store() -> Iterator[ObjectStore]:
+    """An S3 server that runs until the last test."""
+    from tests.object_store import serve
+
+    with serve() as store:
+        yield store
+
+
+@pytest.fixture
+def object_store(running_object_store: ObjectStore) -> Iterator[ObjectStore]:
+    """An S3 server with an empty bucket and without faults."""
+    store = running_object_store
+    yield store
+    store.faults.clear()
+    store.requests.clear()
+    if objects := store.system.find(store.bucket):
+        store.system.rm(objects)

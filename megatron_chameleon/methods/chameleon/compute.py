@@ -40,7 +40,6 @@ from megatron_chameleon.checkpoint.load import (
 )
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.readers import MalformedLineError, object_in, text_at
-from megatron_chameleon.corpus.sources import size_and_time
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.embed import (
     StoreEntry,
@@ -97,6 +96,7 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.storage import file_state
 
 if TYPE_CHECKING:
     from megatron_chameleon.methods.discovery import DiscoverOptions
@@ -368,7 +368,7 @@ def read_text(path: Path, encoder: TextEncoder) -> TokenFile:
     """
     texts = []
     try:
-        size_and_time(str(path))  # raises unless the path is a regular file
+        file_state(str(path))  # raises unless the path is a regular file
         if path.suffix == ".txt":
             texts = [path.read_text(encoding="utf-8")]
         else:
