@@ -204,7 +204,7 @@ class HuggingFaceWeights:
             UserError: for an unsupported model, or weights in an unsupported format.
         """
         found = read_model_config(folder)
-        files = _find_weights(folder, allow_pickle=allow_pickle)
+        files = find_weights(folder, allow_pickle=allow_pickle)
         held = sum(path.stat().st_size for path in files)
         found.config.require_bytes(held, str(folder / CONFIG_NAME))
         return cls(folder, tuple(files), found, found.config.vocab_size)
@@ -280,8 +280,12 @@ def read_tensors(files: Sequence[Path]) -> Tensors:
     return tensors
 
 
-def _find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
-    """Find the weight files in ``folder``: a single file, or the shards that an index lists."""
+def find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
+    """Find the weight files in ``folder``: a single file, or the shards that an index lists.
+
+    Raises:
+        UserError: if a file is missing, or the weights are pickled and ``allow_pickle`` is False.
+    """
     for name in (_SAFETENSORS, _PICKLED):
         index = folder / (name + _INDEX_SUFFIX)
         if (folder / name).is_file():

@@ -392,6 +392,16 @@ def recorded_tokenizer_file(path: Path, identity: TokenizerIdentity) -> Tokenize
     )
 
 
+def vocabulary(file: TokenizerFile) -> dict[str, int]:
+    """Token -> id of a tokenizer.json, added tokens included.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
+    file.open()
+    return tokenizers.Tokenizer.from_buffer(file.content).get_vocab()
+
+
 def _read(path: Path) -> TokenizerFile:
     """Read the tokenizer at ``path``, a file or folder, without pattern and special tokens."""
     file = path

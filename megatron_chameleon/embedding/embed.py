@@ -23,17 +23,16 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
-from megatron_chameleon.embedding.text import CorpusText, DomainText
+from megatron_chameleon.embedding.proxy import ProxyReader
+from megatron_chameleon.embedding.text import CorpusText, DecodedCorpusText, DomainText
 from megatron_chameleon.embedding.windows import Windows, draw_windows, spread_windows
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.config import ModelConfig
-from megatron_chameleon.model.flops import embedding_flops
-from megatron_chameleon.model.readout import Reader, length_multiple, padded_length
+from megatron_chameleon.model.readout import length_multiple, padded_length
 from megatron_chameleon.progress import progress_bar
 
 
 def embed_windows(
-    reader: Reader,
+    reader: ProxyReader,
     tokens: TokenFile,
     windows: Windows,
     layer: int,
@@ -65,7 +64,7 @@ def embed_windows(
         UserError: if hidden states are not finite; the message names the domain and the window.
     """
     layout = reader.layout
-    vectors = torch.zeros(len(windows), reader.config.hidden_size, device=layout.device)
+    vectors = torch.zeros(len(windows), reader.hidden_size, device=layout.device)
     norm = None
     if final_norm:
         (weight, bias), epsilon = reader.final_norm()
@@ -81,7 +80,7 @@ def embed_windows(
             if number % layout.data_size != layout.data_rank:
                 continue
             batch = next(ahead)
-            hidden = reader.hidden_states(batch["tokens"], layer)
+            hidden = reader.hidden_states(batch["tokens"], layer, batch["lengths"])
             if hidden is not None:
                 has_states = True
                 means = masked_mean(hidden, batch["lengths"], norm)
@@ -102,11 +101,11 @@ def embed_windows(
     return result
 
 
-def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
-    """Return tokens [b, s], padded with zeros that causal attention ignores, and lengths [b]."""
+def _padded(reader: ProxyReader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
+    """Return tokens [b, s], padded with zeros at the end, and lengths [b]."""
     batch_rows = slice(rows.start, rows.stop)
     lengths = windows.length[batch_rows]
-    multiple, longest = length_multiple(reader.layout), reader.config.max_positions
+    multiple, longest = length_multiple(reader.layout), reader.max_sequence_length
     width = min(padded_length(int(lengths.max()), multiple), longest)
     batch = np.zeros((len(rows), width), dtype=np.int64)
     firsts = tokens.starts[windows.document[batch_rows]] + windows.start[batch_rows]
@@ -115,7 +114,7 @@ def _padded(reader: Reader, tokens: TokenFile, windows: Windows, rows: range) ->
     return {"tokens": torch.from_numpy(batch), "lengths": torch.from_numpy(lengths)}
 
 
-def windows_flops(config: ModelConfig, layer: int, windows: Windows) -> float:
+def windows_flops(reader: ProxyReader, layer: int, windows: Windows) -> float:
     """Count the FLOPs of embedding ``windows`` with the first ``layer`` layers, over all ranks.
 
     Each window length is counted separately, since attention costs more per token in longer
@@ -123,7 +122,7 @@ def windows_flops(config: ModelConfig, layer: int, windows: Windows) -> float:
     """
     lengths, counts = np.unique(windows.length, return_counts=True)
     return sum(
-        embedding_flops(config, layer, int(count * length), int(length))
+        reader.embedding_flops(layer, int(count * length), int(length))
         for length, count in zip(lengths, counts, strict=True)
     )
 
@@ -142,7 +141,7 @@ def sample_windows(recipe: EmbeddingRecipe, name: str, tokens: TokenFile) -> Win
 
 
 def embed_by_recipe(
-    reader: Reader,
+    reader: ProxyReader,
     tokens: TokenFile,
     windows: Windows,
     recipe: EmbeddingRecipe,
@@ -155,7 +154,7 @@ def embed_by_recipe(
     vectors = embed_windows(
         reader, tokens, windows, recipe.layer, batch_size, progress, name, final_norm=norm
     )
-    flops = windows_flops(reader.config, recipe.layer, windows)
+    flops = windows_flops(reader, recipe.layer, windows)
     return vectors, stopwatch.cost(flops, reader.layout.world_size)
 
 
@@ -214,7 +213,7 @@ def missing_entries(
 def fill_store(
     store: EmbeddingStore,
     text: DomainText,
-    reader: Reader,
+    reader: ProxyReader,
     entries: Sequence[StoreEntry],
     batch_size: int,
 ) -> tuple[EmbeddingStore, Cost]:
@@ -239,6 +238,11 @@ def fill_store(
             progress.set_description(f"embedding {entry.key}")
             tokens = tokens_of(entry.domain, entry.split)
             windows = entry.windows(tokens)  # the windows of all entries may not fit in memory
+            if isinstance(text, DecodedCorpusText):
+                by_document = bool(entry.documents)
+                tokens = text.encode(tokens, windows, by_document=by_document)
+                in_memory = range(len(tokens)) if by_document else range(0)
+                windows = dataclasses.replace(entry, documents=in_memory).windows(tokens)
             vectors, cost = embed_by_recipe(
                 reader, tokens, windows, store.recipe, batch_size, progress, entry.domain
             )

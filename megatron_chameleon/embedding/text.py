@@ -14,21 +14,28 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Split
 from megatron_chameleon.artifacts.files import sha256_of_json
-from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile, open_tokens
+from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import Sample, sample_documents
 from megatron_chameleon.corpus.sources import Source, find_sources
-from megatron_chameleon.embedding.windows import draw_windows
+from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
+from megatron_chameleon.embedding.windows import Windows, draw_windows, in_memory
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import from_main
 
 # Characters per token in most text. The number decides how much raw text is read.
 _CHARACTERS_PER_TOKEN = 4
 _LONGEST_WORD = 32
+# Texts of a corpus that are encoded at a time.
+_TEXTS_AT_ONCE = 256
 
 
 class TextEncoder(Protocol):
     """A tokenizer that encodes whole documents."""
+
+    @property
+    def sha256(self) -> str:
+        """Hex SHA-256 of everything that determines the ids."""
 
     def encode_documents(
         self, texts: Sequence[str]
@@ -64,7 +71,7 @@ class DomainText(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CorpusText:
-    """The text of a corpus."""
+    """The text of a corpus that was made with the proxy's tokenizer."""
 
     corpus: Corpus
 
@@ -90,6 +97,61 @@ class CorpusText:
     def tokens(self, name: str, split: Split) -> TokenFile:
         """Map the token files."""
         return open_tokens(self.corpus, name, split)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodedCorpusText(CorpusText):
+    """The text of a corpus that was made with another tokenizer than the proxy's.
+
+    Windows are chosen from the corpus's tokens, decoded, and encoded by the proxy's tokenizer; the
+    windows to embed are chosen from the result. So text that is not embedded is not decoded.
+
+    Attributes:
+        open_encoder: opens the proxy's tokenizer.
+    """
+
+    open_encoder: Callable[[], TextEncoder]
+
+    def encode(self, tokens: TokenFile, windows: Windows, *, by_document: bool) -> TokenFile:
+        """Encode the text of ``windows`` on rank 0, and broadcast its tokens. Collective.
+
+        Args:
+            tokens: tokens of the corpus.
+            windows: windows of these tokens, none across documents.
+            by_document: join the windows of a document into one document.
+
+        Returns:
+            One document per window or document, in the order of the corpus.
+        """
+        return from_main(lambda: self._encode(tokens, windows, by_document=by_document))
+
+    @functools.cached_property
+    def _tokenizers(self) -> tuple[Tokenizer, TextEncoder]:
+        return corpus_tokenizer(self.corpus), self.open_encoder()
+
+    def _encode(self, tokens: TokenFile, windows: Windows, *, by_document: bool) -> TokenFile:
+        decoder, encoder = self._tokenizers
+        order = np.lexsort((windows.start, windows.document))
+        document = windows.document[order]
+        places = zip(
+            document.tolist(),
+            windows.start[order].tolist(),
+            windows.length[order].tolist(),
+            strict=True,
+        )
+        texts = []
+        for place in places:
+            ids = tokens.get(*place)
+            texts.append(decoder.decode(ids[ids != decoder.eod_id].tolist()))
+        encoded = [
+            encoder.encode_documents(texts[first : first + _TEXTS_AT_ONCE])
+            for first in range(0, len(texts), _TEXTS_AT_ONCE)
+        ]
+        ids, lengths = (np.concatenate(each) for each in zip(*encoded, strict=True))
+        if by_document:
+            firsts = np.flatnonzero(np.diff(document, prepend=-1))
+            lengths = np.add.reduceat(lengths, firsts, dtype=np.int32)
+        return in_memory(tokens.prefix, ids, lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +274,4 @@ def _word_start(text: str, position: int) -> int:
 
 def encoded_documents(path: Path, encoder: TextEncoder, texts: Sequence[str]) -> TokenFile:
     """Encode ``texts`` in memory, one document each; ``path`` is the location for messages."""
-    tokens, lengths = encoder.encode_documents(texts)
-    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.dtype.itemsize
-    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
-    return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)
+    return in_memory(path, *encoder.encode_documents(texts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,12 +125,19 @@ def load_windows(
         sampled.document.tolist(), sampled.start.tolist(), sampled.length.tolist(), strict=True
     )
     tokens = np.concatenate([file.get(d, start, n) for d, start, n in places])
-    count, ends = len(sampled), np.cumsum(sampled.length)
-    in_memory = TokenFile(
-        prefix=file.prefix,
-        tokens=BlockTokens(file.prefix, tokens),
-        lengths=sampled.length.astype(np.int32),
-        pointers=(ends - sampled.length) * tokens.itemsize,
-        document_boundaries=np.arange(count + 1),
-    )
-    return in_memory, Windows(np.arange(count), np.zeros(count, np.int64), sampled.length)
+    document = np.arange(len(sampled))
+    file = in_memory(file.prefix, tokens, sampled.length.astype(np.int32))
+    return file, Windows(document, np.zeros_like(document), sampled.length)
+
+
+def in_memory(path: Path, tokens: NDArray[np.integer], lengths: NDArray[np.int32]) -> TokenFile:
+    """Return the token file of documents in memory.
+
+    Args:
+        path: location of the text, for messages.
+        tokens: [num_tokens] concatenated tokens of all documents.
+        lengths: [num_documents] tokens of each document.
+    """
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.dtype.itemsize
+    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
+    return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)

@@ -41,7 +41,13 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.readout import Reader, check_window, length_batches, length_multiple
+from megatron_chameleon.model.readout import (
+    Reader,
+    check_window,
+    default_window,
+    length_batches,
+    length_multiple,
+)
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
 
@@ -110,7 +116,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
     record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
     require_tokenizer(record, corpus)
     config = config_of(record)
-    length = check_window(config, options.window_length)
+    length = check_window(config.max_positions, default_window(config), options.window_length)
     if not 0 <= options.overlap < length:
         raise UserError(
             f"--overlap {options.overlap}: must be from 0 to {length - 1}, less than one window"

@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.model.flops import embedding_flops
 from megatron_chameleon.model.layers import additive_mask
 from megatron_chameleon.parallel.layout import Layout
 
@@ -46,14 +47,31 @@ class Reader:
     layout: Layout
     later_chunks: Sequence[GPTModel] = ()
 
+    @property
+    def hidden_size(self) -> int:
+        """Features of a hidden state."""
+        return self.config.hidden_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Maximum tokens of a sequence."""
+        return self.config.max_positions
+
+    def embedding_flops(self, layer: int, tokens: int, seq_length: int) -> float:
+        """Count FLOPs of the first ``layer`` layers on sequences of ``seq_length`` tokens."""
+        return embedding_flops(self.config, layer, tokens, seq_length)
+
     @torch.no_grad()
-    def hidden_states(self, tokens: torch.Tensor, layer: int) -> torch.Tensor | None:
+    def hidden_states(
+        self, tokens: torch.Tensor, layer: int, lengths: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Compute the hidden states after ``layer`` layers, before the final layer norm.
 
         Args:
             tokens: [b, s] int64; equal on all ranks of this data-parallel replica. Under sequence
                 parallelism s is a multiple of the tensor-parallel size.
             layer: from 1 to num_layers. Later layers and the output layer do not run.
+            lengths: unused, since causal attention ignores padding at the end of a row.
 
         Returns:
             [s, b, h] on the ranks of the stage that holds ``layer``, None on other ranks.
@@ -213,13 +231,12 @@ def length_batches(
         first = last
 
 
-def check_layer(config: ModelConfig, layer: int | None, flag: str = "--layer") -> int:
+def check_layer(num_layers: int, layer: int | None, flag: str = "--layer") -> int:
     """Check and return ``layer``; None selects num_layers // 2, as in the authors' code.
 
     Raises:
         UserError: if the model has no such layer.
     """
-    num_layers = config.num_layers
     if layer is None:
         return max(1, num_layers // 2)
     if not 1 <= layer <= num_layers:
@@ -227,19 +244,24 @@ def check_layer(config: ModelConfig, layer: int | None, flag: str = "--layer") -
     return layer
 
 
-def check_window(config: ModelConfig, window_length: int | None) -> int:
-    """Check and return ``window_length``; None selects the model's sequence length.
+def default_window(config: ModelConfig) -> int:
+    """Return the default of ``--window-length``: the model's sequence length.
 
     A model with rotary positions accepts any length, and its default is at most
     ``DEFAULT_WINDOW_LIMIT``: public models have up to a million positions.
+    """
+    longest = DEFAULT_WINDOW_LIMIT if config.is_rotary else config.max_positions
+    return min(config.max_sequence_length, longest)
+
+
+def check_window(longest: int, default: int, window_length: int | None) -> int:
+    """Check and return ``window_length``; None selects ``default``.
 
     Raises:
-        UserError: if the model has too few positions.
+        UserError: if ``window_length`` is more than ``longest``, the number of positions.
     """
     if window_length is None:
-        longest = DEFAULT_WINDOW_LIMIT if config.is_rotary else config.max_positions
-        return min(config.max_sequence_length, longest)
-    longest = config.max_positions
+        return default
     if not 1 <= window_length <= longest:
         raise UserError(
             f"--window-length {window_length}: the model has positions for 1 to {longest} tokens"

@@ -58,7 +58,11 @@ def install_cpu_stand_in() -> bool:
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
-    # Constructors with device="cuda" and Tensor.cuda() return CPU tensors.
+    # Constructors with device="cuda" and Tensor.cuda() return CPU tensors. The context manager
+    # torch.device, with which transformers loads models, collects the constructors on first use,
+    # so it is used before they are replaced.
+    with _CPU:
+        torch.empty(0)
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_arguments, **_more: self  # type: ignore[method-assign]

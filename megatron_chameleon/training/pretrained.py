@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import tokenizers
 import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
@@ -20,9 +19,9 @@ from megatron_chameleon.checkpoint.huggingface import (
 )
 from megatron_chameleon.checkpoint.load import config_of, load_weights
 from megatron_chameleon.corpus.tokenizer import (
-    TokenizerFile,
     recorded_tokenizer_file,
     vocab_file_in,
+    vocabulary,
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
@@ -144,16 +143,10 @@ def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> 
         return
     of_data = options.data.tokenizer_model or Path(data.where) / data.tokenizer.file
     if data.tokenizer.kind == "tokenizers" and of_data.exists():
-        expected = _vocabulary(recorded_tokenizer_file(of_data, data.tokenizer))
-        if expected.items() <= _vocabulary(model).items():
+        expected = vocabulary(recorded_tokenizer_file(of_data, data.tokenizer))
+        if expected.items() <= vocabulary(model).items():
             return
     raise UserError(
         f"{found} has other token ids than the tokenizer of {data.where}; preprocess the text with "
         f"--tokenizer-model {folder}, or pass another {FLAG}"
     )
-
-
-def _vocabulary(file: TokenizerFile) -> dict[str, int]:
-    """Token -> id, added tokens included. Raises UserError if the file is damaged."""
-    file.open()
-    return tokenizers.Tokenizer.from_buffer(file.content).get_vocab()

@@ -35,7 +35,8 @@ class EmbeddingOptions(CheckedOptions):
     layer: int | None = None
     """Use hidden states after this many layers; default: the middle layer."""
     window_length: Count | None = None
-    """Maximum tokens per window; default: the proxy's sequence length."""
+    """Maximum tokens per window; default: the proxy's sequence length, for a Hugging Face model at
+    most 2048."""
     embedding_batch_size: Count = 32
     """Windows per forward pass and rank; the weights do not depend on this number."""
 
@@ -121,7 +122,8 @@ class ChameleonOptions(OutputOptions):
     domains: str | None = None
     """Domains to weigh, such as a,b,c; all other domains get weight 0. Default: all domains."""
     checkpoint: Path
-    """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
+    """Proxy model: a run folder (its latest checkpoint), one checkpoint folder, a Hugging Face
+    folder, or a model OWNER/NAME on the Hugging Face hub."""
     mode: Literal["pretrain", "finetune"] = "pretrain"
     """'pretrain' upweights broad domains; 'finetune' upweights distinct domains."""
     store: Path | None = None
@@ -140,6 +142,9 @@ class ChameleonOptions(OutputOptions):
     explain: bool = False
     """Print the scores and nearest domains of each domain, and the effect of each
     hyperparameter."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a Hugging Face model. Code that you have not read can do
+    anything that you can."""
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
     weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
@@ -174,8 +179,8 @@ METHOD = Method(
     options=ChameleonOptions,
     compute=run,
     summary="inverse leverage scores of the domain embeddings",
-    needs="a proxy trained on a uniform mixture (--checkpoint)",
-    cost="training of one proxy; then forward passes over each new domain",
+    needs="a proxy (--checkpoint): a run on a uniform mixture, or any Hugging Face model",
+    cost="training of one proxy, if there is none; then forward passes over each new domain",
     good_for="changing sets of domains; fine-tuning (--mode finetune)",
     source="Xie, Tonin, Cevher: Chameleon, ICML 2025",
 )

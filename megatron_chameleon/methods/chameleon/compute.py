@@ -27,17 +27,11 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
     provenance,
 )
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.artifacts.files import sha256_of_files
+from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.load import (
-    config_of,
-    find_tokenizer,
-    open_reader,
-    require_tokenizer,
-)
+from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.readers import MalformedLineError, object_in, text_at
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
@@ -49,8 +43,10 @@ from megatron_chameleon.embedding.embed import (
     open_store,
     sample_windows,
 )
+from megatron_chameleon.embedding.proxy import Proxy, open_proxy
 from megatron_chameleon.embedding.text import (
     CorpusText,
+    DecodedCorpusText,
     DomainText,
     SampledText,
     TextEncoder,
@@ -90,11 +86,9 @@ from megatron_chameleon.mixture.bootstrap import (
 from megatron_chameleon.mixture.checks import Array, Mode
 from megatron_chameleon.mixture.target import DEFAULT_STRENGTH, similarity_shares, target_prior
 from megatron_chameleon.mixture.weights import placed_weights
-from megatron_chameleon.model.config import ModelConfig
-from megatron_chameleon.model.flops import paper_flops
-from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.storage import file_state
 
@@ -145,16 +139,14 @@ class EmbeddingPlan:
     Attributes:
         text: text of the domains.
         names: selected domains.
-        checkpoint: checkpoint of the proxy.
-        config: model config of the proxy.
+        proxy: the proxy.
         embedding: recipe of the embedding store.
         open_encoder: opens the tokenizer of ``text``.
     """
 
     text: DomainText
     names: list[str]
-    checkpoint: CheckpointRecord
-    config: ModelConfig
+    proxy: Proxy
     embedding: EmbeddingRecipe
     open_encoder: Callable[[], TextEncoder]
 
@@ -192,7 +184,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_mixture(options))
-        hidden_size = plan.config.hidden_size
+        hidden_size = plan.proxy.hidden_size
         target_file = plan.target and plan.target.text
         entries = [StoreEntry(name, name, plan.embedding) for name in plan.names]
         store, text, missing = from_main(
@@ -205,7 +197,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
         )
         spent = text_cost = Cost()
         if missing or text:
-            reader = open_reader(plan.checkpoint, layout, bf16=plan.embedding.dtype == "bfloat16")
+            reader = plan.proxy.open_reader(layout, plan.embedding)
             batch_size = options.extraction.embedding_batch_size
             if text:
                 sampled = sample_windows(plan.embedding, TARGET_KEY, text)
@@ -231,7 +223,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
             cost = stopwatch.cost(num_devices=layout.world_size) + text_cost
             heading = (
                 f"Chameleon, {options.mode} weights, recipe {plan.recipe.name}, layer "
-                f"{plan.embedding.layer} of {plan.config.num_layers}, {reused}"
+                f"{plan.embedding.layer} of {plan.proxy.num_layers}, {reused}"
             )
             if plan.target is not None:
                 heading += f"\ntarget: {plan.target.value}, strength {plan.target.strength:g}"
@@ -260,7 +252,7 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
         limit = epoch_limit(options, corpus, plan.names)
         limit.check()
     names = plan.names
-    inputs = {"corpus" if corpus else "text": plan.text.hash, "checkpoint": plan.checkpoint.hash}
+    inputs = {"corpus" if corpus else "text": plan.text.hash, "checkpoint": plan.proxy.hash}
     kept = None
     if options.keep is not None:
         kept = Mixture.load(options.keep)
@@ -294,14 +286,22 @@ def plan_embedding(
     Raises:
         UserError: for the first mistake found.
     """
-    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
-    require_tokenizer(checkpoint, corpus)
+    proxy = open_proxy(options.checkpoint, trust_remote_code=options.trust_remote_code)
     names = select_domains(options.domains, corpus.names, corpus.root)
-    config = config_of(checkpoint)
-    recipe = embedding_recipe(extraction, config, checkpoint.hash, corpus.tokenizer.sha256)
-    check_model_layout(config, options.parallel, recipe.window_length)
-    open_encoder = functools.partial(corpus_tokenizer, corpus)
-    return EmbeddingPlan(CorpusText(corpus), names, checkpoint, config, recipe, open_encoder)
+    text, tokenizer_hash = CorpusText(corpus), corpus.tokenizer.sha256
+    open_encoder: Callable[[], TextEncoder] = functools.partial(corpus_tokenizer, corpus)
+    if not proxy.reads_ids_of(corpus):
+        if extraction.cross_documents:
+            raise UserError(
+                f"--cross-documents: {corpus.root} was made with another tokenizer than that of "
+                f"{proxy.where}; leave it out, or preprocess the text with the proxy's tokenizer"
+            )
+        open_encoder()  # fails before the embedding if the corpus has lost its tokenizer
+        open_encoder = functools.partial(proxy.open_encoder, TokenizerChoice())
+        tokenizer_hash = sha256_of_json([tokenizer_hash, open_encoder().sha256])
+        text = DecodedCorpusText(corpus, open_encoder)
+    recipe = _recipe_for(extraction, proxy, options.parallel, tokenizer_hash)
+    return EmbeddingPlan(text, names, proxy, recipe, open_encoder)
 
 
 def plan_sampling(options: ChameleonOptions) -> EmbeddingPlan:
@@ -310,28 +310,40 @@ def plan_sampling(options: ChameleonOptions) -> EmbeddingPlan:
     Raises:
         UserError: for the first mistake found.
     """
-    checkpoint = CheckpointRecord.load(find_checkpoint(options.checkpoint))
-    open_encoder = functools.partial(find_tokenizer, options.tokenizer, checkpoint)
-    config, tokenizer = config_of(checkpoint), open_encoder()
-    recipe = embedding_recipe(options.extraction, config, checkpoint.hash, tokenizer.sha256)
-    check_model_layout(config, options.parallel, recipe.window_length)
+    proxy = open_proxy(options.checkpoint, trust_remote_code=options.trust_remote_code)
+    open_encoder = functools.partial(proxy.open_encoder, options.tokenizer)
+    tokenizer_hash = open_encoder().sha256
+    recipe = _recipe_for(options.extraction, proxy, options.parallel, tokenizer_hash)
     text = find_text(options.source, open_encoder, recipe)
     names = select_domains(options.domains, text.names, text.where)
-    return EmbeddingPlan(text, names, checkpoint, config, recipe, open_encoder)
+    return EmbeddingPlan(text, names, proxy, recipe, open_encoder)
+
+
+def _recipe_for(
+    options: ExtractionOptions, proxy: Proxy, parallel: ParallelOptions, tokenizer_hash: str
+) -> EmbeddingRecipe:
+    """Construct the recipe of an embedding store for ``proxy``.
+
+    Raises:
+        UserError: for a layer that the model does not have, windows that are too long for it, or an
+            unsupported layout or option.
+    """
+    longest, default = proxy.max_sequence_length, proxy.default_window_length
+    layer = check_layer(proxy.num_layers, options.layer)
+    window = check_window(longest, default, options.window_length)
+    recipe = embedding_recipe(options, proxy.hash, layer, window, tokenizer_hash)
+    proxy.check(recipe, parallel)
+    return recipe
 
 
 def embedding_recipe(
-    options: ExtractionOptions, config: ModelConfig, model_hash: str, tokenizer_hash: str
+    options: ExtractionOptions, model_hash: str, layer: int, window_length: int, tokenizer_hash: str
 ) -> EmbeddingRecipe:
-    """Construct the recipe of an embedding store for a proxy of this config.
-
-    Raises:
-        UserError: for a layer that the model does not have, or windows that are too long for it.
-    """
+    """Construct the recipe of an embedding store from options, and values that are checked."""
     return EmbeddingRecipe(
         model_hash=model_hash,
-        layer=check_layer(config, options.layer),
-        window_length=check_window(config, options.window_length),
+        layer=layer,
+        window_length=window_length,
         num_windows=options.num_windows,
         seed=options.extraction_seed,
         tokenizer_hash=tokenizer_hash,
@@ -459,11 +471,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         for (one, other), probability in zip(itertools.pairwise(order), likely, strict=True)
     ]
     # The cost includes the proxy's training, even if several mixtures use the proxy.
-    flops = paper_flops(
-        plan.config,
-        trained_tokens=sum(plan.checkpoint.domain_tokens.values()),
-        embedded_tokens=sum(windows.values()) * plan.embedding.window_length,
-    )
+    flops = plan.proxy.paper_flops(sum(windows.values()) * plan.embedding.window_length)
     recipe = dataclasses.asdict(plan.recipe)
     parameters: dict[str, Any] = {
         "mode": options.mode,

@@ -55,7 +55,7 @@ class OnlineChameleon(TrainingHook):
         self.mixture_interval = online.online_interval
         self._online, self._shape, self._layout = online, plan.config, layout
         self._batch_size = options.micro_batch_size
-        self._layer = check_layer(plan.config, online.online_layer, "--online-layer")
+        self._layer = check_layer(plan.config.num_layers, online.online_layer, "--online-layer")
         weights = np.array(plan.schedule.weights_at(0), np.float64)
         self._weights = by_name(plan.data.names, weights / weights.sum())
         self._names = [name for name, weight in self._weights.items() if weight > 0]
@@ -136,7 +136,7 @@ class OnlineChameleon(TrainingHook):
             # Run eagerly: torch.compile would compile the layers again for each new shape.
             with torch.compiler.set_stance("force_eager"):
                 for name, (tokens, windows) in self._windows.items():
-                    self.flops += windows_flops(self._shape, self._layer, windows)
+                    self.flops += windows_flops(reader, self._layer, windows)
                     with progress_bar(len(windows), " windows", quiet=True) as progress:
                         vectors = embed_windows(
                             reader, tokens, windows, self._layer, self._batch_size, progress, name

@@ -35,7 +35,8 @@ class DiscoverOptions(CheckedOptions):
     corpus: Path
     """Folder written by tools/preprocess_data.py; all of its text may be in a single domain."""
     checkpoint: Path
-    """Proxy model: a run folder (its latest checkpoint) or one checkpoint folder."""
+    """Proxy model: a run folder (its latest checkpoint), one checkpoint folder, a Hugging Face
+    folder, or a model OWNER/NAME on the Hugging Face hub."""
     discover: str
     """Number of clusters, 2 or more. From a list such as 4,8,16, the number with the best
     silhouette is chosen."""
@@ -57,6 +58,9 @@ class DiscoverOptions(CheckedOptions):
     min_tokens_per_split: int = 1
     """Clusters with fewer tokens than this in train, valid or test are dissolved: their documents
     go to the nearest other cluster."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a Hugging Face model. Code that you have not read can do
+    anything that you can."""
     embedding: DocumentEmbeddingOptions = dataclasses.field(
         default_factory=DocumentEmbeddingOptions
     )

@@ -34,7 +34,6 @@ from megatron_chameleon.artifacts.discovered import (
 )
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.join import regroup
 from megatron_chameleon.corpus.options import is_domain_name
@@ -84,7 +83,7 @@ def discover_domains(options: DiscoverOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_discovery(options))
-        folder, width = options.store_folder, plan.config.hidden_size
+        folder, width = options.store_folder, plan.proxy.hidden_size
         store, missing = from_main(
             lambda: (
                 store := open_store(folder, plan.embedding, width, plan.provenance),
@@ -93,7 +92,7 @@ def discover_domains(options: DiscoverOptions) -> None:
         )
         cost = Cost()
         if missing:
-            reader = open_reader(plan.checkpoint, layout)
+            reader = plan.proxy.open_reader(layout, plan.embedding)
             batch_size = options.embedding.embedding_batch_size
             store, cost = fill_store(store, plan.text, reader, missing, batch_size)
         if not layout.is_main:
@@ -201,7 +200,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
                 "too few for two clusters; lower --min-tokens-per-split, or add text"
             )
     corpus_tokenizer(corpus)  # fails before the embedding if the tokenizer's file is missing
-    made = provenance(options, {"corpus": corpus.hash, "checkpoint": plan.checkpoint.hash})
+    made = provenance(options, {"corpus": corpus.hash, "checkpoint": plan.proxy.hash})
     return DiscoverPlan(**vars(plan), options=options, corpus=corpus, provenance=made)
 
 

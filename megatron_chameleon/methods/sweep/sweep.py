@@ -42,6 +42,7 @@ from megatron_chameleon.methods.proxy import (
 )
 from megatron_chameleon.methods.sweep import SweepOptions
 from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.readout import check_layer, check_window, default_window
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.options import PretrainOptions
@@ -259,8 +260,12 @@ def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions
         plan, corpus = plan_training(run), Corpus.load(options.corpus)
         check_run_folder(plan)
         weighting.resolve()
-        recipe = embedding_recipe(method.extraction, plan.config, "", corpus.tokenizer.sha256)
-        check_model_layout(plan.config, method.parallel, recipe.window_length)
+        extraction, config = method.extraction, plan.config
+        layer = check_layer(config.num_layers, extraction.layer)
+        longest, default = config.max_positions, default_window(config)
+        window = check_window(longest, default, extraction.window_length)
+        recipe = embedding_recipe(extraction, "", layer, window, corpus.tokenizer.sha256)
+        check_model_layout(config, method.parallel, window)
         if EmbeddingStore.exists(store):
             stored = EmbeddingStore.load(store)
             # The proxy's hash is unknown before its training, so it is not compared.

@@ -77,9 +77,9 @@ def embedded(monkeypatch):
     shapes = []
     original = Reader.hidden_states
 
-    def counting(self, tokens, layer):
+    def counting(self, tokens, layer, lengths=None):
         shapes.append(tuple(tokens.shape))
-        return original(self, tokens, layer)
+        return original(self, tokens, layer, lengths)
 
     monkeypatch.setattr(Reader, "hidden_states", counting)
     return shapes

@@ -28,6 +28,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.embedding.embed import embed_windows
+from megatron_chameleon.embedding.proxy import CheckpointProxy
 from megatron_chameleon.embedding.windows import spread_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery import DiscoverOptions, DocumentEmbeddingOptions
@@ -192,7 +193,7 @@ def test_several_numbers_the_best_silhouette_wins(discover, found, tmp_path):
 def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, monkeypatch):
     store = found.root.with_name("found.embeddings")
     with monkeypatch.context() as patch:
-        patch.setattr(discover_module, "open_reader", None)
+        patch.setattr(CheckpointProxy, "open_reader", None)
         assert len(discover(discover="2", store=store).names) == 2
     embedding = DocumentEmbeddingOptions(fit_windows=200, windows_per_document=2)
     with pytest.raises(UserError, match="num_windows 4, not 2"):

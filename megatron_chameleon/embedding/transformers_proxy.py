@@ -1,0 +1,427 @@
+"""Any causal or encoder model that transformers loads, as a proxy. transformers is optional.
+
+The layers above the one that is read are deleted, and the model's forward pass ends after that
+layer, so its final norm and output layer do not run. Each window gets the special tokens that the
+model's tokenizer adds to a text, such as [CLS] and [SEP] of BERT or the beginning-of-sequence token
+of Llama 3; the mean over the window leaves them out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import torch
+import torch.distributed as dist
+from huggingface_hub.errors import HfHubHTTPError
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe
+from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.checkpoint.huggingface import find_weights
+from megatron_chameleon.checkpoint.options import TokenizerChoice
+from megatron_chameleon.corpus.indexed import token_type
+from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file, vocabulary
+from megatron_chameleon.embedding.proxy import Proxy
+from megatron_chameleon.errors import UserError, first_line
+from megatron_chameleon.model.huggingface_config import CONFIG_NAME
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.parallel.options import ParallelOptions
+
+DEFAULT_WINDOW_LENGTH = 2048
+"""Default tokens per window of a model that has more positions."""
+# Window length of a model without a maximum: the most tokens of a sequence in an .idx.
+_UNLIMITED = 2**31 - 1
+_DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
+_CODE = "*.py"
+# Subfolders hold other formats (ONNX, GGUF); consolidated files repeat the weights.
+_NOT_DOWNLOADED = ["*/*", "consolidated*"]
+# Files that configure the model and its tokenizer.
+_CONFIGURES = (CONFIG_NAME, "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
+
+
+def download(name: str, *, with_code: bool) -> Path:
+    """Download a model from the Hugging Face hub, or find its copy in the hub's cache.
+
+    Args:
+        name: OWNER/MODEL.
+        with_code: download the Python code of the model too.
+
+    Returns:
+        The folder in the cache.
+
+    Raises:
+        UserError: if the hub has no such model, or is not reachable.
+    """
+    hint = f"--checkpoint {name}: no such folder here, and"
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=[*_DOWNLOADED, *([_CODE] if with_code else [])],
+            ignore_patterns=_NOT_DOWNLOADED,
+        )
+    except HfHubHTTPError as error:
+        raise UserError(
+            f"{hint} the Hugging Face hub has no model of this name that you may read "
+            f"({first_line(error)}); check the name, or log in with `hf auth login`"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"{hint} the Hugging Face hub is not reachable ({first_line(error)}); pass a folder of "
+            "a run, a checkpoint or a downloaded model"
+        ) from error
+    return Path(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformersProxy(Proxy):
+    """A Hugging Face folder.
+
+    Attributes:
+        trust_remote_code: whether Python code in the folder may run.
+        layer_parameters: parameters of each layer.
+        score_width: features of all heads together, for the FLOPs of attention scores.
+        is_causal: whether attention is causal, for the FLOPs of attention scores.
+        vocab_size: rows of the embedding.
+        special_tokens: ids before and after each window.
+    """
+
+    trust_remote_code: bool
+    layer_parameters: tuple[int, ...]
+    score_width: int
+    is_causal: bool
+    vocab_size: int
+    special_tokens: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @classmethod
+    def find(cls, folder: Path, *, trust_remote_code: bool = False) -> TransformersProxy:
+        """Check the model in ``folder``, without reading its weights.
+
+        Raises:
+            UserError: if transformers is not installed or cannot load the model or its tokenizer,
+                if the weights are missing or pickled, or for a model that is neither causal nor an
+                encoder of text.
+        """
+        weights = find_weights(folder, allow_pickle=False)
+        with _loading(folder) as transformers:
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        if config.is_encoder_decoder or config.get_text_config() is not config:
+            raise UserError(
+                f"{folder} ({config.model_type}): an encoder-decoder or multimodal model cannot "
+                "be a proxy; pass a causal model or an encoder of text"
+            )
+        with _loading(folder) as transformers, torch.device("meta"):
+            model = transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+        layers = find_layers(model, folder)
+        encoder = HuggingFaceEncoder(folder, trust_remote_code=trust_remote_code)
+        needed, rows = encoder.vocab_size, model.get_input_embeddings().num_embeddings
+        if needed > rows:
+            raise UserError(
+                f"{folder}: the tokenizer has ids up to {needed - 1}, but the model has only "
+                f"{rows} embeddings; save the model's own tokenizer in the folder"
+            )
+        longest = _num_positions(model) - sum(map(len, encoder.special_tokens))
+        patterns = (*_CONFIGURES, *([_CODE] if trust_remote_code else []))
+        read = {*weights, *(path for pattern in patterns for path in folder.glob(pattern))}
+        heads = getattr(config, "num_attention_heads", 0)
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        return cls(
+            where=folder,
+            hash=sha256_of_files(*sorted(read)),
+            num_layers=len(layers),
+            hidden_size=config.hidden_size,
+            max_sequence_length=longest,
+            default_window_length=min(longest, DEFAULT_WINDOW_LENGTH),
+            trust_remote_code=trust_remote_code,
+            layer_parameters=tuple(sum(map(torch.numel, each.parameters())) for each in layers),
+            score_width=heads * head_size,
+            is_causal=any(getattr(module, "is_causal", False) for module in model.modules()),
+            vocab_size=rows,
+            special_tokens=encoder.special_tokens,
+        )
+
+    @property
+    def paper_parameters(self) -> int:
+        """Parameters of all layers."""
+        return sum(self.layer_parameters)
+
+    def check(self, recipe: EmbeddingRecipe, parallel: ParallelOptions) -> None:
+        """Raise UserError for tensor or pipeline parallelism, and for the final norm."""
+        sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+        if max(sizes) > 1:
+            raise UserError(
+                f"{self.where}: a Hugging Face model is not sharded over ranks; leave out "
+                "--tensor-model-parallel-size and --pipeline-model-parallel-size, and every rank "
+                "embeds its share of the windows"
+            )
+        if recipe.final_norm:
+            raise UserError(
+                f"--final-norm: not available for a Hugging Face model ({self.where}); leave it out"
+            )
+
+    def reads_ids_of(self, corpus: Corpus) -> bool:
+        """Return whether every token of ``corpus`` has the same id here.
+
+        Raises:
+            UserError: if the corpus has lost its tokenizer.
+        """
+        own = recorded_tokenizer_file(corpus.root / corpus.tokenizer.file, corpus.tokenizer)
+        if own.kind == "tokenizers":
+            theirs = HuggingFaceEncoder(self.where, trust_remote_code=self.trust_remote_code)
+            return vocabulary(own).items() <= theirs.vocabulary.items()
+        copy = self.where / own.name
+        return copy.is_file() and copy.read_bytes() == own.content
+
+    def open_encoder(self, choice: TokenizerChoice) -> HuggingFaceEncoder:
+        """Open the folder's tokenizer."""
+        names = [field.name for field in dataclasses.fields(choice)]
+        choice.reject_changed(names, f"{self.where} has its own tokenizer")
+        return HuggingFaceEncoder(self.where, trust_remote_code=self.trust_remote_code)
+
+    def open_reader(self, layout: Layout, recipe: EmbeddingRecipe) -> TransformersReader:
+        """Load the first layers on every rank."""
+        with _loading(self.where) as transformers:
+            model, report = transformers.AutoModel.from_pretrained(
+                self.where,
+                dtype=getattr(torch, recipe.dtype),
+                trust_remote_code=self.trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        # A model whose checkpoint has no pooler gets a random one, which does not run.
+        missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
+        if missing:
+            raise UserError(
+                f"{self.where}: its weights lack {len(missing)} tensors of its config, such as "
+                f"{missing[0]}; download the model again"
+            )
+        layers = find_layers(model, self.where)
+        del layers[recipe.layer :]
+        layers[-1].register_forward_hook(_end_forward_pass)
+        model.config.use_cache = False
+        model.eval().requires_grad_(False).to(layout.device)
+        return TransformersReader(self, model, recipe.layer, layout)
+
+
+class _LastLayerDone(Exception):  # noqa: N818
+    """Ends a forward pass after the layer whose hidden states are read.
+
+    Attributes:
+        hidden_states: [b, s, h].
+    """
+
+    def __init__(self, hidden_states: torch.Tensor) -> None:
+        self.hidden_states = hidden_states
+
+
+def _end_forward_pass(
+    _layer: torch.nn.Module, _inputs: object, output: torch.Tensor | Sequence[torch.Tensor]
+) -> None:
+    raise _LastLayerDone(output if isinstance(output, torch.Tensor) else output[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformersReader:
+    """The first layers of a transformers model. Every rank holds all of them.
+
+    Attributes:
+        proxy: the proxy that was loaded.
+        model: the model.
+        layer: number of its layers.
+        layout: layout of this rank.
+    """
+
+    proxy: TransformersProxy
+    model: torch.nn.Module
+    layer: int
+    layout: Layout
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of a hidden state."""
+        return self.proxy.hidden_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Maximum tokens per window, without special tokens."""
+        return self.proxy.max_sequence_length
+
+    @torch.no_grad()
+    def hidden_states(
+        self, tokens: torch.Tensor, layer: int, lengths: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute [s, b, h] hidden states after ``layer`` layers, without special tokens.
+
+        The arguments are those of :class:`~megatron_chameleon.embedding.proxy.ProxyReader`;
+        ``layer`` is the layer that was loaded last.
+        """
+        assert layer == self.layer, f"the model was loaded to read layer {self.layer}"
+        before, after = self.proxy.special_tokens
+        batch, width = tokens.shape
+        if lengths is None:
+            lengths = torch.full((batch,), width, device=tokens.device)
+        # [CLS] text [SEP] padding
+        ends = lengths[:, None] + len(before)
+        place = torch.arange(width + len(before) + len(after), device=tokens.device)
+        ids = torch.nn.functional.pad(tokens, (len(before), len(after)))
+        for position, token in enumerate(before):
+            ids[:, position] = token
+        for offset, token in enumerate(after):
+            ids = torch.where(place == ends + offset, token, ids)
+        mask = (place < ends + len(after)).to(torch.int64)
+        try:
+            self.model(input_ids=ids, attention_mask=mask)
+        except _LastLayerDone as done:
+            return done.hidden_states.transpose(0, 1)[len(before) : len(before) + width]
+        raise AssertionError(f"layer {layer} has not run")
+
+    def final_norm(self) -> tuple[torch.Tensor, float]:
+        """Raise NotImplementedError: ``TransformersProxy.check`` rejects --final-norm."""
+        raise NotImplementedError
+
+    def sum_over_ranks(self, values: torch.Tensor, *, has_result: bool) -> torch.Tensor:
+        """Sum ``values`` over the ranks with a result, on every rank. Collective."""
+        if not has_result:
+            values = torch.zeros_like(values)
+        dist.all_reduce(values)
+        return values
+
+    def embedding_flops(self, layer: int, tokens: int, seq_length: int) -> float:
+        """Count 2 FLOPs per parameter of the layers and token, and those of attention scores."""
+        scores = 4 * seq_length * self.proxy.score_width / (2 if self.proxy.is_causal else 1)
+        return tokens * (2.0 * sum(self.proxy.layer_parameters[:layer]) + layer * scores)
+
+
+def find_layers(model: torch.nn.Module, where: Path) -> torch.nn.ModuleList:
+    """Find the list of the model's layers: the outermost list of config.num_hidden_layers modules.
+
+    Raises:
+        UserError: if there is no such list.
+    """
+    count = model.config.num_hidden_layers  # type: ignore[union-attr]
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise UserError(
+        f"{where}: {type(model).__name__} has no list of its {count} layers, so the hidden states "
+        "of a layer cannot be read; pass another model"
+    )
+
+
+def _num_positions(model: torch.nn.Module) -> int:
+    """Return the maximum number of tokens of a sequence, special tokens included."""
+    declared = getattr(model.config, "max_position_embeddings", None)
+    limits = [declared or _UNLIMITED]
+    for name, module in model.named_modules():
+        # RoBERTa's positions begin after the padding's.
+        if isinstance(module, torch.nn.Embedding) and "position" in name and module.padding_idx:
+            limits.append(module.num_embeddings - module.padding_idx - 1)
+    return min(limits)
+
+
+class HuggingFaceEncoder:
+    """The tokenizer of a Hugging Face folder.
+
+    Args:
+        folder: folder of the model.
+        trust_remote_code: allow Python code in the folder to run.
+
+    Raises:
+        UserError: if transformers is not installed or cannot load the tokenizer.
+    """
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        with _loading(folder) as transformers:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+
+    @functools.cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added tokens included."""
+        return dict(self._tokenizer.get_vocab())
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one."""
+        return 1 + max(self.vocabulary.values(), default=-1)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """Hex SHA-256 of the tokenizer's settings and vocabulary."""
+        library = getattr(self._tokenizer, "backend_tokenizer", None)
+        return sha256_of_json(self.vocabulary if library is None else library.to_str())
+
+    @functools.cached_property
+    def special_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids that the tokenizer adds before and after a text."""
+        plain, whole = (
+            tuple(self._tokenizer("a", add_special_tokens=special)["input_ids"])
+            for special in (False, True)
+        )
+        added = len(whole) - len(plain)
+        first = next(i for i in range(added + 1) if whole[i : i + len(plain)] == plain)
+        return whole[:first], whole[first + len(plain) :]
+
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+        """Encode texts without special tokens; a special token in a text is plain text.
+
+        A text without tokens, such as white space for BERT, becomes one unknown or padding token.
+
+        Returns:
+            The concatenated tokens [num_tokens], and the number of tokens of each text [num_texts].
+        """
+        encoded = self._tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            verbose=False,
+        )["input_ids"]
+        tokenizer = self._tokenizer
+        known = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        empty = [next(token for token in known if token is not None)]
+        rows = [np.array(ids or empty, dtype=token_type(self.vocab_size)) for ids in encoded]
+        return np.concatenate(rows), np.array([len(ids) for ids in rows], dtype=np.int32)
+
+
+@contextlib.contextmanager
+def _loading(folder: Path) -> Iterator[Any]:
+    """Yield the module transformers, without its log; convert its errors into a UserError."""
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            f"{folder} is a Hugging Face model, which needs the package transformers: pip install "
+            "'megatron-chameleon[hf]'"
+        ) from None
+    log = transformers.logging
+    verbosity, shows_progress = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield transformers
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # the files of the folder can raise almost any error
+        hint = "download the model again, or pass another"
+        if "trust_remote_code" in str(error):
+            hint = "if you trust the Python code in the folder, pass --trust-remote-code"
+        raise UserError(
+            f"{folder}: transformers cannot load it ({first_line(error)}); {hint}"
+        ) from error
+    finally:
+        log.set_verbosity(verbosity)
+        if shows_progress:
+            log.enable_progress_bar()
