@@ -42,6 +42,8 @@ _FINE = (1024, 1 << 16)
 # The same for all other sources, where starting to read is expensive. For files that are read from
 # the start, the limit counts characters of text.
 _COARSE = (64, 1 << 21)
+# Places are smaller in small files, so that text is read at as many places as planned.
+_SMALLEST_PLACE = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,10 @@ def sample_documents(
     malformed = reader.malformed
     malformed.check(options.max_malformed_share)
     if not texts:
-        raise UserError(f"--input: domain '{name}' has no text; correct its path, or leave it out")
+        raise UserError(
+            f"--input: domain '{name}' has no text in the {bytes_read:,} bytes that were read; "
+            "correct its path, or leave it out"
+        )
     total = sum(source.bytes for source in sources)
     return Sample(texts, malformed.lines - malformed.count, bytes_read, total)
 
@@ -126,16 +131,20 @@ def _places(
 ) -> list[_Place]:
     """Divide ``num_documents`` among places; ``start`` in [0, 1) is the random start."""
     is_fine = all(_starts_anywhere(source) and not is_remote(source.path) for source in sources)
-    count, size = _FINE if is_fine else _COARSE
-    count = max(count, math.ceil(characters / size))
     known = [source.bytes for source in sources if source.kind != "dataset"]
     total = sum(known)
-    if len(known) == len(sources) and total <= count * size:
-        return [_Place([Chunk(number) for number in range(len(sources))], num_documents)]
     # The shards of a data set whose sizes are unknown count like files of average size.
     average = max(1, total // max(1, len(known)))
+    count, size = _FINE if is_fine else _COARSE
+    size = min(size, max(average, _SMALLEST_PLACE))
+    count = max(count, math.ceil(characters / size))
+    if len(known) == len(sources) and total <= count * size:
+        return [_Place([Chunk(number) for number in range(len(sources))], num_documents)]
     sizes = [average if source.kind == "dataset" else source.bytes for source in sources]
-    ends = np.cumsum(sizes)
+    # A position may be up to ``size`` bytes after the end of a file with plain lines, so that all
+    # lines have the same probability: a line is read if one of the ``size`` bytes from its first
+    # byte on is a position.
+    ends = np.cumsum(np.add(sizes, [size * _starts_anywhere(source) for source in sources]))
     step = int(ends[-1]) / count
     positions = ((np.arange(count) + start) * step).astype(np.int64)
     per_place = math.ceil(num_documents / count)
@@ -149,8 +158,6 @@ def _places(
                 in_group = int(np.diff(groups, prepend=0)[group])
                 chunk = Chunk(number, group, group + 1, in_group)
         elif _starts_anywhere(sources[number]):
-            # Lines that begin in the last ``size`` bytes up to the position, so that the first line
-            # of a file has the same probability as the others.
             chunk = Chunk(number, max(0, inside - size + 1), inside + 1)
         found[chunk] += 1
     return [

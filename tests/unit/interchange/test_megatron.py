@@ -12,9 +12,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, MixtureWarning
+from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, MixtureWarning
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange import write_blend
 from tests.unit.blend.inputs import dataset_config
 
 
@@ -144,3 +145,19 @@ def without_text(corpus, folder, name, splits):
     described.pop("checksum", None)
     (folder / "corpus.json").write_text(json.dumps(described))
     return folder
+
+
+def test_a_computed_mixture_is_written_as_a_blend(export, corpus, mixture_file, tmp_path):
+    mixture, output = Mixture.load(mixture_file), tmp_path / "m.json"
+    lines = write_blend(output, mixture, corpus)
+    assert (tmp_path / "m.bridge.json").read_text() == export("megatron-bridge")
+    arguments = export("megatron-data-path").strip()
+    assert lines[1].endswith(f"--data-path {arguments} --split 100,0,0")
+
+
+def test_long_arguments_are_written_to_a_file(tmp_path):
+    many = {f"d{number}": 1 / 1000 for number in range(1000)}
+    lines = write_blend(tmp_path / "m.json", Mixture(many), None)
+    assert sum(map(len, lines)) < 1000
+    content = (tmp_path / "m.data-args.txt").read_text().split()
+    assert dict(zip(content[1::2], map(float, content[::2]), strict=True)) == many
