@@ -30,7 +30,7 @@ from megatron_chameleon.artifacts.files import sha256_of_json, writing
 from megatron_chameleon.corpus.data_path import DataPath, sequence_range, split_ranges
 from megatron_chameleon.corpus.indexed import TokenFile, open_token_file, require_token_type
 from megatron_chameleon.corpus.options import ImportOptions, quoted
-from megatron_chameleon.corpus.staging import WEIGHTS_NAME, corpus_folder
+from megatron_chameleon.corpus.staging import TOKENS_NAME, WEIGHTS_NAME, corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
@@ -52,6 +52,14 @@ def import_corpus(options: ImportOptions) -> None:
     weights = path.weights or (1.0,)
     if min(weights) < 0 or not 0 < math.fsum(weights) < math.inf:
         raise UserError("the weights of --data-path must be >= 0, and their sum finite and > 0")
+
+    tokens = (options.output / TOKENS_NAME).resolve()
+    for prefix in path.prefixes:
+        if Path(prefix).resolve().parent == tokens:
+            raise UserError(
+                f"{prefix} is in --output {options.output}, whose token files are replaced; choose "
+                "another --output"
+            )
 
     def read(prefix: str) -> _Import:
         return import_file(prefix, options.split, tokenizer)
@@ -81,7 +89,11 @@ def import_corpus(options: ImportOptions) -> None:
         if path.weights is not None:
             total = math.fsum(path.weights)
             shares = [weight / total for weight in path.weights]
-            mixture = Mixture(dict(zip(path.names, shares, strict=True)), "data-path")
+            mixture = Mixture(
+                dict(zip(path.names, shares, strict=True)),
+                method="data-path",
+                provenance=corpus.provenance,
+            )
             mixture.save(made / WEIGHTS_NAME)
         folder.publish(made)
     _warn(found, options)

@@ -419,6 +419,15 @@ class TokenFile:
         return self.tokens.dtype
 
     @functools.cached_property
+    def _has_one_each(self) -> bool:
+        """Whether every document is one sequence; compared in blocks, which takes no memory."""
+        bounds = self.document_boundaries
+        return len(bounds) == len(self) + 1 and all(
+            (np.diff(bounds[block : block + _CHECK_BLOCK + 1]) == 1).all()
+            for block in range(0, len(self), _CHECK_BLOCK)
+        )
+
+    @functools.cached_property
     def starts(self) -> NDArray[np.int64]:
         """[num_sequences] int64, start of each sequence in ``tokens``.
 
@@ -456,13 +465,13 @@ class TokenFile:
         begin = int(self.pointers[first]) if first < len(self) else self.tokens.size * size
         end = begin + self.num_tokens(first, stop) * size
         lengths, pointers = self.lengths[first:stop], self.pointers[first:stop]
-        if self.has_documents:
+        if self.has_documents and not self._has_one_each and first < stop:
             bounds = self.document_boundaries
             inside = slice(*np.searchsorted(bounds, (first, stop), side="left"))
-            edges = np.unique(np.append(bounds[inside], (first, stop)))
-            if len(edges) - 1 < stop - first:
-                lengths = np.add.reduceat(lengths, edges[:-1] - first, dtype=np.int64)
-                pointers = self.pointers[edges[:-1]]
+            edges = np.append(first, bounds[inside])
+            edges = edges[np.diff(edges, prepend=-1) > 0]  # leave out documents without sequences
+            lengths = np.add.reduceat(lengths, edges - first, dtype=np.int64)
+            pointers = self.pointers[edges]
         return TokenFile(
             prefix=self.prefix,
             tokens=self.tokens.part(begin // size, end // size),

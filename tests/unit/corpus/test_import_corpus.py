@@ -34,10 +34,15 @@ from megatron_chameleon.training.plan import plan_training
 from tests.small_corpus import EOD, word_tokenizer
 from tests.unit.corpus.corpus_making import make_corpus, source_options
 
-SPLIT, WEIGHTS = "80,12,8", (0.3, 0.6, 0.1)
-# File name -> (type, kind). A document of "several" has up to four sequences, and the file "flat"
-# has no document boundaries.
-FILES = {"web": (np.uint16, "one"), "code": (np.int32, "several"), "old": (np.uint16, "flat")}
+SPLIT, WEIGHTS = "80,12,8", (0.3, 0.5, 0.1, 0.1)
+# File name -> (type, kind). A document of "several" has up to four sequences, the file "flat" has
+# no document boundaries, and the file "whole" is a single document.
+FILES = {
+    "web": (np.uint16, "one"),
+    "code": (np.int32, "several"),
+    "old": (np.uint16, "flat"),
+    "new": (np.int32, "whole"),
+}
 
 
 def write_files(folder: Path, count: int = 60) -> list[str]:
@@ -52,8 +57,10 @@ def write_files(folder: Path, count: int = 60) -> list[str]:
             cuts = np.sort(rng.integers(1, document.size, rng.integers(4)))
             for part in np.split(document, cuts if kind == "several" else []):
                 builder.add_item(torch.from_numpy(part.astype(np.int64)))
-            if kind != "flat":
-                builder.end_document()
+            for _ in range({"one": 1, "several": int(rng.integers(1, 3))}.get(kind, 0)):
+                builder.end_document()  # the second call ends a document without sequences
+        if kind == "whole":
+            builder.end_document()
         builder.finalize(f"{prefix}.idx")
         prefixes.append(prefix)
     return prefixes
@@ -75,7 +82,7 @@ def options(tmp_path):
 @pytest.fixture
 def imported(options):
     """The corpus of these options."""
-    with pytest.warns(UserWarning, match="no document boundaries in 'old_text_document'"):
+    with pytest.warns(UserWarning, match="no document boundaries in 'old.*', 'new"):
         import_corpus(options)
     return Corpus.load(options.output)
 
@@ -90,7 +97,7 @@ def plain_documents(prefix: str, first: int, stop: int) -> list[list[int]]:
     ends = np.cumsum(lengths)
     documents: list[list[int]] = []
     for sequence in range(first, stop):
-        if sequence == first or sequence in starts or len(starts) == 1:
+        if sequence == first or sequence in starts or len(starts) <= 2:
             documents.append([])
         end = int(ends[sequence])
         documents[-1] += tokens[end - int(lengths[sequence]) : end].tolist()
@@ -150,7 +157,7 @@ def test_documents_move_to_other_domains(imported, tmp_path):
     dataclasses.replace(imported, root=root, domains=domains).save()
     new = Corpus.load(root)
     new.verify()
-    assert new.names == ["old_text_document", "x", "y"]
+    assert new.names == ["old_text_document", "new_text_document", "x", "y"]
     assert new.domain_hash("old_text_document") == imported.domain_hash("old_text_document")
     for split in SPLITS:
         before = [each for name in moved for each in documents(imported, name, split)]
@@ -212,7 +219,7 @@ def test_held_out_text_equals_that_of_the_preprocessed_corpus(tmp_path, jsonl):
 
 
 def test_names_and_the_file_of_arguments(options, tmp_path):
-    web, code, old = (word for word in options.data_path.split() if "/" in word)
+    web, code, old, _ = (word for word in options.data_path.split() if "/" in word)
     arguments = tmp_path / "blend.txt"
     arguments.write_text(f"first={web}\n{code}\n{tmp_path}/data/./old_text_document\n")
     options = dataclasses.replace(options, data_path=None, data_args_path=arguments)
@@ -268,6 +275,12 @@ def test_files_that_change_after_the_import_are_detected(imported, options):
         open_tokens(Corpus.load(options.output), "web_text_document", "train")
 
 
+def test_another_end_of_document_token_is_reported(options):
+    options = dataclasses.replace(options, eod_token="7")
+    with pytest.warns(UserWarning, match="no sampled document of .* ends with 7"):
+        import_corpus(options)
+
+
 def damage(name: str, path: Path) -> None:
     """Damage the files with prefix ``path`` as named."""
     tokens, index = Path(f"{path}.bin"), Path(f"{path}.idx")
@@ -302,17 +315,22 @@ def damage(name: str, path: Path) -> None:
         ("", {"data_path": "PREFIX x/PREFIX", "eod_token": "<none>"}, "--eod-token"),
         ("", {"data_path": "a=PREFIX a=OTHER"}, "'a'"),
         ("", {"data_path": "PREFIX PREFIX"}, "twice"),
+        ("", {"data_path": "corpus/tokens/x", "overwrite": True}, "--output"),
         ("", {"data_path": "-1 PREFIX 2 OTHER"}, "weights"),
         ("", {"data_path": None, "data_args_path": Path("/nowhere")}, "--data-args-path"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(options, capsys, problem, changes, message):
+def test_bad_input_is_one_line_and_writes_nothing(
+    options, tmp_path, monkeypatch, problem, changes, message
+):
+    monkeypatch.chdir(tmp_path)
     web, code, *_ = (word for word in options.data_path.split() if "/" in word)
     damage(problem, Path(web))
     words = {"PREFIX": web, "OTHER": code}
-    if changes.get("data_path"):
+    if text := changes.get("data_path"):
         for word, prefix in words.items():
-            changes["data_path"] = changes["data_path"].replace(word, prefix)
+            text = text.replace(word, prefix)
+        changes = {**changes, "data_path": text}
     options = dataclasses.replace(options, **changes)
     with pytest.raises(UserError, match=message) as error:
         import_corpus(options)

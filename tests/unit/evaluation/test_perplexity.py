@@ -25,6 +25,7 @@ from megatron_chameleon.checkpoint.load import config_of, open_reader
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation import perplexity
 from megatron_chameleon.evaluation.held_out import (
     choose_windows,
     cut_windows,
@@ -36,6 +37,7 @@ from megatron_chameleon.evaluation.perplexity import (
     cluster_ends,
     evaluate_perplexities,
     result_table,
+    token_counts,
 )
 from megatron_chameleon.model.flops import forward_flops
 from megatron_chameleon.model.readout import length_batches
@@ -309,3 +311,12 @@ def test_neighbouring_documents_share_a_cluster():
     counts = np.bincount(np.searchsorted(ends, positions, side="right"))
     assert len(counts) == len(ends)
     assert counts.max() - counts.min() <= 3
+
+
+def test_tokens_of_a_long_stream_are_counted_in_spaced_chunks(monkeypatch):
+    monkeypatch.setattr(perplexity, "_CHUNK", 10)
+    stream = np.arange(95)
+    assert token_counts(stream, 95).tolist() == [1] * 95
+    assert token_counts(stream, 95, 200).tolist() == [1] * 95
+    counted = np.flatnonzero(token_counts(stream, 95, 30))
+    assert counted.tolist() == [*range(10), *range(30, 40), *range(60, 70)]
