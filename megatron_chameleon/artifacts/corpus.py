@@ -140,7 +140,9 @@ class NotWritten:
 class Domain:
     """The three splits of a domain; no document is in two of them.
 
-    ``imported`` describes the files of an imported domain; None if the corpus holds the files.
+    Splits of imported files have no sequence in common, as in Megatron; a document of several
+    sequences may be divided between two of them. ``imported`` describes the files of an imported
+    domain; None if the corpus holds the files.
     """
 
     train: DomainSplit

@@ -51,8 +51,7 @@ def import_corpus(options: ImportOptions) -> None:
     tokenizer = load_tokenizer(options.tokenizer_model, options.eod_token, options.tiktoken_pattern)
     weights = path.weights or (1.0,)
     if min(weights) < 0 or not 0 < math.fsum(weights) < math.inf:
-        raise UserError("the weights of --data-path must be >= 0, and their sum finite and > 0")
-
+        raise UserError("the weights of the prefixes must be >= 0, and their sum finite and > 0")
     tokens = (options.output / TOKENS_NAME).resolve()
     for prefix in path.prefixes:
         if Path(prefix).resolve().parent == tokens:
