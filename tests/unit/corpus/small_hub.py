@@ -1,4 +1,4 @@
-"""A local server with the functions of the Hugging Face hub that are needed to read a data set.
+"""A local server with the functions of the Hugging Face hub that read data sets and models.
 
 Repositories are <root>/<owner>/<name>, with one commit each.
 """
@@ -46,6 +46,8 @@ class _HubHandler(BaseHTTPRequestHandler):
         path = unquote(urlparse(self.path).path)
         requests.append(f"{self.command} {path} {self.headers.get('Range') or ''}".strip())
         head, _, rest = path.partition("/datasets/")
+        if not rest:  # a model
+            head, rest = ("/api", path[12:]) if path.startswith("/api/models/") else ("", path[1:])
         owner, name, *parts = [*rest.split("/"), "", ""]
         repository = root / owner / name
         if not rest or not name or not repository.is_dir():
@@ -63,7 +65,9 @@ class _HubHandler(BaseHTTPRequestHandler):
         """Return the API's JSON for the commit, a folder, or the requested paths."""
         what, folder = parts[0], "/".join(parts[2:-2])
         if what in ("", "revision"):
-            self._send(json.dumps({"id": repository.name, "sha": COMMIT, "siblings": []}).encode())
+            files = [{"rfilename": path.name} for path in repository.iterdir() if path.is_file()]
+            info = {"id": repository.name, "sha": COMMIT, "siblings": files}
+            self._send(json.dumps(info).encode())
             return
         found = {path.relative_to(repository).as_posix(): path for path in repository.rglob("*")}
         if what == "tree":

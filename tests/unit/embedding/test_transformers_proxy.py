@@ -1,0 +1,220 @@
+"""Any model that transformers loads, as a proxy: hidden states, tokenizers and mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from megatron_chameleon.artifacts import EmbeddingRecipe
+from megatron_chameleon.checkpoint.options import TokenizerChoice
+from megatron_chameleon.embedding.embed import embed_windows
+from megatron_chameleon.embedding.proxy import open_proxy
+from megatron_chameleon.embedding.transformers_proxy import (
+    DEFAULT_WINDOW_LENGTH,
+    TransformersProxy,
+)
+from megatron_chameleon.embedding.windows import draw_windows, in_memory
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.parallel.options import ParallelOptions
+from tests.huggingface_models import CLS, ENCODERS, SEP, SMALL, write_model, write_tokenizer
+
+LAYER, WINDOW = 2, 24
+WORDS = [str(number) for number in range(250)]
+RECIPE = EmbeddingRecipe("m" * 64, LAYER, WINDOW, 20, seed=0, tokenizer_hash="t" * 64)
+LENGTHS = np.array([5, 60, 24, 1, 47], np.int32)
+TOKENS = np.random.default_rng(0).integers(0, 240, LENGTHS.sum()).astype(np.uint16)
+
+
+def write_folder(folder: Path, family: str, **changes) -> Path:
+    write_model(folder, family, **changes)
+    write_tokenizer(folder, WORDS, is_encoder=family in ENCODERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """``folders(family)``: the folder of a small random model, for reading only."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(family: str) -> Path:
+        path = root / family
+        return path if path.exists() else write_folder(path, family)
+
+    return folder
+
+
+def embed(reader, windows, batch_size, layer=LAYER):
+    tokens = in_memory(Path("text"), TOKENS, LENGTHS)
+    with tqdm(total=len(windows), disable=True) as progress:
+        return embed_windows(reader, tokens, windows, layer, batch_size, progress, "text")
+
+
+def embed_direct(folder, windows, layer, *, is_encoder=False, dtype=torch.float32):
+    """Plain reference: the hidden states of the whole model, one window at a time."""
+    model = transformers.AutoModel.from_pretrained(folder, dtype=dtype).eval()
+    starts = np.cumsum(LENGTHS) - LENGTHS
+    rows = []
+    for document, start, length in zip(
+        windows.document, windows.start, windows.length, strict=True
+    ):
+        first = starts[document] + start
+        text = TOKENS[first : first + length].tolist()
+        ids = [CLS, *text, SEP] if is_encoder else text
+        with torch.no_grad():
+            states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0]
+        states = states[1:-1] if is_encoder else states
+        rows.append(states.double().mean(0).numpy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "bert", "modernbert"])
+def test_vector_is_the_mean_hidden_state_of_its_window(one_rank, folders, family):
+    folder, is_encoder = folders(family), family in ENCODERS
+    proxy = TransformersProxy.find(folder)
+    assert proxy.max_sequence_length == SMALL["max_position_embeddings"] - 2 * is_encoder
+    reader = proxy.open_reader(one_rank, RECIPE)
+    windows = draw_windows(LENGTHS, WINDOW, 100, seed=0, name="a").longest_first()
+    expected = embed_direct(folder, windows, LAYER, is_encoder=is_encoder)
+    for batch_size in (1, 3, 100):
+        found = embed(reader, windows, batch_size)
+        np.testing.assert_allclose(found, expected, atol=2e-6)
+    lists = [each for each in reader.model.modules() if isinstance(each, torch.nn.ModuleList)]
+    assert [len(each) for each in lists] == [LAYER]  # later layers are not in memory
+
+
+def test_layers_and_precision(one_rank, folders):
+    folder = folders("llama")
+    proxy = TransformersProxy.find(folder)
+    windows = draw_windows(LENGTHS, WINDOW, 100, seed=0, name="a").longest_first()
+    last = EmbeddingRecipe("m", 4, WINDOW, 20, 0, "t")
+    vectors = embed(proxy.open_reader(one_rank, last), windows, 4, layer=4)
+    # transformers' last hidden states are those after the final norm; ours are not normalized.
+    normalized = embed_direct(folder, windows, 4)
+    assert np.abs(vectors - normalized).max() > 0.1
+    half = EmbeddingRecipe("m", LAYER, WINDOW, 20, 0, "t", dtype="bfloat16")
+    exact = embed_direct(folder, windows, LAYER)
+    found = embed(proxy.open_reader(one_rank, half), windows, 4)
+    reference = embed_direct(folder, windows, LAYER, dtype=torch.bfloat16)
+    assert 1e-4 < np.abs(found - exact).max() < 3 * np.abs(reference - exact).max()
+
+
+def test_flops_count_the_layers_that_run(folders):
+    proxy = TransformersProxy.find(folders("llama"))
+    h, f, kv = SMALL["hidden_size"], SMALL["intermediate_size"], 16
+    layer = 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h  # the last term: two norms
+    assert proxy.layer_parameters == (layer,) * 4
+    assert proxy.paper_flops(10) == 2 * 10 * 4 * layer
+    encoder = TransformersProxy.find(folders("bert"))
+    assert (proxy.is_causal, encoder.is_causal) == (True, False)
+
+
+def test_default_window_length(folders, tmp_path):
+    assert TransformersProxy.find(folders("gpt2")).default_window_length == 64
+    longer = write_folder(tmp_path / "long", "llama", max_position_embeddings=131_072)
+    proxy = TransformersProxy.find(longer)
+    assert proxy.default_window_length == DEFAULT_WINDOW_LENGTH
+    assert proxy.max_sequence_length == 131_072
+
+
+def test_special_tokens_in_a_text_are_plain_text(folders):
+    encoder = TransformersProxy.find(folders("bert")).open_encoder(TokenizerChoice())
+    tokens, lengths = encoder.encode_documents(["7 9", "  ", "<|endoftext|> 8"])
+    assert tokens[:2].tolist() == [7, 9]
+    assert (lengths[:2].tolist(), int(tokens[-1])) == ([2, 1], 8)
+    assert 250 not in tokens
+    assert encoder.special_tokens == ((CLS,), (SEP,))
+
+
+def test_hash_depends_on_weights_config_and_tokenizer(folders, tmp_path):
+    found = TransformersProxy.find(folders("llama")).hash
+    same = write_folder(tmp_path / "same", "llama")
+    assert TransformersProxy.find(same).hash == found
+    write_tokenizer(same, WORDS[::-1])
+    assert TransformersProxy.find(same).hash != found
+    other = write_folder(tmp_path / "other", "llama", rms_norm_eps=1e-3)
+    assert TransformersProxy.find(other).hash != found
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def only_pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    without_weights(folder)
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def with_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "model.Config", "AutoModel": "model.Model"}
+    config["model_type"] = "its-own"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.py").write_text("raise SystemExit('this code must not run')")
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def larger_tokenizer(folder: Path) -> None:
+    write_tokenizer(folder, [f"w{number}" for number in range(300)])
+
+
+def encoder_decoder(folder: Path) -> None:
+    config = transformers.T5Config(vocab_size=251, d_model=32, num_layers=2, d_ff=32)
+    config.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (without_weights, "model.safetensors"),
+        (only_pickled, "pickle"),
+        (truncated, "download the model again"),
+        (without_a_tensor, "layers.1.mlp.up_proj.weight"),
+        (with_code, "--trust-remote-code"),
+        (without_tokenizer, "tokenizer"),
+        (larger_tokenizer, "300"),
+        (encoder_decoder, "t5"),
+    ],
+)
+def test_a_folder_that_cannot_be_a_proxy(one_rank, tmp_path, damage, named):
+    folder = write_folder(tmp_path / "model", "llama")
+    damage(folder)
+    with pytest.raises(UserError, match=re.escape(named)) as error:
+        open_proxy(folder).open_reader(one_rank, RECIPE)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_unsupported_options(folders, monkeypatch):
+    proxy = open_proxy(folders("llama"))
+    with pytest.raises(UserError, match="--tensor-model-parallel-size"):
+        proxy.check(RECIPE, ParallelOptions(tensor_model_parallel_size=2))
+    normalized = EmbeddingRecipe("m", LAYER, WINDOW, 20, 0, "t", final_norm=True)
+    with pytest.raises(UserError, match="--final-norm"):
+        proxy.check(normalized, ParallelOptions())
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=re.escape("megatron-chameleon[hf]")):
+        open_proxy(folders("llama"))

@@ -1,0 +1,181 @@
+"""Chameleon with a Hugging Face model as the proxy, from a corpus to its vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+
+from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore, Mixture
+from megatron_chameleon.checkpoint.huggingface import convert_from_huggingface
+from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, TokenizerChoice
+from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
+from megatron_chameleon.embedding.embed import StoreEntry
+from megatron_chameleon.embedding.proxy import open_proxy
+from megatron_chameleon.embedding.text import DecodedCorpusText
+from megatron_chameleon.embedding.windows import draw_windows
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOptions, RecipeOptions
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from tests.huggingface_models import CLS, SEP, write_model, write_tokenizer
+from tests.small_corpus import DOMAINS, EOD, write_small_corpus
+from tests.unit.corpus.small_hub import serve
+
+LAYER, WINDOW = 2, 32
+WORDS = [str(number) for number in range(EOD)]
+EXTRACTION = ExtractionOptions(layer=LAYER, window_length=WINDOW, num_windows=40)
+# The words of this tokenizer are single digits: other ids, and more tokens than in the corpus.
+DIGITS = ["?", *"9876543210"]
+
+
+def write_digits_tokenizer(folder: Path) -> None:
+    """Write the tokenizer of an encoder that splits text into digits."""
+    words = DIGITS + [f"unused{number}" for number in range(EOD - len(DIGITS))]
+    write_tokenizer(folder, words, is_encoder=True, splits_digits=True)
+
+
+@pytest.fixture(scope="module")
+def text_corpus(tmp_path_factory) -> Corpus:
+    """A corpus whose tokenizer's words are its token ids."""
+    corpus = write_small_corpus(tmp_path_factory.mktemp("inputs") / "corpus")
+    write_tokenizer(corpus.root, WORDS)
+    file = recorded_tokenizer_file(corpus.root / corpus.tokenizer.file, corpus.tokenizer)
+    identity = dataclasses.replace(corpus.tokenizer, sha256=file.sha256)
+    dataclasses.replace(corpus, tokenizer=identity).save()
+    return Corpus.load(corpus.root)
+
+
+@pytest.fixture
+def compute(text_corpus, tmp_path):
+    """``compute(checkpoint, **changes)``: run the method and load its mixture and its store."""
+
+    def run(checkpoint, extraction=EXTRACTION, **changes):
+        output = tmp_path / f"out-{Path(checkpoint).name}" / "mixture.json"
+        weighting = RecipeOptions("scaled", bootstrap_resamples=2)
+        options = ChameleonOptions(
+            corpus=text_corpus.root,
+            checkpoint=Path(checkpoint),
+            output=output,
+            extraction=extraction,
+            weighting=weighting,
+            **changes,
+        )
+        compute_mixture(options)
+        return Mixture.load(output), EmbeddingStore.load(output.parent / "embeddings")
+
+    return run
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_vectors_equal_those_of_our_model(compute, text_corpus, tmp_path, family):
+    """A folder of a family that we train gives the same vectors, converted or not."""
+    folder, checkpoint = write_model(tmp_path / "model", family), tmp_path / "checkpoint"
+    write_tokenizer(folder, WORDS)
+    convert_from_huggingface(FromHuggingFaceOptions(model=folder, output=checkpoint))
+    (theirs, their_store), (ours, our_store) = compute(folder), compute(checkpoint)
+    assert their_store.recipe.tokenizer_hash == text_corpus.tokenizer.sha256
+    for name in DOMAINS:
+        found, expected = their_store.vectors(name), our_store.vectors(name)
+        assert np.abs(expected).max() > 1
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert theirs.weights == pytest.approx(ours.weights, abs=1e-4)
+    # transformers' count includes biases and norms.
+    costs = [store.cost.flops for store in (their_store, our_store)]
+    assert 1 <= costs[0] / costs[1] < 1.05
+
+
+def test_text_of_another_tokenizer_is_decoded_and_encoded(compute, text_corpus, tmp_path):
+    folder = write_model(tmp_path / "bert", "bert")
+    write_digits_tokenizer(folder)
+    extraction = dataclasses.replace(EXTRACTION, num_windows=10**6)  # every window
+    _, store = compute(folder, extraction)
+    assert store.recipe.tokenizer_hash != text_corpus.tokenizer.sha256
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    tokens = open_tokens(text_corpus, "code", "train")
+    rows = []
+    windows = draw_windows(tokens.lengths, WINDOW, 10**6, seed=0, name="code")
+    for place in zip(windows.document, windows.start, windows.length, strict=True):
+        words = [number for number in tokens.get(*map(int, place)).tolist() if number != EOD]
+        digits = [DIGITS.index(digit) for digit in "".join(map(str, words))] or [0]
+        parts = -(-len(digits) // WINDOW)
+        for part in range(parts):
+            start, stop = len(digits) * part // parts, len(digits) * (part + 1) // parts
+            ids = torch.tensor([[CLS, *digits[start:stop], SEP]])
+            with torch.no_grad():
+                states = model(ids, output_hidden_states=True).hidden_states[LAYER][0, 1:-1]
+            rows.append(states.mean(0).numpy())
+    found = store.vectors("code")
+    assert found.shape == (len(rows), 32)
+
+    def by_first(vectors):
+        return vectors[np.argsort(vectors[:, 0])]
+
+    np.testing.assert_allclose(by_first(found), by_first(np.stack(rows)), atol=1e-5)
+
+
+def test_windows_of_a_document_are_joined(text_corpus, tmp_path):
+    folder = write_model(tmp_path / "bert", "bert")
+    write_digits_tokenizer(folder)
+    proxy, tokens = open_proxy(folder), open_tokens(text_corpus, "news", "train")
+    recipe = EmbeddingRecipe("m", LAYER, WINDOW, num_windows=2, seed=0, tokenizer_hash="t")
+    windows = StoreEntry("news", "news", recipe, documents=range(5, 9)).windows(tokens)
+    text = DecodedCorpusText(text_corpus, lambda: proxy.open_encoder(TokenizerChoice()))
+    with distributed(ParallelOptions(), seed=0):
+        encoded = text.encode(tokens, windows, by_document=True)
+    assert len(encoded) == 4
+    for number in range(4):
+        own = sorted(np.flatnonzero(windows.document == 5 + number), key=windows.start.__getitem__)
+        places = [(5 + number, int(windows.start[i]), int(windows.length[i])) for i in own]
+        assert 1 <= len(places) <= 2
+        digits = "".join(str(i) for place in places for i in tokens.get(*place) if i != EOD)
+        assert encoded.get(number).tolist() == [DIGITS.index(digit) for digit in digits]
+
+
+def test_sampled_text_of_another_tokenizer(compute, tmp_path):
+    """A sample has the number of windows that was requested, and depends on the seed only."""
+    folder = write_model(tmp_path / "bert", "bert")
+    write_digits_tokenizer(folder)
+    sampled = dataclasses.replace(EXTRACTION, num_windows=7)
+    _, store = compute(folder, sampled)
+    again = dataclasses.replace(sampled, embedding_batch_size=2)
+    _, other = compute(folder, again, store=tmp_path / "again", domains="poems")
+    other = EmbeddingStore.load(tmp_path / "again")
+    assert {name: entry.windows for name, entry in store.domains.items()} == dict.fromkeys(
+        DOMAINS, 7
+    )
+    np.testing.assert_allclose(other.vectors("poems"), store.vectors("poems"), atol=1e-6)
+    with pytest.raises(UserError, match="--cross-documents"):
+        compute(folder, dataclasses.replace(EXTRACTION, cross_documents=True))
+
+
+def test_a_model_on_the_hub(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "hub" / "someone" / "tiny", "llama")
+    write_tokenizer(folder, WORDS)
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    (folder / "model.py").write_text("raise SystemExit")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serve(tmp_path / "hub") as (address, requests):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        url = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        found = open_proxy(Path("someone/tiny"))
+        assert found.hash == open_proxy(folder).hash
+        assert not [each for each in requests if each.endswith((".bin", ".py"))]
+        with pytest.raises(UserError, match=re.escape("someone/none")) as error:
+            open_proxy(Path("someone/none"))
+        assert "\n" not in str(error.value)
+    # The hub is not reachable any more, but the model is in the cache.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert open_proxy(Path("someone/tiny")) == found
+    with pytest.raises(UserError, match="not reachable") as error:
+        open_proxy(Path("someone/other"))
+    assert "\n" not in str(error.value)
