@@ -5,15 +5,15 @@ sample covers all of its files:
 
 - Plain JSON lines on this machine: 1024 places of 64 KiB. The documents whose lines begin in these
   bytes are read, so every document of the domain is sampled with the same probability.
-- Parquet: the row groups at 64 places, each up to 2 Mi characters. pyarrow decodes the pages of a
-  row group in order, so rows that follow these characters are not sampled.
-- Compressed files and data sets that ``datasets`` reads: the files at 64 places, each up to 2 Mi
-  characters a place. A compressed stream cannot be read from the middle.
+- Parquet: 2 Mi characters from the beginning of the row groups at 64 places. Larger row groups are
+  not read further, since pyarrow decodes their pages in order.
+- Compressed files and data sets that ``datasets`` reads: 2 Mi characters a place from the beginning
+  of the files at 64 places. A compressed stream cannot be read from the middle.
 - Plain JSON lines in object storage: 64 places of 2 MiB, since a request takes long.
 
-Source sizes decide how many places a file, or row group, has. Each place contributes the same
-number of documents, chosen uniformly among the documents that are read there. A domain that is no
-larger than all of its places is read completely.
+Sizes decide how many places a file, or row group, has. Each place contributes the same number of
+documents, chosen uniformly among the documents that are read there. There are more places if files
+are small or many windows are needed. A domain that is no larger than its places is read completely.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ _FINE = (1024, 1 << 16)
 # The same for all other sources, where starting to read is expensive. For files that are read from
 # the start, the limit counts characters of text.
 _COARSE = (64, 1 << 21)
-# Places are smaller in small files, so that text is read at as many places as planned.
 _SMALLEST_PLACE = 1 << 10
 
 
@@ -104,7 +103,7 @@ def sample_documents(
         keyed = zip(iter(generator.random, None), itertools.count(), found)
         # The documents with the smallest keys are a uniform sample.
         chosen = heapq.nsmallest(place.num_documents, keyed)
-        # A row group that is read in part counts as read.
+        # The first row group counts as read even if only a part of it was.
         bytes_read = max(bytes_read, before + sum(chunk.bytes for chunk in place.chunks))
         texts += [text for _key, _number, text in sorted(chosen, key=lambda each: each[1])]
     malformed = reader.malformed
@@ -131,43 +130,45 @@ def _places(
 ) -> list[_Place]:
     """Divide ``num_documents`` among places; ``start`` in [0, 1) is the random start."""
     is_fine = all(_starts_anywhere(source) and not is_remote(source.path) for source in sources)
+    count, size = _FINE if is_fine else _COARSE
     known = [source.bytes for source in sources if source.kind != "dataset"]
     total = sum(known)
+    if len(known) == len(sources) and total <= max(count * size, characters):
+        return [_Place([Chunk(number) for number in range(len(sources))], num_documents)]
     # The shards of a data set whose sizes are unknown count like files of average size.
     average = max(1, total // max(1, len(known)))
-    count, size = _FINE if is_fine else _COARSE
-    size = min(size, max(average, _SMALLEST_PLACE))
-    count = max(count, math.ceil(characters / size))
-    if len(known) == len(sources) and total <= count * size:
-        return [_Place([Chunk(number) for number in range(len(sources))], num_documents)]
+    # With small files, there are more places, and fewer bytes are read at each.
+    reach = min(size, max(average, _SMALLEST_PLACE))
+    count = max(count, math.ceil(characters / reach))
     sizes = [average if source.kind == "dataset" else source.bytes for source in sources]
-    # A position may be up to ``size`` bytes after the end of a file with plain lines, so that all
-    # lines have the same probability: a line is read if one of the ``size`` bytes from its first
-    # byte on is a position.
-    ends = np.cumsum(np.add(sizes, [size * _starts_anywhere(source) for source in sources]))
-    step = int(ends[-1]) / count
-    positions = ((np.arange(count) + start) * step).astype(np.int64)
-    per_place = math.ceil(num_documents / count)
+    # A line is read if a position is one of the ``reach`` bytes from its first byte on. So that the
+    # last lines of a file have the same probability, positions may be after its end.
+    padding = [reach if _starts_anywhere(source) else 0 for source in sources]
+    ends = np.cumsum(np.add(sizes, padding))
+    positions = ((np.arange(count) + start) * (int(ends[-1]) / count)).astype(np.int64)
     row_groups = functools.cache(lambda number: np.cumsum(row_group_bytes(sources[number].path)))
-    found: Counter[Chunk] = Counter()
+    # (source, start) -> number of places, in ascending order.
+    found: Counter[tuple[int, int]] = Counter()
     for number, inside in _locate(ends, positions):
+        if sources[number].kind == "parquet":
+            groups = _locate(row_groups(number), np.array([inside]))
+            found.update((number, group) for group, _ in groups)
+        else:
+            found[number, inside if _starts_anywhere(sources[number]) else 0] += 1
+    places, per_place = [], math.ceil(num_documents / count)
+    for here, then in itertools.zip_longest(found, itertools.islice(found, 1, None)):
+        (number, begin), times = here, found[here]
+        if _starts_anywhere(sources[number]):
+            chunk = Chunk(number, max(0, begin - reach + 1), begin + 1)
+            places.append(_Place([chunk], per_place))
+            continue
         chunk = Chunk(number)
         if sources[number].kind == "parquet":
-            groups = row_groups(number)
-            for group, _ in _locate(groups, np.array([inside])):
-                in_group = int(np.diff(groups, prepend=0)[group])
-                chunk = Chunk(number, group, group + 1, in_group)
-        elif _starts_anywhere(sources[number]):
-            chunk = Chunk(number, max(0, inside - size + 1), inside + 1)
-        found[chunk] += 1
-    return [
-        _Place(
-            [chunk],
-            times * per_place,
-            None if _starts_anywhere(sources[chunk.source]) else times * size,
-        )
-        for chunk, times in found.items()
-    ]
+            stop = then[1] if then and then[0] == number else None
+            first_group = int(np.diff(row_groups(number), prepend=0)[begin])
+            chunk = Chunk(number, begin, stop, first_group)
+        places.append(_Place([chunk], times * per_place, times * size))
+    return places
 
 
 def _starts_anywhere(source: Source) -> bool:

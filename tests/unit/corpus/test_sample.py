@@ -128,3 +128,13 @@ def test_small_text_is_read_completely(jsonl):
 def test_text_that_cannot_be_sampled_is_an_error(jsonl, items, options, message):
     with pytest.raises(UserError, match=message):
         sample(jsonl("a.jsonl", items), **options)
+
+
+def test_object_storage_gives_the_sample_of_local_files(jsonl, tmp_path, object_store):
+    jsonl("text/a.jsonl", numbered(300))
+    pq.write_table(pa.table({"text": numbered(300)}), tmp_path / "text/b.parquet", row_group_size=9)
+    url = object_store.put(tmp_path / "text", "text")
+    local, remote = sample(tmp_path / "text"), sample(url)
+    assert remote.texts == local.texts
+    assert len(remote.texts) < 300
+    assert remote.bytes_read == local.bytes_read < remote.bytes_total
