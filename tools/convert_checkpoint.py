@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Convert a checkpoint to a Hugging Face GPT-2 folder, or such a folder to a checkpoint."""
+"""Convert a checkpoint to a Hugging Face folder, or such a folder to a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron_chameleon.cli import run_subcommand
 
 
 def to_huggingface(options: ToHuggingFaceOptions) -> None:
-    """Convert a checkpoint to a Hugging Face GPT-2 folder."""
+    """Convert a checkpoint to a Hugging Face folder."""
     from megatron_chameleon.checkpoint.huggingface import convert_to_huggingface
 
     convert_to_huggingface(options)
 
 
 def from_huggingface(options: FromHuggingFaceOptions) -> None:
-    """Convert a Hugging Face GPT-2 folder to a checkpoint."""
+    """Convert a Hugging Face folder to a checkpoint."""
     from megatron_chameleon.checkpoint.huggingface import convert_from_huggingface
 
     convert_from_huggingface(options)

@@ -29,8 +29,8 @@ class DataOptions(CheckedOptions):
     """The tokenizer of the data sets of --data-path; a --corpus records its own tokenizer."""
     tiktoken_pattern: str | None = None
     """Pre-tokenization pattern of a tiktoken --tokenizer-model, as in tools/preprocess_data.py."""
-    eod_token: str = "<|endoftext|>"
-    """The end-of-document token of --tokenizer-model."""
+    eod_token: str | None = None
+    """The end-of-document token of --tokenizer-model; default as in tools/preprocess_data.py."""
     mixture_change: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """STEP=MIXTURE: sample by another mixture ('uniform', or a file) from that step on. Repeatable;
     changes can be added when a run is resumed. Needs --permutation epoch or feistel."""

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
@@ -120,6 +119,7 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
     tokenizer = load_tokenizer(tokenizer_path, options.eod_token, options.tiktoken_pattern)
     _check_vocabulary(tokenizer, found.config, str(found.config_file))
     weights = dataclasses.replace(found, vocab_size=tokenizer.vocab_size)
+    options = dataclasses.replace(options, eod_token=tokenizer.eod_token)
     with _one_rank() as layout:
         model = build_model(weights.config, layout, seed=0)
         weights.load([model])
@@ -361,8 +361,7 @@ def write_folder(
         write_json(temporary / CONFIG_NAME, config)
         tokenizer.save(temporary)
         if tokenizer.file.kind == "tokenizers":
-            library = tokenizers.Tokenizer.from_str(tokenizer.file.content.decode("utf-8"))
-            eod = library.id_to_token(tokenizer.eod_id)
+            eod = tokenizer.eod_token
             # With this file transformers uses tokenizer.json unchanged, with the end-of-document
             # token.
             body = {

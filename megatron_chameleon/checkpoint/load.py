@@ -49,8 +49,6 @@ from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.parallel.layout import Layout
 
-DEFAULT_EOD_TOKEN = "<|endoftext|>"
-
 
 def config_of(record: CheckpointRecord) -> ModelConfig:
     """Return the model's config.
@@ -98,15 +96,14 @@ def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokeni
         if not recorded.get("corpus"):  # a run with --data-path records its options under "data"
             recorded = recorded.get("data") or recorded
         eod_token = options.eod_token or recorded.get("eod_token")
-        if eod_token is None:
-            eod_token = DEFAULT_EOD_TOKEN
-            warnings.warn(
-                f"{record.root} does not record its end-of-document token: assuming {eod_token}; "
-                "pass --eod-token, or the corpus with --tokenizer-model",
-                stacklevel=2,
-            )
         pattern = options.tiktoken_pattern or recorded.get("tiktoken_pattern")
         tokenizer = load_tokenizer(path, eod_token, pattern)
+        if eod_token is None:
+            warnings.warn(
+                f"{record.root} does not record its end-of-document token: assuming "
+                f"{tokenizer.eod_token}; pass --eod-token, or the corpus with --tokenizer-model",
+                stacklevel=2,
+            )
     if tokenizer.sha256 != record.tokenizer_hash:
         raise UserError(
             f"{tokenizer.path} is not the tokenizer that {record.root} was trained with (its hash "

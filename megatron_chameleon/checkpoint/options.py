@@ -22,13 +22,13 @@ class TokenizerChoice(CheckedOptions):
     """Pattern by which a tiktoken file splits text into words; default: the checkpoint's pattern. A
     corpus records its own pattern."""
     eod_token: str | None = None
-    """The tokenizer's end-of-document token; default: the checkpoint's token, or else
-    <|endoftext|>. A corpus records its own end-of-document token."""
+    """The tokenizer's end-of-document token; default: the checkpoint's token. A corpus
+    records its own end-of-document token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToHuggingFaceOptions(TokenizerChoice):
-    """Convert a checkpoint of any layout to a Hugging Face GPT-2 folder."""
+    """Convert a checkpoint of any layout to a Hugging Face folder."""
 
     checkpoint: Path
     """A run folder, whose latest checkpoint is converted, or a checkpoint folder."""
@@ -50,7 +50,7 @@ class ToHuggingFaceOptions(TokenizerChoice):
 
 @dataclasses.dataclass(frozen=True)
 class FromHuggingFaceOptions(CheckedOptions):
-    """Convert a Hugging Face GPT-2 folder to a checkpoint of step 0, loadable in any layout."""
+    """Convert a Hugging Face folder to a checkpoint of step 0, loadable in any layout."""
 
     model: Path
     """The folder to read, with config.json, weights in safetensors and the tokenizer."""
@@ -62,8 +62,9 @@ class FromHuggingFaceOptions(CheckedOptions):
     tiktoken_pattern: str | None = None
     """Pattern by which a tiktoken file passed as --tokenizer-model splits text into words, as in
     tools/preprocess_data.py."""
-    eod_token: str = "<|endoftext|>"
-    """The tokenizer's end-of-document token."""
+    eod_token: str | None = None
+    """The tokenizer's end-of-document token; default: the end-of-text token of the folder, or else
+    <|endoftext|>."""
     allow_pickle: bool = False
     """Read weights in torch's own format (pytorch_model.bin) if there is no safetensors file. Only
     tensors are read; code in the file is an error."""

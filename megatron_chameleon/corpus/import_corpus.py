@@ -95,7 +95,7 @@ def import_corpus(options: ImportOptions) -> None:
             )
             mixture.save(made / WEIGHTS_NAME)
         folder.publish(made)
-    _warn(found, options)
+    _warn(found, tokenizer.eod_token)
     print(_summary(corpus, options, has_weights=path.weights is not None))
 
 
@@ -167,7 +167,7 @@ def _ends_documents(file: TokenFile, eod_id: int) -> bool:
     return bool((file.tokens[ends - 1] == eod_id).any())
 
 
-def _warn(found: dict[str, _Import], options: ImportOptions) -> None:
+def _warn(found: dict[str, _Import], eod_token: str) -> None:
     """Warn about files without document boundaries or end-of-document tokens."""
     if whole := [name for name, file in found.items() if not file.has_documents]:
         warnings.warn(
@@ -176,7 +176,7 @@ def _warn(found: dict[str, _Import], options: ImportOptions) -> None:
         )
     if endless := [name for name, file in found.items() if not file.ends_documents]:
         warnings.warn(
-            f"no sampled document of {quoted(endless)} ends with {options.eod_token}: check "
+            f"no sampled document of {quoted(endless)} ends with {eod_token}: check "
             "--tokenizer-model and --eod-token, unless the text was preprocessed without "
             "--append-eod",
             stacklevel=2,

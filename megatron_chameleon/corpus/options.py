@@ -213,8 +213,9 @@ class PreprocessOptions(CheckedOptions):
     or a folder that holds one of them; the corpus keeps a copy."""
     domains: DomainOptions = dataclasses.field(default_factory=DomainOptions)
     encoding: EncoderOptions = dataclasses.field(default_factory=EncoderOptions)
-    eod_token: str = "<|endoftext|>"
-    """The tokenizer's end-of-document token, appended to every document."""
+    eod_token: str | None = None
+    """The tokenizer's end-of-document token, appended to every document. Default: the end-of-text
+    token of a Hugging Face folder, or else <|endoftext|>."""
     split: str = "90,5,5"
     """Relative shares of train, valid and test documents. A hash of a document's text decides its
     split, so the same text is never in two splits. Splits that a source defines are kept; if they
@@ -288,8 +289,8 @@ class ImportOptions(CheckedOptions):
     """A file that holds the value of --data-path, possibly on several lines."""
     split: str = "969,30,1"
     """Shares of train, valid and test in each .bin/.idx pair, in file order, as in Megatron-LM."""
-    eod_token: str = "<|endoftext|>"
-    """The token that ends every document."""
+    eod_token: str | None = None
+    """The token that ends every document; default as in tools/preprocess_data.py."""
     tiktoken_pattern: str | None = None
     """The pattern that splits text into words, for a tiktoken file, as in
     tools/preprocess_data.py."""

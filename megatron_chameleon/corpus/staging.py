@@ -151,7 +151,7 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
     compared = {
         **json_values(options.source),
         **json_values(options.domains),
-        "eod_token": options.eod_token,
+        "eod_token": tokenizer.eod_token,
         "split": options.split,
         "shard_bytes": options.shard_bytes,
     }

@@ -30,7 +30,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_chameleon.artifacts import Corpus, TokenizerIdentity
 from megatron_chameleon.artifacts.corpus import tokenizer_hash
-from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.files import read_json, replacing
 from megatron_chameleon.corpus.indexed import TokenType, token_type
 from megatron_chameleon.errors import UserError, one_line
 
@@ -87,7 +87,7 @@ PATTERNS: Mapping[str, str] = {
     "llama3": _WORDS + _SPACE,
 }
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?(?:\n|\Z)")
-_EOD = "<|endoftext|>"
+DEFAULT_EOD_TOKEN = "<|endoftext|>"
 
 
 class PublishedFile(NamedTuple):
@@ -97,13 +97,13 @@ class PublishedFile(NamedTuple):
     special_tokens: Mapping[str, int]
 
 
-_GPT2 = PublishedFile("gpt2", {_EOD: 50_256})
-_CL100K_NAMES = (_EOD, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+_GPT2 = PublishedFile("gpt2", {DEFAULT_EOD_TOKEN: 50_256})
+_CL100K_NAMES = (DEFAULT_EOD_TOKEN, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 _CL100K = PublishedFile(
     "cl100k_base",
     {name: 100_257 + i for i, name in enumerate(_CL100K_NAMES)} | {"<|endofprompt|>": 100_276},
 )
-_O200K = PublishedFile("o200k_base", {_EOD: 199_999, "<|endofprompt|>": 200_018})
+_O200K = PublishedFile("o200k_base", {DEFAULT_EOD_TOKEN: 199_999, "<|endofprompt|>": 200_018})
 # Llama 3 has 256 special tokens; tokens whose names differ between its releases are called unnamed.
 _LLAMA3_NAMES = {0: "begin_of_text", 1: "end_of_text", 9: "eot_id"}
 _LLAMA3_NAMES |= {6: "start_header_id", 7: "end_header_id"}
@@ -162,6 +162,11 @@ class JsonEncoder:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def token(self, number: int) -> str | None:
+        """Name of the token with this id; None if there is no such token."""
+        found: str | None = self._tokenizer.id_to_token(number)
+        return found
+
     def byte_counts(self) -> dict[int, int]:
         """Id -> bytes of text, for tokens that spell their bytes; empty unless byte-level."""
         if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
@@ -209,6 +214,10 @@ class SentencePieceEncoder:
         # For an unknown name, piece_to_id returns the id of the unknown token.
         found = int(self._model.piece_to_id(token))
         return found if self._model.id_to_piece(found) == token else None
+
+    def token(self, number: int) -> str | None:
+        """Name of the token with this id; None if there is no such token."""
+        return str(self._model.id_to_piece(number)) if 0 <= number < self.vocab_size else None
 
     def byte_counts(self) -> dict[int, int]:
         """Id -> bytes of text, for tokens that spell their bytes: none of a SentencePiece model."""
@@ -276,6 +285,10 @@ class TiktokenEncoder:
     def token_id(self, token: str) -> int | None:
         """Id of the token with this name; None if there is no such token."""
         return self._special.get(token, self._ranks.get(token.encode("utf-8")))
+
+    def token(self, number: int) -> str | None:
+        """Name of the special token with this id; None if there is no such token."""
+        return next((name for name, found in self._special.items() if found == number), None)
 
     def byte_counts(self) -> dict[int, int]:
         """Id -> bytes of text, for tokens that spell their bytes: all but special tokens."""
@@ -406,13 +419,7 @@ def _read(path: Path) -> TokenizerFile:
     """Read the tokenizer at ``path``, a file or folder, without pattern and special tokens."""
     file = path
     if path.is_dir():
-        inside = [found for name in _IN_A_FOLDER for found in sorted(path.glob(name))]
-        if len(inside) > 1:
-            names = ", ".join(found.name for found in inside)
-            raise UserError(f"{path} holds more than one tokenizer ({names}); name one file")
-        # If there is a tokenizer.json next to GPT-2's pair of files, the pair is ignored, since the
-        # tokenizer.json was made from it.
-        found = inside[0] if inside else vocab_file_in(path)
+        found = tokenizer_file_in(path)
         if found is None:
             raise UserError(
                 f"{path} holds no tokenizer: none of {', '.join(_IN_A_FOLDER)}, and no vocab.json "
@@ -437,10 +444,27 @@ def _read(path: Path) -> TokenizerFile:
     )
 
 
+def tokenizer_file_in(folder: Path) -> Path | None:
+    """Return the tokenizer file in ``folder``; None if there is none.
+
+    A tokenizer.json is preferred, since it is made from the other files of a folder.
+
+    Raises:
+        UserError: if there are several tokenizers and no tokenizer.json.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return folder / "tokenizer.json"
+    inside = [found for name in _IN_A_FOLDER for found in sorted(folder.glob(name))]
+    if len(inside) > 1:
+        names = ", ".join(found.name for found in inside)
+        raise UserError(f"{folder} holds more than one tokenizer ({names}); name one file")
+    return inside[0] if inside else _vocab_file_in(folder)
+
+
 # GPT-2's vocab.json and merges.txt
 
 
-def vocab_file_in(folder: Path) -> Path | None:
+def _vocab_file_in(folder: Path) -> Path | None:
     """The vocabulary file in ``folder``; None unless both this file and its merges exist."""
     for vocab, merges in _GPT2_NAMES.items():
         if (folder / vocab).is_file() and (folder / merges).is_file():
@@ -532,6 +556,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The largest id plus one."""
         return self.encoder.vocab_size
+
+    @property
+    def eod_token(self) -> str:
+        """Name of the end-of-document token."""
+        name = self.encoder.token(self.eod_id)
+        assert name is not None
+        return name
 
     @property
     def token_type(self) -> TokenType:
@@ -654,14 +685,17 @@ def _joined(encoded: Sequence[_Encoded]) -> _Encoded:
     return np.concatenate(tokens), np.concatenate(lengths)
 
 
-def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: Path, eod_token: str | None = None, tiktoken_pattern: str | None = None
+) -> Tokenizer:
     """Load the tokenizer at ``path``.
 
     Args:
         path: a tokenizer.json, a vocab.json with its merges.txt, a tiktoken file, a SentencePiece
             .model, or a folder that holds one of them.
-        eod_token: name of the end-of-document token. In an unknown tiktoken file it is the only
-            special token, and its id is the next free one.
+        eod_token: name of the end-of-document token; default: the end-of-text token of the Hugging
+            Face model in the same folder, or else ``DEFAULT_EOD_TOKEN``. In an unknown tiktoken
+            file it is the only special token, and its id is the next free one.
         tiktoken_pattern: see EncoderOptions; must be None unless the file is a tiktoken file.
 
     Raises:
@@ -669,6 +703,8 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
             token ``eod_token``.
     """
     file = _read(path)
+    folder = file.path.parent
+    eod_token = eod_token or _configured_eod_token(folder)
     if file.kind == "tiktoken":
         known = PUBLISHED.get(hashlib.sha256(file.content).hexdigest())
         name = tiktoken_pattern or (known.pattern if known else None)
@@ -680,7 +716,8 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
         if known:
             special = dict(known.special_tokens)
         else:
-            special = {eod_token: 1 + max(read_ranks(file.path, file.content).values())}
+            ranks = read_ranks(file.path, file.content)
+            special = {eod_token or DEFAULT_EOD_TOKEN: 1 + max(ranks.values())}
         pattern = PATTERNS.get(name, name)
         file = dataclasses.replace(file, pattern=pattern, special_tokens=special)
     elif tiktoken_pattern is not None:
@@ -688,6 +725,7 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
             f"--tiktoken-pattern has no effect: {file.path} is not a tiktoken file; leave it out"
         )
     encoder = file.open()
+    eod_token = eod_token or _configured_eod_id(folder, encoder) or DEFAULT_EOD_TOKEN
     eod_id = encoder.token_id(eod_token)
     if eod_id is None:
         candidates = encoder.special_tokens()[:_CANDIDATES_SHOWN]
@@ -702,6 +740,26 @@ def load_tokenizer(path: Path, eod_token: str, tiktoken_pattern: str | None = No
             stacklevel=2,
         )
     return Tokenizer(file, encoder, eod_id)
+
+
+def _configured_eod_token(folder: Path) -> str | None:
+    """Return the end-of-text token that the tokenizer_config.json of a Hugging Face model names."""
+    token = _configured(folder / "tokenizer_config.json").get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
+
+
+def _configured_eod_id(folder: Path, encoder: Encoder) -> str | None:
+    """Return the special token whose id the config.json of a Hugging Face model names."""
+    ids = _configured(folder / "config.json").get("eos_token_id")
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    name = encoder.token(first) if isinstance(first, int) and first >= 0 else None
+    # The default of transformers is the id of an ordinary token in many tokenizers.
+    return name if name in encoder.special_tokens() else None
+
+
+def _configured(path: Path) -> dict[str, Any]:
+    return read_json(path, "download it again, or remove it") if path.is_file() else {}
 
 
 def corpus_tokenizer(corpus: Corpus, path: Path | None = None) -> Tokenizer:

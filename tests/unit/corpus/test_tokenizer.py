@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import regex  # type: ignore[import-untyped]
 import sentencepiece
 import tiktoken_ext.openai_public
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -236,6 +238,53 @@ def test_damaged_files_are_rejected(tokenizer_json, tmp_path, name, content, pro
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=problem):
         load_tokenizer(path, EOD, "gpt2" if name == "a.tiktoken" else None)
+
+
+# Folders of Hugging Face models
+
+
+@pytest.mark.parametrize(
+    ("files", "eod"),
+    [
+        ({}, EOD),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}}, "</s>"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "</s>", "lstrip": False}}}, "</s>"),
+        ({"tokenizer_config.json": {"eos_token": None}}, EOD),
+        ({"config.json": {"eos_token_id": 500}}, "</s>"),
+        ({"config.json": {"eos_token_id": [500, 501]}}, "</s>"),
+        # the default of transformers, which is an ordinary token here
+        ({"config.json": {"eos_token_id": 2}}, EOD),
+        ({"tokenizer_config.json": {"eos_token": EOD}, "config.json": {"eos_token_id": 500}}, EOD),
+    ],
+)
+def test_the_default_end_of_document_token_is_that_of_the_folder(
+    tokenizer_json, tmp_path, files, eod
+):
+    library = tokenizers.Tokenizer.from_file(str(tokenizer_json))
+    library.add_special_tokens([f"<{n}>" for n in range(500 - library.get_vocab_size())])
+    library.add_special_tokens(["</s>", "<|eot_id|>"])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    library.save(str(folder / "tokenizer.json"))
+    for name, body in files.items():
+        (folder / name).write_text(json.dumps(body))
+    for path in (folder, folder / "tokenizer.json"):
+        tokenizer = load_tokenizer(path)
+        assert (tokenizer.eod_token, tokenizer.eod_id) == (eod, library.token_to_id(eod))
+    assert load_tokenizer(folder, "<|eot_id|>").eod_token == "<|eot_id|>"
+
+
+def test_llama_2s_folder_is_read_with_and_without_its_tokenizer_json(tmp_path, tokenizer_json):
+    model = sentencepiece_bpe(iter(TEXTS * 20), 320, EOD)
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.file.kind, tokenizer.eod_token) == ("sentencepiece", "</s>")
+    tokens, lengths = tokenizer.encode_documents(["abc </s>"])
+    assert list(tokens).count(tokenizer.eod_id) == 1
+    assert tokens[lengths[0] - 1] == tokenizer.eod_id
+    shutil.copy(tokenizer_json, tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path, EOD).file.kind == "tokenizers"
 
 
 # Training
