@@ -4,7 +4,7 @@
 #   assumed:  not printed in the paper; the comment names the source;
 #   tiny:     for SIZE=tiny, a smoke test on two CPU ranks that reproduces nothing.
 # Later flags override earlier flags; flags after -- override all others.
-# The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/sizes.py.
+# The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/config.py.
 #
 # hyperparameters EXPERIMENT SIZE fills four arrays of flags: TRAIN for tools/pretrain_gpt.py, EMBED
 # for tools/compute_mixture.py, EVALUATE for tools/evaluate.py perplexity, and SWEEP, in addition to
