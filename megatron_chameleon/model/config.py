@@ -124,7 +124,8 @@ class ModelConfig:
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
-        if self.is_rotary and (not 0 < self.rotary_percent <= 1 or self.rotary_dim % 2):
+        can_rotate = self.rotary_percent <= 1 and self.rotary_dim > 0 and self.rotary_dim % 2 == 0
+        if self.is_rotary and not can_rotate:
             raise ValueError(
                 f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is "
                 f"{self.rotary_dim}, which is not a positive even number"

@@ -167,7 +167,7 @@ class DecoderConfig:
             raise ValueError(f"sliding_window {window} is not supported")
         if self.attention_bias != self.mlp_bias:
             name = "attention_bias" if self.attention_bias else "mlp_bias"
-            raise ValueError(f"{name} is supported only if attention_bias and mlp_bias are true")
+            raise ValueError(f"{name} is supported only if both biases are true")
         rope = self.rope_parameters or self.rope_scaling or RopeParameters()
         default_head_dim = 128 if self.model_type == "qwen3" else 0
         return ModelConfig(
@@ -364,7 +364,7 @@ def config_fields(config: ModelConfig, dtype: str, eod_id: int) -> dict[str, Any
 def describe(config: ModelConfig) -> str:
     """Describe the model in one line."""
     family = {"gpt2": "GPT-2", "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}.get(
-        family_of(config) or "", f"{config.normalization}, {config.activation}"
+        family_of(config) or "", f"GPT ({config.normalization}, {config.activation})"
     )
     positions = "rotary" if config.is_rotary else str(config.max_sequence_length)
     return (

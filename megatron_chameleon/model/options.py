@@ -31,7 +31,8 @@ class ArchitectureOptions(CheckedOptions):
     hidden_size: Count | None = None
     """Width of the hidden states."""
     ffn_hidden_size: Count | None = None
-    """Width of the MLP."""
+    """Width of the MLP. Default with --hidden-size, or with a new --swiglu, as in Megatron: 4 x
+    hidden size; with SwiGLU, 8/3 x hidden size rounded down to a multiple of 64."""
     num_attention_heads: Count | None = None
     """Number of query heads; unless --num-query-groups is passed, as many heads of keys and
     values."""
@@ -40,11 +41,11 @@ class ArchitectureOptions(CheckedOptions):
     kv_channels: Count | None = None
     """Width of a head; default: --hidden-size / --num-attention-heads if one of them is passed."""
     position_embedding_type: PositionEmbedding | None = None
-    """A learned table of positions, or rotary positions."""
+    """A learned table of positions, or rotary positions, which accept sequences of any length."""
     rotary_base: Positive | None = None
-    """Base of the rotary frequencies."""
+    """Base of the rotary frequencies; needs rotary positions."""
     rotary_percent: PositiveShare | None = None
-    """Fraction of each head that is rotated."""
+    """Fraction of each head that is rotated; needs rotary positions."""
     normalization: Normalization | None = None
     """Type of all norms."""
     norm_epsilon: Positive | None = None
@@ -74,29 +75,53 @@ class ArchitectureOptions(CheckedOptions):
         if not passed:
             return config
         changes: dict[str, Any] = dict(passed)
+        # Widths that follow from the changed ones, unless they are passed.
         if {"hidden_size", "num_attention_heads"} & passed.keys():
-            # These widths follow from the changed ones, unless they are passed.
-            changes = {"kv_channels": 0, **changes}
+            changes.setdefault("kv_channels", 0)
         if "num_attention_heads" in passed:
-            changes = {"num_query_groups": 0, **changes}
-        if changes.pop("swiglu", False):
-            swiglu: Activation = "swiglu"
-            changes["activation"] = swiglu
-        if changes.pop("disable_bias_linear", False):
+            changes.setdefault("num_query_groups", 0)
+        activation: Activation = "swiglu" if changes.pop("swiglu", False) else config.activation
+        changes["activation"] = activation
+        if "hidden_size" in passed or activation != config.activation:
+            hidden_size = passed.get("hidden_size", config.hidden_size)
+            changes.setdefault("ffn_hidden_size", default_ffn_hidden_size(hidden_size, activation))
+        if changes.pop("disable_bias_linear", False) and config.add_bias_linear:
             changes["add_bias_linear"] = False
             changes.setdefault("add_qkv_bias", False)
         if "norm_epsilon" in changes:
             changes["layernorm_epsilon"] = changes.pop("norm_epsilon")
+        if passed.get("position_embedding_type") == "learned_absolute":
+            changes |= _NOT_ROTARY
         try:
             changed = dataclasses.replace(config, **changes)
         except ValueError as error:
-            flags = ", ".join(f"{flag_of(name)} {value}" for name, value in passed.items())
-            raise UserError(f"{flags}: {error}; change one of these flags") from error
+            message = str(error)
+            for field in dataclasses.fields(self):
+                message = message.replace(field.name, flag_of(field.name))
+            raise UserError(f"{message}; pass other values of these flags") from error
         if not changed.is_rotary:
             self.reject_changed(
                 ("rotary_base", "rotary_percent"), "needs --position-embedding-type rope"
             )
         return changed
+
+
+_NOT_ROTARY = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name in ("rotary_base", "rotary_percent", "rope_scaling")
+}
+
+
+def default_ffn_hidden_size(hidden_size: int, activation: Activation) -> int:
+    """Return the width of the MLP that Megatron-LM chooses if --ffn-hidden-size is not passed.
+
+    With SwiGLU, whose MLP has three matrices instead of two, the number of parameters is about that
+    of a GELU of 4 x ``hidden_size`` (Shazeer 2020, "GLU Variants Improve Transformer", section 3).
+    """
+    if activation != "swiglu":
+        return 4 * hidden_size
+    return int((4 * hidden_size * 2 / 3) / 64) * 64
 
 
 def resolve_model(

@@ -20,7 +20,12 @@ from megatron_chameleon.artifacts.checkpoint import (
     keep_last,
 )
 from megatron_chameleon.artifacts.files import finish_replacements, writing
-from megatron_chameleon.artifacts.record import json_values, model_fields
+from megatron_chameleon.artifacts.record import (
+    check_values,
+    differences,
+    json_values,
+    model_fields,
+)
 from megatron_chameleon.artifacts.training_run import (
     METRICS_NAME,
     FailedSave,
@@ -33,6 +38,7 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.checkpoint.save import SaveError, plan_save
 from megatron_chameleon.checkpoint.state import State
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.parallel.layout import Layout, from_main, on_every_rank
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.ranges import flag_of
@@ -41,11 +47,10 @@ from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.records import Progress, RunRecords
 from megatron_chameleon.training.run_folder import FRESH_START
 
-# These options affect results, so they must not change on resume. A resume also compares the hashes
-# of the corpus, the initial mixture and the pretrained weights, and the mixture changes and the
-# hook that the checkpoint records.
+# These options affect results, so they must not change on resume. A resume also compares the model,
+# the hashes of the corpus, the initial mixture and the pretrained weights, and the mixture changes
+# and the hook that the checkpoint records.
 FIXED_OPTIONS = (
-    "model",
     "seq_length",
     "train_iters",
     "global_batch_size",
@@ -116,10 +121,10 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
                 f"{FRESH_START}"
             )
     before, now = _flat(options_before), _flat(options)
-    # Earlier releases recorded the name of the model as model_size.
-    before = {"model": before.get("model_size")} | before | model_fields(run.model)
-    now |= dataclasses.asdict(plan.config)
-    for name in (*FIXED_OPTIONS, *model_fields(run.model)):
+    where, hint = f"{run.root}/{TrainingRun.FILE_NAME}", FRESH_START
+    config = check_values(where, ModelConfig, model_fields(run.model), hint, "model")
+    before, now = before | dataclasses.asdict(config), now | dataclasses.asdict(plan.config)
+    for name in (*differences(config, plan.config), *FIXED_OPTIONS):
         if before.get(name) != now.get(name):
             raise UserError(
                 f"{run.root} holds a run with {flag_of(name)} {before.get(name)}, not "

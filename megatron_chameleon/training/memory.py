@@ -14,6 +14,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
 from megatron_chameleon.model.config import DEFAULT_MODEL, ModelConfig
 from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.huggingface_config import describe
 from megatron_chameleon.model.memory import TrainingSetup, estimate_memory, peak_bytes_per_rank
 from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.parallel.layout import Layout, check_layout
@@ -67,8 +68,8 @@ def print_estimate(options: EstimateMemoryOptions) -> int:
     check_model_layout(config, parallel, options.seq_length)
     setup = training_setup(options, config, options.world_size)
     print(
-        f"{options.model}: {config.num_parameters:,} parameters on {options.world_size} "
-        f"rank(s): tensor {parallel.tensor_model_parallel_size}, "
+        f"{describe(config)}\n"
+        f"{options.world_size} rank(s): tensor {parallel.tensor_model_parallel_size}, "
         f"pipeline {parallel.pipeline_model_parallel_size}, data {setup.data_parallel_size}; "
         f"{setup.num_microbatches} micro-batch(es) of {options.micro_batch_size} x "
         f"{options.seq_length} tokens in {'bfloat16' if options.bf16 else 'float32'}\n"

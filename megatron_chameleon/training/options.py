@@ -330,6 +330,9 @@ class PretrainOptions(TrainingOptions, RunOptions):
         online = self.online.online_interval
         if online is not None and online >= last:
             raise UserError(f"--online-interval {online}: must be < --train-iters {last}")
+        if self.pretrained_checkpoint is not None and self.model is None:
+            why = f"the model is that of --pretrained-checkpoint {self.pretrained_checkpoint}"
+            self.reject_changed(["architecture"], why)
         sources = (self.corpus, self.data.data_path, self.data.data_args_path)
         if sum(source is not None for source in sources) != 1:
             raise UserError("pass one of --corpus, --data-path and --data-args-path")

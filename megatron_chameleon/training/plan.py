@@ -7,7 +7,14 @@ import math
 import warnings
 from pathlib import Path
 
-from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning, implied_epochs, provenance
+from megatron_chameleon.artifacts import (
+    Corpus,
+    Mixture,
+    MixtureWarning,
+    TokenizerIdentity,
+    implied_epochs,
+    provenance,
+)
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.dataset import BlendedTokens
@@ -111,7 +118,15 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     config = resolve_model(model, options.architecture, 1, options.seq_length)
     if options.compile_layers:
         check_compile(options.parallel)
-    data, mixture, weights, by_size = load_data(options)
+    tokenizer = None
+    if options.data.tokenizer_model is not None:
+        opened = load_tokenizer(
+            options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
+        )
+        tokenizer = opened.identity
+        recorded = dataclasses.replace(options.data, eod_token=opened.eod_token)
+        options = dataclasses.replace(options, data=recorded)
+    data, mixture, weights, by_size = load_data(options, tokenizer)
     schedule = load_schedule(options, data, weights)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
@@ -140,8 +155,10 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     )
 
 
-def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float], bool]:
-    """Read the corpus or ``--data-path``.
+def load_data(
+    options: PretrainOptions, tokenizer: TokenizerIdentity | None
+) -> tuple[TokenData, Mixture, list[float], bool]:
+    """Read the corpus, or with ``tokenizer`` the data sets of ``--data-path``.
 
     Returns:
         The tokens, the initial mixture, its weights before normalization, and whether these weights
@@ -157,12 +174,9 @@ def load_data(options: PretrainOptions) -> tuple[TokenData, Mixture, list[float]
         # Megatron's builder does not blend a single data set, so samples follow the order without
         # weights.
         return corpus_tokens(corpus), mixture, weights, len(weights) == 1
-    assert options.data.tokenizer_model is not None
+    assert tokenizer is not None
     path = DataPath.read(options.data.data_path, options.data.data_args_path)
-    tokenizer = load_tokenizer(
-        options.data.tokenizer_model, options.data.eod_token, options.data.tiktoken_pattern
-    )
-    data = data_path_tokens(path, options.data.split, tokenizer.identity)
+    data = data_path_tokens(path, options.data.split, tokenizer)
     if path.weights is None:  # a domain smaller than a sample would get weight 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]

@@ -20,7 +20,7 @@ from megatron_chameleon.checkpoint.huggingface import (
 from megatron_chameleon.checkpoint.load import config_of, load_weights
 from megatron_chameleon.corpus.tokenizer import (
     recorded_tokenizer_file,
-    vocab_file_in,
+    tokenizer_file_in,
     vocabulary,
 )
 from megatron_chameleon.errors import UserError
@@ -37,7 +37,8 @@ class Pretrained:
 
     Attributes:
         where: folder of the weights.
-        config: config of the run's model; its position table may be longer than the run's samples.
+        config: config of the run's model; its position table may be longer than the run's samples,
+            and with rotary positions the sequence length is at least that of the samples.
         hash: hex SHA-256 of the weights.
         load: function that loads the weights into this rank's model chunks.
         left_out: descriptions of weights that are not loaded.
@@ -78,19 +79,18 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
                 f"{name} {is_}, not {not_}" for name, (is_, not_) in different.items()
             )
             raise UserError(
-                f"--model {options.model}: {found.where} has {fields}; leave --model out to use "
-                "the model of the weights"
+                f"--model {options.model}: {found.where} has {fields}; leave out --model and the "
+                "flags of its architecture to use the model of the weights"
             )
-    else:
-        options.reject_changed(
-            ["architecture"], f"the model is that of {FLAG} {options.pretrained_checkpoint}"
-        )
     longest = found.config.max_positions
     if options.seq_length > longest:
         raise UserError(
             f"--seq-length {options.seq_length}: {found.where} ({FLAG}) has {longest} positions; "
             f"pass at most {longest}"
         )
+    if options.seq_length > found.config.max_sequence_length:  # only with rotary positions
+        longer = dataclasses.replace(found.config, max_sequence_length=options.seq_length)
+        found = dataclasses.replace(found, config=longer)
     return found
 
 
@@ -134,8 +134,7 @@ def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> 
     Raises:
         UserError: if a token has another id.
     """
-    path = folder / "tokenizer.json"
-    found = path if path.is_file() else vocab_file_in(folder)
+    found = tokenizer_file_in(folder)
     if found is None:
         return
     model = recorded_tokenizer_file(found, data.tokenizer)

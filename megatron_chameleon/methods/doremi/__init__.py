@@ -74,7 +74,8 @@ class DoremiOptions(ProxyMethodOptions):
     """Mixture to train the reference with: 'uniform' (default), 'natural' for the domains' shares
     of the tokens, or the path of a mixture.json."""
     reference_model: str | None = None
-    """Model size of the reference; default: the proxy's model size."""
+    """Model of the reference, as for --model; default: the proxy's model. The flags of the
+    architecture apply to both models."""
     rule: DoremiRule = dataclasses.field(default_factory=DoremiRule)
 
     def __post_init__(self) -> None:

@@ -78,7 +78,11 @@ class LawOptions(CheckedOptions):
 
 
 def layer_parameters(name: str) -> float:
-    """Count a model's parameters, without embeddings. Raises UserError for an unknown name."""
+    """Count the parameters of the model that --model selects, without embeddings.
+
+    Raises:
+        UserError: for an unknown name, or an unsupported config.json.
+    """
     config = resolve_model(name, ArchitectureOptions(), vocab_size=1, max_sequence_length=1)
     return float(config.num_layers * config.layer_parameters)
 

@@ -9,6 +9,7 @@ from typing import Literal
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.options import TrainingMethodOptions
+from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.ranges import (
     BatchSize,
     BelowOne,
@@ -35,6 +36,7 @@ class SwarmOptions(CheckedOptions):
     model: str = "1m"
     """Name of the members' model (RegMix: 1m), or folder of a Hugging Face config.json; the error
     for an unknown name lists all names."""
+    architecture: ArchitectureOptions = dataclasses.field(default_factory=ArchitectureOptions)
     train_iters: Count = 1000
     """Optimizer steps of each member (RegMix: 1000)."""
     seq_length: Count = 2048

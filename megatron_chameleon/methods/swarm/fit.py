@@ -45,6 +45,7 @@ from megatron_chameleon.mixture.fit_quality import (
 )
 from megatron_chameleon.mixture.regmix import SamplingRule, sample_mixtures
 from megatron_chameleon.model.flops import paper_flops
+from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
@@ -176,7 +177,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         options, swarms = self.options, dict[str, SwarmResult]()
         mixtures = mixtures_to_train(options, self.corpus)
         for size in self.models:
-            folder = options.runs_folder / self.swarm_folder.format(size)
+            folder = options.runs_folder / self.swarm_folder.format(Path(size).name)
             settings = dataclasses.replace(options.swarm, model=size)
             result = train_swarm(settings, self.corpus, mixtures, folder)
             if result is None:
@@ -185,7 +186,8 @@ class FitMethod(abc.ABC, Generic[Options]):
         swarm = options.swarm
         tokens = swarm.train_iters * swarm.global_batch_size * swarm.seq_length
         trained = options.num_proxies * tokens
-        flops = sum(paper_flops(size, trained_tokens=trained) for size in self.models)
+        configs = [resolve_model(size, swarm.architecture, 1, 1) for size in self.models]
+        flops = sum(paper_flops(config, trained_tokens=trained) for config in configs)
         losses, lines, parameters = self.losses_to_fit(swarms)
         runs = swarm_runs(list(swarms.values()), losses)
         return dataclasses.replace(

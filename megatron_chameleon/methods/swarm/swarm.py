@@ -174,6 +174,7 @@ class Swarm:
             corpus=self.corpus.root,
             mixture=str(folder / "mixture.json"),
             model=options.model,
+            architecture=options.architecture,
             train_iters=options.train_iters,
             seq_length=options.seq_length,
             global_batch_size=options.global_batch_size,
@@ -220,7 +221,7 @@ def train_swarm(
         data = corpus_tokens(corpus)
         check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
         sizes = data.tokenizer.vocab_size, options.seq_length
-        config = resolve_model(options.model, ArchitectureOptions(), *sizes)
+        config = resolve_model(options.model, options.architecture, *sizes)
         with on_main(locked_run_folder(folder)):
             unfinished = from_main(lambda: _open_folder(options, corpus, mixtures, folder))
             members = unfinished[layout.rank :: layout.world_size]
@@ -301,6 +302,7 @@ def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder:
         UserError: if the file describes another swarm; the message names the first difference.
     """
     plain = {"members": MEMBERS, **json_values(options)}
+    plain |= plain.pop("architecture")
     settings = {name: value for name, value in plain.items() if name not in FREE_SETTINGS}
     rows = mixtures.tolist()
     ratios, metrics = folder / RATIOS_NAME, folder / METRICS_NAME
@@ -308,7 +310,8 @@ def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder:
         require_new((ratios, metrics), "choose another --work-dir")
     else:
         found = SwarmRecord.load(folder)
-        before = found.settings
+        # Earlier releases had no flags of the architecture.
+        before = json_values(ArchitectureOptions()) | found.settings
         differences = [
             f"it has {flag_of(name)} {before.get(name)}, not {value}"
             for name, value in settings.items()

@@ -197,7 +197,7 @@ def point_of(options: SweepOptions, values: Values) -> Point:
         model=str(values["model"]),
         train_iters=int(values["train_iters"]),
     )
-    name = f"{proxy.model}-{proxy.train_iters}steps-seed{proxy.seed}"
+    name = f"{Path(proxy.model).name}-{proxy.train_iters}steps-seed{proxy.seed}"
     plain = training_options(proxy, options.corpus, options.output / PROXIES / name)
     if options.method == "chameleon":
         return _chameleon_point(options, values, plain)

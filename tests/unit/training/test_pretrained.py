@@ -18,11 +18,14 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import config_of, open_reader
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.model.huggingface_config import config_fields
+from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.trainer import pretrain
+from tests.families import llama
 from tests.rounding import assert_as_near
 from tests.small_corpus import VOCAB_SIZE, word_tokenizer, write_small_corpus
 from tests.unit.training.runs import losses, progress_of_run, weights_at
@@ -140,6 +143,24 @@ def test_weights_that_do_not_fit_are_an_error(options_for, gpt2, config, changes
     with pytest.raises(UserError, match=message):
         plan_training(options)
     assert not options.run_dir.exists()
+
+
+def test_a_model_with_rotary_positions_starts_at_any_sequence_length(options_for, tmp_path):
+    config = dataclasses.replace(llama(), vocab_size=VOCAB_SIZE, max_sequence_length=24)
+    folder = tmp_path / "llama"
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model(**config_fields(config, "float32", 0))
+    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    for seq_length, longest in ((16, 24), (32, 32)):
+        for model in (None, str(folder)):
+            options = options_for(folder, seq_length=seq_length, model=model)
+            found = plan_training(options).config
+            assert found == dataclasses.replace(config, max_sequence_length=longest)
+    deeper = ArchitectureOptions(num_layers=5)
+    with pytest.raises(UserError, match="num_layers 4, not 5"):
+        plan_training(options_for(folder, model=str(folder), architecture=deeper))
+    with pytest.raises(UserError, match=r"--num-layers 5: .*--pretrained-checkpoint"):
+        options_for(folder, architecture=deeper)
 
 
 def test_another_tokenizer_is_an_error(options_for, finished_run, gpt2, tmp_path):

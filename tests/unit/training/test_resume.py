@@ -15,6 +15,7 @@ from megatron_chameleon.artifacts import CheckpointRecord, MixturePhase, Sampled
 from megatron_chameleon.artifacts.checkpoint import CheckpointWarning, step_folder
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.checkpointing import (
     check_same_samples,
@@ -44,7 +45,8 @@ SHARDED = TrainingParallelOptions(use_distributed_optimizer=True)
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
 OTHER: list[tuple[dict[str, Any], str]] = [
     ({"seed": 7}, "--seed 1234, not 7"),
-    ({"model": "tiny"}, "--model nano, not tiny"),
+    ({"model": "tiny"}, "--hidden-size 64, not 128"),
+    ({"architecture": ArchitectureOptions(qk_layernorm=True)}, "--qk-layernorm False, not True"),
     ({"data": DataOptions(permutation="epoch")}, "--permutation megatron, not epoch"),
     ({"boundaries": MASKED}, "--eod-mask-loss False, not True"),
     ({"optimizer": OptimizerOptions(lr=2e-2, lr_warmup_iters=2)}, "--lr 0.01, not 0.02"),
@@ -55,6 +57,7 @@ FREE: list[dict[str, Any]] = [
     {"checkpointing": CheckpointingOptions(async_save=True, keep_last_checkpoints=0)},
     {"data": DataOptions(verify_corpus=True, data_cache_path=Path("cache"))},
     {"parallel": TrainingParallelOptions(tensor_model_parallel_size=2)},
+    {"architecture": ArchitectureOptions(num_layers=4, position_embedding_type="learned_absolute")},
 ]
 
 
