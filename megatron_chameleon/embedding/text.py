@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import Sample, sample_documents
-from megatron_chameleon.corpus.sources import Source, find_sources
+from megatron_chameleon.corpus.sources import DatasetName, Source, find_sources
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.embedding.windows import Windows, draw_windows, in_memory
 from megatron_chameleon.errors import UserError
@@ -191,11 +191,7 @@ class SampledText:
 
     def domain_hash(self, name: str) -> str:
         """Hash of the sources' names, sizes and times, and of the options that select text."""
-        files = [
-            # The time of a remote file is unknown; its address holds the revision.
-            (Path(each.path).name if each.modified_ns else each.name, each.bytes, each.modified_ns)
-            for each in self.sources[name]
-        ]
+        files = [_identity(source) for source in self.sources[name]]
         return sha256_of_json(
             {"files": files, "keys": [self.source.text_key, self.source.max_document_bytes]}
         )
@@ -206,11 +202,15 @@ class SampledText:
         return from_main(lambda: self._sample(name))
 
     def summary(self) -> list[str]:
-        """Describe what was read of each domain, as in 'web 67MB of 1.00TB (9,120 documents)'."""
+        """Describe what was read of each domain, as in 'web 9,120 documents (67MB of 1.0TB)'."""
         size = functools.partial(tqdm.format_sizeof, suffix="B", divisor=1000)
         return [
-            f"{name} {size(read.bytes_read)} of {size(read.bytes_total)} "
-            f"({read.documents_read:,} documents)"
+            f"{name} {read.documents_read:,} documents"
+            + (
+                f" ({size(read.bytes_read)} of {size(read.bytes_total)})"
+                if read.bytes_total
+                else ""
+            )
             for name, read in self.read.items()
         ]
 
@@ -246,6 +246,19 @@ def find_text(
             raise UserError(f"--input: {found.name} has no domain; pass it as NAME=PATH")
         sources.setdefault(found.domain, []).append(found)
     return SampledText(source, sources, open_encoder, recipe)
+
+
+def _identity(source: Source) -> list[Any]:
+    """Return what changes when the text of ``source`` changes."""
+    if source.kind == "dataset":
+        folder = Path(DatasetName.parse(source.path).path).expanduser()
+        # A data set on the hub has its revision in its name.
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return [source.name, *stats]
+    # The address of a file without a known time holds the revision.
+    name = Path(source.path).name if source.modified_ns else source.name
+    return [name, source.bytes, source.modified_ns]
 
 
 def _excerpts(texts: Sequence[str], characters: int, count: int, seed: int, name: str) -> list[str]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from megatron_chameleon.artifacts import EmbeddingStore, Mixture
+from megatron_chameleon.artifacts import EmbeddingRecipe, EmbeddingStore, Mixture
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus import sample as sample_module
 from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.corpus.sources import Source
 from megatron_chameleon.embedding import text as text_module
 from megatron_chameleon.embedding.text import SampledText
 from megatron_chameleon.errors import UserError
@@ -168,6 +170,18 @@ def test_only_new_and_changed_text_is_read(compute, files, tmp_path, monkeypatch
     assert read == [*NAMES, "code"]
 
 
+def test_a_changed_folder_of_a_data_set_is_other_text(tmp_path):
+    (tmp_path / "a.csv").write_text("text\na\n")
+    sources = {"web": [Source("web", "dataset", f"hf:{tmp_path}")]}
+    recipe = EmbeddingRecipe("", 1, 1, 1, 0, "")
+    unused: Any = None
+    text = SampledText(SourceOptions(()), sources, unused, recipe)
+    before = text.domain_hash("web")
+    assert text.domain_hash("web") == before
+    (tmp_path / "a.csv").write_text("text\nab\n")
+    assert text.domain_hash("web") != before
+
+
 def test_the_sample_depends_on_the_seed_only(compute, files, monkeypatch, tmp_path):
     monkeypatch.setattr(sample_module, "_FINE", (10, 1 << 10))
     found = []
@@ -183,8 +197,7 @@ def test_the_sample_depends_on_the_seed_only(compute, files, monkeypatch, tmp_pa
 def test_text_is_reported_and_a_blend_of_names_is_written(compute, files, tmp_path, capsys):
     mixture, _ = compute(files, target="web")
     printed = capsys.readouterr().out
-    assert "web " in printed
-    assert "(100 documents)" in printed
+    assert "web 100 documents (" in printed
     names, weights = json.loads((tmp_path / "out" / "mixture.bridge.json").read_text())["blend"]
     assert dict(zip(names, weights, strict=True)) == mixture.weights
     line = " ".join(f"{weight!r} {name}" for name, weight in mixture.weights.items())
