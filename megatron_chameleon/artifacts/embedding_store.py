@@ -42,7 +42,7 @@ class EmbeddingRecipe:
         tokenizer_hash: hash of the corpus's tokenizer.
         cross_documents: whether windows may cross document boundaries.
         dtype: compute precision of the proxy.
-        final_norm: whether the proxy's final layer norm was applied to the hidden states.
+        final_norm: whether the proxy's final norm was applied to the hidden states.
     """
 
     model_hash: str

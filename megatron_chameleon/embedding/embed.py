@@ -55,7 +55,7 @@ def embed_windows(
         batch_size: windows per forward pass and rank.
         progress: progress bar that counts windows.
         name: the domain, for messages.
-        final_norm: apply the model's final layer norm to the hidden states first.
+        final_norm: apply the model's final norm to the hidden states first.
 
     Returns:
         [n, h] float32, row i for window i, on every rank.
@@ -67,8 +67,8 @@ def embed_windows(
     vectors = torch.zeros(len(windows), reader.hidden_size, device=layout.device)
     norm = None
     if final_norm:
-        (weight, bias), epsilon = reader.final_norm()
-        norm = FinalNorm(weight, bias, epsilon)
+        values, epsilon = reader.final_norm()
+        norm = FinalNorm(*values, epsilon=epsilon)
     has_states = False  # True on the pipeline stage that computes the layer's hidden states
     firsts = range(0, len(windows), batch_size)
     batches = [range(first, min(first + batch_size, len(windows))) for first in firsts]

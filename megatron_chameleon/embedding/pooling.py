@@ -11,17 +11,26 @@ from megatron_chameleon.parallel.triton_probe import has_kernels
 
 @dataclasses.dataclass(frozen=True)
 class FinalNorm:
-    """Layer norm of every hidden state before the mean.
+    """LayerNorm or RMSNorm of every hidden state before the mean.
 
     Attributes:
         weight: [h], any floating dtype.
-        bias: [h], any floating dtype.
-        epsilon: added to the variance.
+        bias: [h], any floating dtype; None for RMSNorm, which neither subtracts the mean nor adds a
+            bias.
+        epsilon: added to the variance, or to the mean square.
     """
 
     weight: torch.Tensor
-    bias: torch.Tensor
+    bias: torch.Tensor | None = None
     epsilon: float = 1e-5
+
+    def plain(self, states: torch.Tensor) -> torch.Tensor:
+        """Normalize ``states`` [..., h] with torch's functions, in the dtype of ``states``."""
+        weight, shape = self.weight.to(states), states.shape[-1:]
+        if self.bias is None:
+            return torch.nn.functional.rms_norm(states, shape, weight, self.epsilon)
+        bias = self.bias.to(states)
+        return torch.nn.functional.layer_norm(states, shape, weight, bias, self.epsilon)
 
 
 def masked_mean(
@@ -68,8 +77,5 @@ def plain_masked_mean(
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     states = torch.where(valid[:, :, None], hidden_states.to(dtype), 0.0)
     if norm is not None:
-        states = torch.nn.functional.layer_norm(
-            states, states.shape[2:], norm.weight.to(dtype), norm.bias.to(dtype), norm.epsilon
-        )
-        states = torch.where(valid[:, :, None], states, 0.0)
+        states = torch.where(valid[:, :, None], norm.plain(states), 0.0)
     return states.sum(dim=0) / valid.sum(dim=0).clamp(min=1)[:, None]

@@ -16,7 +16,7 @@ from megatron_chameleon.embedding.pooling import FinalNorm
 
 CHUNK = 128
 """Number of positions that one program sums."""
-# Maximum elements in a program's registers. Only a fused layer norm needs whole rows.
+# Maximum elements in a program's registers. Only a fused norm needs whole rows.
 TILE_ELEMENTS = 4096
 WIDEST_TILE = 512
 WARPS = 4
@@ -33,11 +33,15 @@ def chunk_sums_kernel(  # type: ignore[no-untyped-def]
     batch_stride,
     epsilon,
     NORMALIZE: tl.constexpr,
+    CENTER: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """sums[chunk, row, :] = sum of the row's valid states in a chunk, optionally normalized."""
+    """sums[chunk, row, :] = sum of the row's valid states in a chunk, optionally normalized.
+
+    LayerNorm subtracts the mean of each state (CENTER), and RMSNorm does not.
+    """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)  # int64, since row * stride may exceed 2**31
@@ -52,10 +56,11 @@ def chunk_sums_kernel(  # type: ignore[no-untyped-def]
         states = tl.load(hidden + row * batch_stride + places, mask=read, other=0.0)
         states = states.to(tl.float32)
         if NORMALIZE:
-            mean = tl.sum(states, 1) / width
-            centred = tl.where(read, states - mean[:, None], 0.0)
-            variance = tl.sum(centred * centred, 1) / width
-            states = centred / tl.sqrt(variance + epsilon)[:, None]
+            if CENTER:
+                mean = tl.sum(states, 1) / width
+                states = tl.where(read, states - mean[:, None], 0.0)
+            mean_square = tl.sum(states * states, 1) / width
+            states = states / tl.sqrt(mean_square + epsilon)[:, None]
         total += tl.sum(states, 0)
         first += ROWS
     rows = tl.num_programs(2).to(tl.int64)
@@ -111,6 +116,10 @@ def launch_masked_mean(
     means = hidden_states.new_empty((rows, width), dtype=torch.float32)
     if means.numel() == 0:
         return means
+    weight = bias = sums  # not read without a norm
+    if norm is not None:
+        weight = norm.weight.contiguous()
+        bias = torch.zeros_like(weight) if norm.bias is None else norm.bias.contiguous()
     tile_rows, columns = tile(width, norm is not None)
     chunk_sums_kernel[(triton.cdiv(width, columns), chunks, rows)](
         hidden_states,
@@ -121,6 +130,7 @@ def launch_masked_mean(
         hidden_states.stride(1),
         norm.epsilon if norm else 0.0,
         NORMALIZE=norm is not None,
+        CENTER=norm is not None and norm.bias is not None,
         CHUNK=CHUNK,
         ROWS=tile_rows,
         COLUMNS=columns,
@@ -129,8 +139,8 @@ def launch_masked_mean(
     add_chunks_kernel[(triton.cdiv(width, ADDING_TILE), rows)](
         sums,
         lengths,
-        norm.weight.contiguous() if norm else sums,
-        norm.bias.contiguous() if norm else sums,
+        weight,
+        bias,
         means,
         width,
         NORMALIZE=norm is not None,

@@ -63,7 +63,10 @@ class ProxyReader(Protocol):
         """
 
     def final_norm(self) -> tuple[torch.Tensor, float]:
-        """Return the final norm's weight and bias, [2, h] float32, and its epsilon."""
+        """Return the final norm's parameters [p, h] float32, and its epsilon.
+
+        The parameters are LayerNorm's weight and bias, or RMSNorm's weight.
+        """
 
     def sum_over_ranks(self, values: torch.Tensor, *, has_result: bool) -> torch.Tensor:
         """Sum ``values`` over the ranks with a result, on every rank. Collective."""

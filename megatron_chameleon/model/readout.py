@@ -65,7 +65,7 @@ class Reader:
     def hidden_states(
         self, tokens: torch.Tensor, layer: int, lengths: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Compute the hidden states after ``layer`` layers, before the final layer norm.
+        """Compute the hidden states after ``layer`` layers, before the final norm.
 
         Args:
             tokens: [b, s] int64; equal on all ranks of this data-parallel replica. Under sequence
@@ -111,7 +111,7 @@ class Reader:
         positions: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Compute the hidden states after the final layer norm, the output layer's input.
+        """Compute the hidden states after the final norm, the output layer's input.
 
         Args:
             tokens: [b, s] int64, as in :meth:`hidden_states`.
@@ -156,16 +156,17 @@ class Reader:
         return self._pipeline.recv_forward(shape, chunk.pre_process)
 
     def final_norm(self) -> tuple[torch.Tensor, float]:
-        """Return the final layer norm's weight and bias, [2, h] float32, and its epsilon.
+        """Return the final norm's parameters [p, h] float32 and its epsilon.
 
-        Collective: only the last pipeline stage holds the final layer norm, and every rank gets
-        the result.
+        The parameters are LayerNorm's weight and bias, or RMSNorm's weight. Collective: only the
+        last pipeline stage holds the final norm, and every rank gets the result.
         """
         norm = (self.model, *self.later_chunks)[-1].decoder.final_layernorm
-        values = torch.zeros(2, self.config.hidden_size, device=self.layout.device)
+        shape = self.config.norm_parameters, self.config.hidden_size
+        values = torch.zeros(shape, device=self.layout.device)
         has_result = self.layout.is_last_stage and self.layout.data_rank == 0
         if has_result:
-            values = torch.stack([norm.weight.detach(), norm.bias.detach()]).float()
+            values = torch.stack([part.detach() for part in norm.parameters()]).float()
         whole = self.sum_over_ranks(values, has_result=has_result)
         return whole, self.model.config.layernorm_epsilon
 

@@ -10,17 +10,15 @@ from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean, plain_m
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [50, 768, 1200, 1600])
-@pytest.mark.parametrize("normalized", [False, True])
-def test_means_are_those_of_float64(dtype: torch.dtype, width: int, normalized: bool) -> None:
+@pytest.mark.parametrize("parameters", [0, 1, 2], ids=["no norm", "RMSNorm", "LayerNorm"])
+def test_means_are_those_of_float64(dtype: torch.dtype, width: int, parameters: int) -> None:
     states = (3 + torch.randn(1024, 64, width, device="cuda")).to(dtype)
     lengths = torch.randint(0, 1025, (64,), device="cuda")
     lengths[:2] = torch.tensor([0, 1024])
     valid = torch.arange(1024, device="cuda")[:, None] < lengths
     states[~valid] = torch.nan
-    norm = None
-    if normalized:
-        weight, bias = torch.randn(2, width, device="cuda").to(dtype)
-        norm = FinalNorm(weight, bias)
+    values = torch.randn(parameters, width, device="cuda").to(dtype)
+    norm = FinalNorm(*values) if parameters else None
     made = masked_mean(states, lengths, norm)
     expected = plain_masked_mean(states.double(), valid, norm)
     assert torch.equal(made, masked_mean(states, lengths, norm))

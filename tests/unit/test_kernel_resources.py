@@ -71,11 +71,11 @@ def pooling_case(kernel: JITFunction, registers: int, *, norm: bool, **more: Any
 
     ``more`` is the width and dtype of the hidden states, for the summing kernel only.
     """
-    constants = {"NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
+    constants: dict[str, Any] = {"NORMALIZE": norm, "CHUNK": pooling_kernels.CHUNK}
     is_sum = kernel is pooling_kernels.chunk_sums_kernel
     if is_sum:
         rows, columns = pooling_kernels.tile(more["width"], norm)
-        constants |= {"ROWS": rows, "COLUMNS": columns}
+        constants |= {"CENTER": norm, "ROWS": rows, "COLUMNS": columns}
         aligned: tuple[str, ...] = ("hidden", "width", "position_stride", "batch_stride")
     else:
         constants |= {"COLUMNS": pooling_kernels.ADDING_TILE}

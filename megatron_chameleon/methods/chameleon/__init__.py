@@ -46,7 +46,7 @@ class ExtractionOptions(EmbeddingOptions):
     """Sampling and embedding of text windows. One embedding store has one set of these options."""
 
     final_norm: bool = False
-    """Apply the proxy's final layer norm to the hidden states before averaging them. The authors'
+    """Apply the proxy's final norm to the hidden states before averaging them. The authors'
     code does not apply it."""
     num_windows: Count = 4096
     """Windows sampled per domain (paper: 4k)."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from typing import get_args
 
 import torch
 
 from megatron_chameleon.embedding.pooling import FinalNorm, plain_masked_mean
 from megatron_chameleon.embedding.pooling_kernels import CHUNK, launch_masked_mean
+from megatron_chameleon.model.config import Normalization
 from tests.rounding import assert_as_near
 
 SHAPES = ((1, 1), (CHUNK - 1, 50), (2 * CHUNK + 5, 50), (5, 1200))
 CASES = [(shape, torch.bfloat16) for shape in SHAPES]
+NORMS = get_args(Normalization)
 CASES += itertools.product(SHAPES[1:3], (torch.float16, torch.float32))
 
 
 def check(
-    size: int, width: int, dtype: torch.dtype, *, norm: bool, transposed: bool = False
+    size: int, width: int, dtype: torch.dtype, *, norm: str | None, transposed: bool = False
 ) -> None:
     """Check the means of random hidden states [s, b, h] with non-finite padding.
 
@@ -34,15 +37,16 @@ def check(
     valid = torch.arange(size)[:, None] < lengths
     padding = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
     states[~valid] = padding[torch.arange(int((~valid).sum())) % 3, None]
-    layer_norm = FinalNorm(random(width).to(dtype), random(width).to(dtype)) if norm else None
-    made = launch_masked_mean(states, lengths, layer_norm)
+    weight, bias = random(2, width).to(dtype)
+    final_norm = FinalNorm(weight, bias if norm == "LayerNorm" else None) if norm else None
+    made = launch_masked_mean(states, lengths, final_norm)
     assert made.dtype == torch.float32
     assert (made[lengths == 0] == 0).all()
-    expected = plain_masked_mean(states.double(), valid, layer_norm)
-    assert_as_near(made, plain_masked_mean(states.float(), valid, layer_norm), expected)
+    expected = plain_masked_mean(states.double(), valid, final_norm)
+    assert_as_near(made, plain_masked_mean(states.float(), valid, final_norm), expected)
 
 
 if __name__ == "__main__":
-    for ((size, width), dtype), norm in itertools.product(CASES, (False, True)):
+    for ((size, width), dtype), norm in itertools.product(CASES, (None, *NORMS)):
         check(size, width, dtype, norm=norm)
-    check(*SHAPES[2], torch.float32, norm=True, transposed=True)
+    check(*SHAPES[2], torch.float32, norm="LayerNorm", transposed=True)

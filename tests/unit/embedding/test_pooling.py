@@ -51,11 +51,14 @@ def test_padding_is_ignored_but_not_non_finite_tokens(states):
     assert masked_mean(states, LENGTHS).isnan().nonzero().tolist() == [[0, 2]]
 
 
-def test_norm_precedes_the_mean(states):
-    weight, bias = torch.rand(6), torch.rand(6)
-    mean = masked_mean(states, LENGTHS, FinalNorm(weight, bias, 1e-3))
-    normed = torch.nn.functional.layer_norm(states, (6,), weight, bias, 1e-3)
-    torch.testing.assert_close(mean, masked_mean(normed, LENGTHS))
+@pytest.mark.parametrize(("kind", "parameters"), [(torch.nn.LayerNorm, 2), (torch.nn.RMSNorm, 1)])
+def test_norm_precedes_the_mean(states, kind, parameters):
+    norm = kind(6, eps=1e-3)
+    values = torch.rand(parameters, 6)
+    for parameter, value in zip(norm.parameters(), values, strict=True):
+        parameter.data.copy_(value)
+    mean = masked_mean(states, LENGTHS, FinalNorm(*values, epsilon=1e-3))
+    torch.testing.assert_close(mean, masked_mean(norm(states).detach(), LENGTHS))
     assert not mean[3].any()
 
 
