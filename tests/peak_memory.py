@@ -87,11 +87,11 @@ def training_step(setup: TrainingSetup, layout: Layout) -> Callable[[], None]:
     """Build a model and its optimizer, and return a function that trains the model for one step."""
     from tests.random_training import RandomTraining, random_batches
 
-    rows, length = setup.micro_batch_size, setup.config.max_sequence_length
+    rows, length = setup.micro_batch_size, setup.seq_length
     training = RandomTraining(
         setup.config, layout, bf16=setup.bf16, recompute=setup.parallel.recompute
     )
-    passes = training.passes(setup.num_microbatches, rows)
+    passes = training.passes(setup.num_microbatches, rows, length=length)
     batches = random_batches(setup.config.vocab_size, rows, length)
 
     def on_device() -> Iterator[dict[str, torch.Tensor]]:

@@ -77,9 +77,14 @@ class RandomTraining:
         scheduler = build_scheduler(self.optimizer, optimizer, train_iters)
         self.model = TrainedModel(self.chunks, self.optimizer, scheduler, self.passes(1, 1))
 
-    def passes(self, num_microbatches: int, rows: int, num_domains: int = 1) -> Passes:
-        """Run the forward and backward passes of one step on this rank."""
-        shape = BatchShape(num_microbatches, rows, self.shape.max_sequence_length)
+    def passes(
+        self, num_microbatches: int, rows: int, num_domains: int = 1, length: int = 0
+    ) -> Passes:
+        """Run the forward and backward passes of one step on this rank.
+
+        Sequences have ``length`` tokens, or by default the maximum of the model.
+        """
+        shape = BatchShape(num_microbatches, rows, length or self.shape.max_sequence_length)
         return Passes(self.chunks, shape, num_domains)
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:

@@ -183,6 +183,36 @@ class SequenceParallelLayerNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class RMSNormFunction(torch.autograd.Function):
+    """RMSNorm that keeps its input and one float32 scale per row for the backward pass.
+
+    On a GPU, torch's kernel does the same. On a CPU, torch composes RMSNorm of single operations,
+    and keeps two float32 copies of the input as well.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Normalize ``states`` [..., h] in float32, and return their dtype."""
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        raised = states.to(dtype)
+        scale = torch.rsqrt(raised.square().mean(dim=-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(states, scale, weight)
+        return (raised * scale * weight).to(states.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Return the gradients of ``states`` and ``weight``."""
+        states, scale, weight = ctx.saved_tensors
+        normalized, gradient = states * scale, gradient.to(scale.dtype)
+        of_weight = (gradient * normalized).flatten(0, -2).sum(dim=0)
+        gradient = gradient * weight
+        along = (gradient * normalized).mean(dim=-1, keepdim=True)
+        of_states = torch.addcmul(gradient, normalized, along, value=-1).mul_(scale)
+        return of_states.to(states.dtype), of_weight.to(weight.dtype), None
+
+
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, with its parameter marked as in :class:`SequenceParallelLayerNorm`."""
 
@@ -191,6 +221,13 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Normalize ``states`` [..., h]."""
+        if states.is_cuda:
+            return super().forward(states)
+        normalized: torch.Tensor = RMSNormFunction.apply(states, self.weight, self.eps)
+        return normalized
 
 
 NORMS: dict[Normalization, type[torch.nn.Module]] = {

@@ -13,10 +13,11 @@ the queries, k of the keys and f of the MLP, a layer keeps
 
 elements, where r is t under sequence parallelism and 1 otherwise: the inputs and outputs of both
 norms (4h), queries, keys and values (q + 2k), the output of attention (q), and the input and the
-output of the activation function (m = 2f; with SwiGLU, two inputs, the activated gate, and the
-product, m = 4f). Rotary positions keep rotated copies of queries and keys (a = q + k). With fewer
-groups than heads, the queries are copied from the product of the layer (a = q), unless they are
-rotated; a norm of queries keeps this copy, too.
+output of the activation function (m = 2f). SwiGLU keeps gate and input, a copy of the input, the
+activated gate and the product (m = 5f). Norms and rotary positions make new queries and keys
+(a = q + k). With fewer groups than heads, megatron also copies the queries out of their product
+(a = q), and this copy is kept unless rotary positions without a norm follow. Rotary positions keep
+two cosines and two sines of every angle.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class TrainingSetup:
         micro_batch_size: sequences per forward pass (b).
         num_microbatches: forward passes per step and rank.
         bf16: compute in bfloat16, with main weights in float32.
-        seq_length: tokens per sequence; 0 stands for the model's maximum.
+        seq_length: tokens per sequence.
     """
 
     config: ModelConfig
@@ -51,7 +52,7 @@ class TrainingSetup:
     micro_batch_size: int
     num_microbatches: int
     bf16: bool
-    seq_length: int = 0
+    seq_length: int
 
     @property
     def embedding_elements(self) -> int:
@@ -82,15 +83,18 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     element = BFLOAT16_BYTES if setup.bf16 else FLOAT32_BYTES  # bytes of a parameter or activation
     h, fc1 = config.hidden_size, config.fc1_size // tensor
-    tokens = setup.micro_batch_size * (setup.seq_length or config.max_sequence_length)
+    tokens = setup.micro_batch_size * setup.seq_length
     hidden = tokens * h * element
     residual = tokens // (tensor if parallel.sequence_parallel else 1) * h * element
 
     # Bytes that a chunk keeps per micro-batch, and bytes of the activations recomputed at a time.
     layers = config.num_layers // pipeline // virtual
     log_sum_exp = tokens * config.num_attention_heads // tensor * FLOAT32_BYTES
-    mlp = 2 * tokens * fc1 * element  # the activation's inputs and outputs
+    # Inputs and outputs of the activation function; SwiGLU's first product has width 2f.
+    mlp = tokens * (5 * fc1 // 2 if config.activation == "swiglu" else 2 * fc1) * element
     attention = tokens * attention_width(config) // tensor * element
+    if config.is_rotary:
+        attention += 4 * setup.seq_length * config.rotary_dim * element
     layer = 4 * residual + attention + log_sum_exp + mlp
     chunk, recomputed = layers * layer, 0
     if recompute.recompute_granularity == "selective":
@@ -133,7 +137,7 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
             # GPU needs no buffer.
             copies = (3 if elements > CHUNK_ON_CPU else 2) if setup.bf16 else 1
             loss = copies * FLOAT32_BYTES * min(CHUNK_ON_CPU, elements)
-            head = 2 * residual  # the input and output of the final layer norm
+            head = 2 * residual  # the input and output of the final norm
             for working in (loss, hidden + embedding):
                 peaks.append((kept + head, elements * element, buffers + working))
         activations, logits, working = max(peaks, key=sum)
@@ -163,11 +167,11 @@ def attention_width(config: ModelConfig) -> int:
     q, k = config.query_size, config.key_size
     width = 2 * q + 2 * k
     is_grouped = config.num_query_groups < config.num_attention_heads
-    if config.is_rotary:
+    if config.is_rotary or config.qk_layernorm:
         width += q + k
-    elif is_grouped:
+    if is_grouped and (config.qk_layernorm or not config.is_rotary):
         width += q
-    return width + (q if config.qk_layernorm and is_grouped else 0)
+    return width
 
 
 def stage_parameters(setup: TrainingSetup, stage: int) -> int:

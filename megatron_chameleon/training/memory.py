@@ -51,6 +51,7 @@ def training_setup(options: ModelOptions, config: ModelConfig, world_size: int) 
         micro_batch_size=options.micro_batch_size,
         num_microbatches=BatchShape.of(options, data_parallel_size).num_microbatches,
         bf16=options.bf16,
+        seq_length=options.seq_length,
     )
 
 

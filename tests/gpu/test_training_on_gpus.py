@@ -98,7 +98,8 @@ def test_a_run_is_resumed_on_either_device(
 
 
 def setup_of(shape: ModelConfig, *, bf16: bool, micro_batch_size: int) -> TrainingSetup:
-    return TrainingSetup(shape, TrainingParallelOptions(), 1, micro_batch_size, 2, bf16)
+    serial, length = TrainingParallelOptions(), shape.max_sequence_length
+    return TrainingSetup(shape, serial, 1, micro_batch_size, 2, bf16, length)
 
 
 @pytest.mark.skipif(IS_SIMULATED, reason="the simulated device has no allocator")

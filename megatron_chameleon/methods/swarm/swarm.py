@@ -269,7 +269,8 @@ def concurrency(
 
     def member_bytes(size: int) -> int:
         passes = options.global_batch_size // size
-        setup = TrainingSetup(config, TrainingParallelOptions(), 1, size, passes, options.bf16)
+        serial, length = TrainingParallelOptions(), options.seq_length
+        setup = TrainingSetup(config, serial, 1, size, passes, options.bf16, length)
         return PROCESS_BYTES + peak_bytes_per_rank(setup)
 
     size, at_once = options.micro_batch_size, options.members_at_once

@@ -7,10 +7,15 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import rms_norm
 
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model_chunks
-from megatron_chameleon.model.layers import SDPACoreAttention, additive_mask
+from megatron_chameleon.model.layers import (
+    SDPACoreAttention,
+    SequenceParallelRMSNorm,
+    additive_mask,
+)
 from megatron_chameleon.parallel.options import RecomputeOptions
 
 LENGTH, BATCH, HEADS, HEAD_DIM = 7, 2, 4, 8
@@ -72,6 +77,25 @@ def test_padding_the_head_dimension_does_not_change_attention(head_dim, multiple
         results.append((context, *torch.autograd.grad(context.square().sum(), inputs)))
     for padded, plain in zip(*results, strict=True):
         torch.testing.assert_close(padded, plain, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rms_norm_and_its_gradients_equal_torchs(dtype):
+    generator = torch.Generator().manual_seed(3)
+    values, weight = (torch.randn(s, generator=generator) for s in ((LENGTH, BATCH, 24), (24,)))
+    results = []
+    for kind in (SequenceParallelRMSNorm, None):
+        states, scale = (t.to(dtype).requires_grad_() for t in (values, weight))
+        if kind:
+            norm = kind(config_of(), 24, eps=1e-3).to(dtype)
+            norm.weight = torch.nn.Parameter(scale)
+            output, inputs = norm(states), (states, norm.weight)
+        else:
+            output, inputs = rms_norm(states, (24,), scale, 1e-3), (states, scale)
+        results.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
+    for ours, torchs in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, torchs)
 
 
 CONFIG = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)

@@ -14,6 +14,7 @@ from megatron_chameleon.model.memory import (
     stage_parameters,
 )
 from megatron_chameleon.parallel.options import RecomputeOptions, TrainingParallelOptions
+from tests.families import FAMILIES, VARIANTS
 from tests.peak_memory import peak_of_training
 
 TOLERANCE = 0.1
@@ -24,6 +25,7 @@ PLAIN = TrainingSetup(
     micro_batch_size=4,
     num_microbatches=2,
     bf16=False,
+    seq_length=256,
 )
 
 
@@ -37,6 +39,13 @@ def with_vocabulary(size, **changes):
     return dataclasses.replace(PLAIN, config=config, **changes)
 
 
+def with_model(name, **changes):
+    """Return the setup of a model whose position table is longer than the sequences."""
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 384, "kv_channels": 40, "vocab_size": 1000}
+    config = dataclasses.replace(VARIANTS[name], **sizes, max_sequence_length=1024)
+    return dataclasses.replace(PLAIN, config=config, **changes)
+
+
 BF16 = with_vocabulary(5000, bf16=True, micro_batch_size=8)
 SETUPS = {
     "plain": PLAIN,
@@ -46,6 +55,10 @@ SETUPS = {
     "block": laid_out(recompute=RecomputeOptions("full", "block", 2)),
     "selective": laid_out(recompute=RecomputeOptions("selective")),
     "sharded": laid_out(BF16, use_distributed_optimizer=True),
+    **{name: with_model(name) for name in (*FAMILIES, "llama, one group")},
+    "bf16 llama": with_model("llama, no groups", bf16=True),
+    "bf16 qwen3": with_model("qwen3", bf16=True),
+    "selective qwen3": laid_out(with_model("qwen3"), recompute=RecomputeOptions("selective")),
 }
 
 
