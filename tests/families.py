@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+from megatron_chameleon.artifacts.files import write_json
 from megatron_chameleon.model.config import ModelConfig, RopeScaling
+from megatron_chameleon.model.huggingface_config import CONFIG_NAME, config_fields
 
 VOCAB_SIZE, LENGTH = 250, 32
 
@@ -62,3 +65,10 @@ VARIANTS: dict[str, ModelConfig] = {
         rope_scaling=RopeScaling("yarn", 2.0, 16, truncate=False, attention_factor=1.07),
     ),
 }
+
+
+def write_config(folder: Path, config: ModelConfig) -> Path:
+    """Write the config.json of a model to a new folder, for ``--model``; return the folder."""
+    folder.mkdir(parents=True)
+    write_json(folder / CONFIG_NAME, config_fields(config, "float32", 0))
+    return folder

@@ -55,6 +55,8 @@ class Case:
     permutation: Permutation = "megatron"
     """Sample order. If it is not 'megatron', the mixture weights change twice during the run."""
     dry_first_step: DryFirstStep = "auto"
+    model: str = "nano"
+    """Name of a preset, or of a family in tests/families.py."""
 
 
 Again = dict[str, tuple[str, Case]]
@@ -77,6 +79,11 @@ def case(ranks: int, micro_batch_size: int = 2, **parallel: Any) -> Case:
     }
     options = TrainingParallelOptions(**{**degrees, **parallel})
     return Case(ranks, options, micro_batch_size=micro_batch_size)
+
+
+def of_model(model: str, case: Case, **changes: Any) -> Case:
+    """Return ``case`` with another model and further changes."""
+    return dataclasses.replace(case, model=model, **changes)
 
 
 OVERLAPPED: dict[str, Any] = {
@@ -106,8 +113,23 @@ RUNS = {
 ONE, TP2, SP2, PP2, VPP2, DP2 = (RUNS[n] for n in ("one", "tp2", "sp2", "pp2", "vpp2", "dp2"))
 DP2_SHARDED, TP2_PP2 = RUNS["dp2-sharded"], RUNS["tp2-pp2"]
 
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Families besides GPT-2, whose models the other runs train."""
+FAMILY_LAYOUTS = (
+    "one",
+    "tp2-pp2",
+    "tp2-sp-dp2-overlapped-selective",
+    "vpp2-dp2-overlapped-full",
+)
+"""Layouts that together use every kind of parallelism, of recomputation and of optimizer."""
+RUNS_FAMILIES = {
+    f"{name}-{family}": of_model(family, RUNS[name])
+    for family in FAMILIES
+    for name in FAMILY_LAYOUTS
+}
+
 RUNS_BF16 = {
-    f"{name}-bf16": dataclasses.replace(RUNS[name], bf16=True)
+    f"{name}-bf16": of_model("qwen3", RUNS[name], bf16=True)
     for name in ("one", "vpp2-dp2-overlapped-full")
 }
 """Runs in bfloat16 with main weights in float32."""
@@ -126,13 +148,13 @@ RUNS_CHANGING = {
     "dp2-changing": Case(2, permutation="epoch"),
 }
 """Runs whose mixture weights change once before and once after the checkpoint in the middle."""
-UNINTERRUPTED = {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING}
+UNINTERRUPTED = {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING, **RUNS_FAMILIES}
 
 DRY_RUN = "dp2-sharded-dry"
 """A run of DP2_SHARDED whose first step is preceded by a dry run."""
 
 RESUMED: Again = {
-    f"{origin}-to-{name}": (origin, RUNS[name])
+    f"{origin}-to-{name}": (origin, UNINTERRUPTED[name])
     for origin, name in (
         ("tp2", "pp2"),
         ("dp2-sharded", "one-sharded"),
@@ -140,6 +162,10 @@ RESUMED: Again = {
         ("tp2-pp2", "one"),
         ("vpp2", "tp2"),
         ("vpp2-dp2-overlapped-full", "vpp2-dp2-overlapped-full"),
+        ("tp2-pp2-llama", "one-llama"),
+        ("vpp2-dp2-overlapped-full-llama", "tp2-sp-dp2-overlapped-selective-llama"),
+        ("tp2-sp-dp2-overlapped-selective-qwen2", "tp2-sp-dp2-overlapped-selective-qwen2"),
+        ("tp2-sp-dp2-overlapped-selective-qwen3", "vpp2-dp2-overlapped-full-qwen3"),
     )
 } | {
     "one-changing-to-dp2": ("one-changing", RUNS_CHANGING["dp2-changing"]),
@@ -162,7 +188,7 @@ def one_rank(name: str) -> str:
     if name in RUNS:
         return "one"
     family, suffix = name.split("-")[0], name.rpartition("-")[2]
-    if suffix in ("bf16", "apart", "changing", "bad"):
+    if suffix in ("bf16", "apart", "changing", "bad", *FAMILIES):
         return f"one-{suffix}"
     return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
@@ -187,32 +213,41 @@ SAVING = {
     "tp2-full": SavingCase("tp2", async_save=False, full_rank=0),
 }
 
+
 ONLINE = {
-    "online-one": ONE,
-    "online-sp2": SP2,
+    "online-one": of_model("llama", ONE),
+    "online-sp2": of_model("llama", SP2),
     # Each domain has only one batch of windows, which rank 0 embeds; it must not wait for rank 1.
-    "online-dp2-overlapped": dataclasses.replace(RUNS["dp2-overlapped"], micro_batch_size=4),
+    "online-dp2-overlapped": of_model("llama", RUNS["dp2-overlapped"], micro_batch_size=4),
 }
-ONLINE_AGAIN: Again = {"online-one-to-vpp2": ("online-one", VPP2)}
+ONLINE_AGAIN: Again = {"online-one-to-vpp2": ("online-one", of_model("llama", VPP2))}
 ONLINE_LAYER = 3
 """A layer of the last pipeline stage or, with interleaved stages, of the first rank's second
 chunk."""
 ONLINE_INTERVAL = 4
 
 MASKED = DocumentBoundaryOptions(eod_mask_loss=True)
-DOREMI = {f"doremi-{name}": RUNS[name] for name in ("one", "vpp2", "dp2-overlapped")} | {
+DOREMI = {
+    **{
+        f"doremi-{name}": of_model("qwen2", RUNS[name])
+        for name in ("one", "vpp2", "dp2-overlapped")
+    },
     # Document masks make the number of losses differ among micro-batches and ranks.
-    "doremi-one-masked": dataclasses.replace(ONE, boundaries=MASKED),
-    "doremi-dp2-masked": dataclasses.replace(DP2, boundaries=MASKED, micro_batch_size=1),
+    "doremi-one-masked": of_model("qwen2", ONE, boundaries=MASKED),
+    "doremi-dp2-masked": of_model("qwen2", DP2, boundaries=MASKED, micro_batch_size=1),
 }
 """Layouts of DoReMi's proxy runs."""
-DOREMI_AGAIN: Again = {"doremi-vpp2-to-sp2": ("doremi-vpp2", SP2)}
+DOREMI_AGAIN: Again = {"doremi-vpp2-to-sp2": ("doremi-vpp2", of_model("qwen2", SP2))}
 
-DOGE = {f"doge-{name}": RUNS[name] for name in ("one", "pp2", "tp2-dp2-sharded")}
-DOGE_AGAIN: Again = {"doge-one-to-tp2": ("doge-one", TP2)}
+DOGE = {f"doge-{name}": of_model("qwen3", RUNS[name]) for name in ("one", "pp2", "tp2-dp2-sharded")}
+DOGE_AGAIN: Again = {"doge-one-to-tp2": ("doge-one", of_model("qwen3", TP2))}
 
 DISCOVERING = {f"discover-{name}": RUNS[name] for name in ("one", "dp2")}
-PEAKS = {f"peak-{name}": RUNS[name] for name in ("sp2", "pp2", "dp2-sharded")}
+PEAKS = {
+    "peak-sp2": of_model("qwen3", SP2),
+    "peak-pp2": of_model("llama", PP2),
+    "peak-dp2-sharded": DP2_SHARDED,
+}
 """Layouts whose peak memory is measured on every rank."""
 
 NARROW = "tp2-narrow"
@@ -220,7 +255,7 @@ NARROW = "tp2-narrow"
 NARROW_MULTIPLE = 2
 REWRITTEN = {"vpp2": VPP2, NARROW: TP2}
 """Layouts that load the checkpoint converted from the Hugging Face folder, and save it again."""
-TUNED = {"tuned-vpp2": VPP2}
+TUNED = {"tuned-vpp2": VPP2, "tuned-tp2": TP2}
 """Runs that start from the Hugging Face folder, with rows added to its embedding."""
 TUNED_FROM_CHECKPOINT = "tuned-from-checkpoint"
 """A run that starts from the converted checkpoint of the Hugging Face folder, without added
@@ -228,9 +263,14 @@ rows."""
 ADDED_ROWS = 61
 
 
+READ = "one-llama"
+"""The run whose model is embedded with, evaluated, and converted to a Hugging Face folder and
+back."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Layout and batch size that are used to embed and evaluate with the model of the run 'one'."""
+    """Layout and batch size that are used to embed and evaluate with the model of the run READ."""
 
     case: Case
     batch_size: int
@@ -290,6 +330,11 @@ class Places:
         """A mixture with unequal weights of the corpus's domains."""
         return self.root / "uneven.json"
 
+    def model(self, name: str) -> str:
+        """Value of ``--model`` for a preset or a family."""
+        folder = self.root / "models" / name
+        return str(folder) if folder.exists() else name
+
     def run(self, name: str) -> Path:
         return self.root / "runs" / name
 
@@ -339,7 +384,7 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
     return PretrainOptions(
         corpus=places.corpus,
         run_dir=places.run(name),
-        model="nano",
+        model=places.model(case.model),
         seq_length=32,
         train_iters=TRAIN_ITERS,
         global_batch_size=8,

@@ -18,6 +18,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from tests.distributed.cases import TRAIN_ITERS, Places
 from tests.distributed.launch import finish, start
+from tests.families import FAMILIES, write_config
 from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
 
 SECONDS = 1500.0  # limit for all launches on a loaded machine
@@ -96,8 +97,10 @@ def metrics_in(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    """A folder with a corpus, and a mixture of its domains."""
+    """A folder with a corpus, a mixture of its domains, and the config.json of each family."""
     places = Places(tmp_path_factory.mktemp("layouts"))
+    for name, config in FAMILIES.items():
+        write_config(places.root / "models" / name, config)
     places.corpus.mkdir()
     tokenizer = word_tokenizer(places.corpus / "tokenizer.json")
     write_small_corpus(places.corpus, tokenizer_hash=sha256_of_files(tokenizer))

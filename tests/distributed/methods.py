@@ -28,12 +28,12 @@ def proxy_options(places: Places, name: str, case: Case) -> ProxyOptions:
 
 
 def doremi(places: Places, name: str, case: Case) -> None:
-    """Run DoReMi with the run 'one' as reference."""
+    """Run DoReMi with the one-rank run of the same model as reference."""
     options = DoremiOptions(
         corpus=places.corpus,
         output=places.run(name) / "mixture.json",
         work_dir=places.run(name),
-        reference=places.run("one"),
+        reference=places.run(f"one-{case.model}"),
         rule=DoremiRule(doremi_eta=0.5),
         proxy=proxy_options(places, name, case),
     )
@@ -47,7 +47,7 @@ def doge(places: Places, name: str, case: Case) -> None:
         output=places.run(name) / "mixture.json",
         work_dir=places.run(name),
         rule=DogeRule(doge_mu=0.05, doge_eps=0.01),
-        proxy=dataclasses.replace(proxy_options(places, name, case), model="nano"),
+        proxy=proxy_options(places, name, case),
     )
     assert Doge.compute(options)
 
@@ -70,11 +70,11 @@ def discover(places: Places, name: str) -> None:
 
 
 def chameleon(places: Places, name: str, layer: int) -> ChameleonOptions:
-    """Options to embed one layer of the run 'one' in the layout of a reading."""
+    """Options to embed one layer of the run READ in the layout of a reading."""
     reading = cases.READINGS[name]
     return ChameleonOptions(
         corpus=places.corpus,
-        checkpoint=places.run("one"),
+        checkpoint=places.run(cases.READ),
         output=places.mixture(name, layer),
         extraction=ExtractionOptions(
             layer=layer,

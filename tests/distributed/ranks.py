@@ -30,7 +30,6 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.console import open_output
 from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
-from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training.optimizer import TrainedModel
@@ -38,6 +37,7 @@ from megatron_chameleon.training.step import StepResult
 from megatron_chameleon.training.trainer import pretrain
 from tests.distributed import cases, methods, readings
 from tests.distributed.cases import Again, Case, Places
+from tests.families import FAMILIES
 from tests.full_disk import largest_file_size
 from tests.peak_memory import peak_of_training
 
@@ -190,15 +190,24 @@ def train_saving(places: Places, name: str) -> None:
 
 def peak_setup(name: str) -> TrainingSetup:
     """Setup of a model whose activations and logits take more memory than its parameters."""
-    parallel = cases.PEAKS[name].parallel
+    case = cases.PEAKS[name]
+    parallel = case.parallel
     model_ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     return TrainingSetup(
-        config=ModelConfig(4, 4, 128, 512, vocab_size=1000, max_sequence_length=256),
+        config=dataclasses.replace(
+            FAMILIES["gpt2" if case.model == "nano" else case.model],
+            hidden_size=128,
+            ffn_hidden_size=384,
+            kv_channels=32,
+            vocab_size=1000,
+            max_sequence_length=512,
+        ),
         parallel=parallel,
-        data_parallel_size=cases.PEAKS[name].ranks // model_ranks,
+        data_parallel_size=case.ranks // model_ranks,
         micro_batch_size=4,
         num_microbatches=2,
         bf16=False,
+        seq_length=256,
     )
 
 

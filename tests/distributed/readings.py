@@ -1,4 +1,4 @@
-"""Embed and evaluate the run 'one' in a layout and by plain loops; convert its checkpoint."""
+"""Embed and evaluate the run READ in a layout and by plain loops; convert its checkpoint."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def read(
         places: paths.
         name: name of the reading.
         output: name of the results; by default ``name``.
-        checkpoint: checkpoint to read; by default that of the run 'one'.
+        checkpoint: checkpoint to read; by default that of the run READ.
     """
-    output, checkpoint = output or name, checkpoint or places.run("one")
+    output, checkpoint = output or name, checkpoint or places.run(cases.READ)
     for layer in cases.LAYERS:
         options = dataclasses.replace(
             methods.chameleon(places, name, layer),
@@ -77,19 +77,21 @@ def read_converted(places: Places) -> None:
 
 
 def convert_one(places: Places) -> None:
-    """Convert the run 'one' to a Hugging Face folder and back; copy the folder with more rows."""
+    """Convert the run READ to a Hugging Face folder and back; copy the folder with more rows."""
     folder = places.huggingface("one")
-    convert_to_huggingface(ToHuggingFaceOptions(places.run("one"), folder))
+    convert_to_huggingface(ToHuggingFaceOptions(places.run(cases.READ), folder))
     convert_from_huggingface(FromHuggingFaceOptions(folder, places.from_huggingface("one")))
     padded = places.huggingface("one-padded")
     shutil.copytree(folder, padded)
     weights, config = padded / "model.safetensors", padded / "config.json"
     tensors = load_file(weights)
-    rows = tensors["transformer.wte.weight"]
-    more_rows = torch.cat([rows, torch.ones(cases.ADDED_ROWS, rows.size(1))])
-    save_file({**tensors, "transformer.wte.weight": more_rows}, weights)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        more = torch.ones(cases.ADDED_ROWS, tensors[name].size(1))
+        tensors[name] = torch.cat([tensors[name], more])
+    save_file(tensors, weights)
     body = json.loads(config.read_text())
-    config.write_text(json.dumps({**body, "vocab_size": more_rows.size(0)}))
+    num_rows = body["vocab_size"] + cases.ADDED_ROWS
+    config.write_text(json.dumps({**body, "vocab_size": num_rows}))
 
 
 def rewrite(places: Places, name: str) -> None:
@@ -121,7 +123,7 @@ def write_reference(places: Places) -> None:
     'NAME', and sums of losses and tokens of each document, 'NAME/documents' [2, d].
     """
     corpus = Corpus.load(places.corpus)
-    record = CheckpointRecord.load(find_checkpoint(places.run("one")))
+    record = CheckpointRecord.load(find_checkpoint(places.run(cases.READ)))
     found: dict[str, NDArray[np.floating]] = {}
     with distributed(ParallelOptions(), seed=0) as layout:
         reader = open_reader(record, layout)

@@ -20,7 +20,8 @@ from tests.distributed.cases import (
 )
 
 BF16_TOLERANCE = 5e-3
-OTHER_LAYOUTS = [n for n in (*cases.RUNS, *cases.RUNS_APART, "dp2-changing") if n != one_rank(n)]
+COMPARED = (*cases.RUNS, *cases.RUNS_APART, *cases.RUNS_FAMILIES, "dp2-changing")
+OTHER_LAYOUTS = [name for name in COMPARED if name != one_rank(name)]
 SAME_LAYOUT = [
     name for name, (origin, _) in cases.RESUMED.items() if name == f"{origin}-to-{origin}"
 ]
