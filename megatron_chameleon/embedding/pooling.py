@@ -22,7 +22,7 @@ class FinalNorm:
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-    epsilon: float = 1e-5
+    epsilon: float = dataclasses.field(default=1e-5, kw_only=True)
 
     def plain(self, states: torch.Tensor) -> torch.Tensor:
         """Normalize ``states`` [..., h] with torch's functions, in the dtype of ``states``."""

@@ -83,16 +83,14 @@ def test_padding_the_head_dimension_does_not_change_attention(head_dim, multiple
 def test_rms_norm_and_its_gradients_equal_torchs(dtype):
     generator = torch.Generator().manual_seed(3)
     values, weight = (torch.randn(s, generator=generator) for s in ((LENGTH, BATCH, 24), (24,)))
+    norm = SequenceParallelRMSNorm(config_of(), 24, eps=1e-3).to(dtype)
+    norm.weight.data.copy_(weight)
     results = []
-    for kind in (SequenceParallelRMSNorm, None):
-        states, scale = (t.to(dtype).requires_grad_() for t in (values, weight))
-        if kind:
-            norm = kind(config_of(), 24, eps=1e-3).to(dtype)
-            norm.weight = torch.nn.Parameter(scale)
-            output, inputs = norm(states), (states, norm.weight)
-        else:
-            output, inputs = rms_norm(states, (24,), scale, 1e-3), (states, scale)
-        results.append((output, *torch.autograd.grad(output.square().sum(), inputs)))
+    for function in (norm, lambda states: rms_norm(states, (24,), norm.weight, 1e-3)):
+        states = values.to(dtype).requires_grad_()
+        output = function(states)
+        gradients = torch.autograd.grad(output.square().sum(), (states, norm.weight))
+        results.append((output, *gradients))
     for ours, torchs in zip(*results, strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, torchs)

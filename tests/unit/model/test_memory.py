@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -41,8 +42,13 @@ def with_vocabulary(size, **changes):
 
 def with_model(name, **changes):
     """Return the setup of a model whose position table is longer than the sequences."""
-    sizes = {"hidden_size": 128, "ffn_hidden_size": 384, "kv_channels": 40, "vocab_size": 1000}
-    config = dataclasses.replace(VARIANTS[name], **sizes, max_sequence_length=1024)
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "ffn_hidden_size": 384,
+        "kv_channels": 40,
+        "vocab_size": 1000,
+    }
+    config = dataclasses.replace(VARIANTS[name], max_sequence_length=1024, **sizes)
     return dataclasses.replace(PLAIN, config=config, **changes)
 
 
