@@ -31,6 +31,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "modernbert": {"local_attention": 16, "global_attn_every_n_layers": 2, "sep_token_id": EOD},
 }
 ENCODERS = ("bert", "modernbert")
+DIGITS = ["?", *"9876543210"]
+"""First tokens of the tokenizer that splits text into digits."""
 CLS, SEP = 248, 249
 """Ids of the special tokens of encoders; they are words of the corpus, too."""
 
@@ -83,3 +85,12 @@ def write_tokenizer(
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token=words[0], eos_token="<|endoftext|>"
     ).save_pretrained(folder)
+
+
+def write_digits_tokenizer(folder: Path) -> None:
+    """Write the tokenizer of an encoder that splits text into digits.
+
+    A number has more tokens than in the corpus, and its tokens have other ids.
+    """
+    words = DIGITS + [f"unused{number}" for number in range(EOD - len(DIGITS))]
+    write_tokenizer(folder, words, is_encoder=True, splits_digits=True)

@@ -243,6 +243,8 @@ DOGE = {f"doge-{name}": of_model("qwen3", RUNS[name]) for name in ("one", "pp2",
 DOGE_AGAIN: Again = {"doge-one-to-tp2": ("doge-one", of_model("qwen3", TP2))}
 
 DISCOVERING = {f"discover-{name}": RUNS[name] for name in ("one", "dp2")}
+EMBEDDING = {f"bert-{name}": RUNS[name] for name in ("one", "dp2")}
+"""Layouts that embed with a BERT of transformers, which has another tokenizer than the corpus."""
 PEAKS = {
     "peak-sp2": of_model("qwen3", SP2),
     "peak-pp2": of_model("llama", PP2),

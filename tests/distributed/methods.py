@@ -9,6 +9,7 @@ from megatron_chameleon.methods.chameleon import (
     ExtractionOptions,
     RecipeOptions,
 )
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.discovery import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.methods.discovery.discover import discover_domains
 from megatron_chameleon.methods.doge import DogeOptions, DogeRule
@@ -67,6 +68,25 @@ def discover(places: Places, name: str) -> None:
         parallel=cases.reading_layout(cases.DISCOVERING[name]),
     )
     discover_domains(options)
+
+
+def embed_with_bert(places: Places, name: str) -> None:
+    """Embed the corpus with a BERT, which the first layout writes."""
+    # Import these modules after the fork, since transformers may start threads.
+    from tests.huggingface_models import write_digits_tokenizer, write_model
+
+    folder = places.huggingface("bert")
+    if name == cases.one_rank(name):
+        write_digits_tokenizer(write_model(folder, "bert"))
+    options = ChameleonOptions(
+        corpus=places.corpus,
+        checkpoint=folder,
+        output=places.run(name) / "mixture.json",
+        extraction=ExtractionOptions(num_windows=cases.NUM_WINDOWS, embedding_batch_size=5),
+        weighting=RecipeOptions(bootstrap_resamples=20),
+        parallel=cases.reading_layout(cases.EMBEDDING[name]),
+    )
+    compute_mixture(options)
 
 
 def chameleon(places: Places, name: str, layer: int) -> ChameleonOptions:

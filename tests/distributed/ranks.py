@@ -83,6 +83,8 @@ def all_sections() -> Iterator[Section]:
         yield Section(f"read-{name}", reading.case.ranks, run(readings.read, name))
     for name, case in cases.DISCOVERING.items():
         yield Section(name, case.ranks, run(methods.discover, name))
+    for name, case in cases.EMBEDDING.items():
+        yield Section(name, case.ranks, run(methods.embed_with_bert, name))
     yield Section("convert-one", 1, run(readings.convert_one))
     for name, case in {cases.TUNED_FROM_CHECKPOINT: cases.ONE, **cases.TUNED}.items():
         yield Section(name, case.ranks, run(train_tuned, name))

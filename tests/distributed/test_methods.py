@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import Corpus, Mixture, TrainingRun
+from megatron_chameleon.artifacts import Corpus, EmbeddingStore, Mixture, TrainingRun
 from megatron_chameleon.artifacts.discovered import DiscoveredDomains
 from tests.distributed import cases
 from tests.distributed.cases import Again
@@ -108,6 +108,19 @@ def test_doge_finds_the_weights_of_one_rank(results, name):
             assert plain <= flops < 1.4 * plain
         if name == "doge-pp2":  # three samples are padded to two equal micro-batches
             assert flops > plain
+
+
+@pytest.mark.parametrize("name", others(cases.EMBEDDING))
+def test_vectors_of_a_transformers_model_equal_those_of_one_rank(results, name):
+    results.require("bert-one")
+    results.require(name)
+    one, other = (
+        EmbeddingStore.load(results.places.run(each) / "embeddings") for each in ("bert-one", name)
+    )
+    for domain in DOMAINS:
+        np.testing.assert_allclose(other.vectors(domain), one.vectors(domain), atol=TOLERANCE)
+    assert other.cost.num_devices == cases.EMBEDDING[name].ranks
+    assert other.cost.flops == one.cost.flops
 
 
 @pytest.mark.parametrize("name", others(cases.DISCOVERING))

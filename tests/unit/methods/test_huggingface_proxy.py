@@ -26,21 +26,20 @@ from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOpt
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
-from tests.huggingface_models import CLS, SEP, write_model, write_tokenizer
+from tests.huggingface_models import (
+    CLS,
+    DIGITS,
+    SEP,
+    write_digits_tokenizer,
+    write_model,
+    write_tokenizer,
+)
 from tests.small_corpus import DOMAINS, EOD, write_small_corpus
 from tests.unit.corpus.small_hub import serve
 
 LAYER, WINDOW = 2, 32
 WORDS = [str(number) for number in range(EOD)]
 EXTRACTION = ExtractionOptions(layer=LAYER, window_length=WINDOW, num_windows=40)
-# The words of this tokenizer are single digits: other ids, and more tokens than in the corpus.
-DIGITS = ["?", *"9876543210"]
-
-
-def write_digits_tokenizer(folder: Path) -> None:
-    """Write the tokenizer of an encoder that splits text into digits."""
-    words = DIGITS + [f"unused{number}" for number in range(EOD - len(DIGITS))]
-    write_tokenizer(folder, words, is_encoder=True, splits_digits=True)
 
 
 @pytest.fixture(scope="module")
