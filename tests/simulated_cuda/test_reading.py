@@ -71,6 +71,23 @@ def test_embeddings_equal_those_of_the_cpu(tools: Tools, ranks, environment) -> 
     assert_only_domains_are_waited_for(found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_embeddings_of_a_transformers_model_equal_those_of_the_cpu(tools: Tools, family) -> None:
+    from tests.huggingface_models import write_digits_tokenizer, write_model
+
+    folder = write_model(tools.root / family, family)
+    write_digits_tokenizer(folder)
+    found, expected = tools.concurrently(
+        lambda: read(tools, "cuda", f"embed-{family}", *MIXTURE, "--checkpoint", folder),
+        lambda: read(tools, "cpu", f"embed-{family}", *MIXTURE, "--checkpoint", folder),
+    )
+    stores = [EmbeddingStore.load(done.folder / "embeddings") for done in (found, expected)]
+    for domain in stores[1].domains:
+        vectors, others = (store.vectors(domain) for store in stores)
+        np.testing.assert_allclose(vectors, others, rtol=0, atol=FP32_TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("packing", "ranks"),
     [("packed", 1), pytest.param("documents", 2, marks=pytest.mark.slow)],
