@@ -87,7 +87,8 @@ setup(
         "data": ["pyarrow>=17", "datasets>=4", "tiktoken>=0.8", "gigatoken>=0.10"],
         # Our code that loads tasks follows lm-eval 0.4.13.
         "eval": ["lm-eval>=0.4.13,<0.5"],
-        # Loads the folders that tools/convert_checkpoint.py writes; the tool itself needs no extra.
+        # Loads proxies in Hugging Face format, and the folders that tools/convert_checkpoint.py
+        # writes; the tool itself needs no extra.
         "hf": ["transformers>=4.46"],
         # The report's map of windows, which uses PCA if umap-learn is not installed.
         "plots": ["umap-learn>=0.5.9", "threadpoolctl>=3.1"],

@@ -39,7 +39,8 @@ class EmbeddingRecipe:
         window_length: maximum tokens per window.
         num_windows: maximum windows per domain.
         seed: random seed of the window sampling.
-        tokenizer_hash: hash of the corpus's tokenizer.
+        tokenizer_hash: hash of the tokenizer of the embedded tokens, or of both tokenizers if a
+            corpus is decoded for a proxy with another tokenizer.
         cross_documents: whether windows may cross document boundaries.
         dtype: compute precision of the proxy.
         final_norm: whether the proxy's final norm was applied to the hidden states.
