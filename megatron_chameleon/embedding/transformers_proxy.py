@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,6 @@ class TransformersProxy(Proxy):
         layer_parameters: parameters of each layer.
         score_width: features of all heads together, for the FLOPs of attention scores.
         is_causal: whether attention is causal, for the FLOPs of attention scores.
-        vocab_size: rows of the embedding.
         special_tokens: ids before and after each window.
     """
 
@@ -96,7 +95,6 @@ class TransformersProxy(Proxy):
     layer_parameters: tuple[int, ...]
     score_width: int
     is_causal: bool
-    vocab_size: int
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]]
 
     @classmethod
@@ -118,35 +116,33 @@ class TransformersProxy(Proxy):
                 f"{folder} ({config.model_type}): an encoder-decoder or multimodal model cannot "
                 "be a proxy; pass a causal model or an encoder of text"
             )
+        encoder = HuggingFaceEncoder(folder, trust_remote_code=trust_remote_code)
+        # Unusual models lack some of the attributes that are read here.
         with _loading(folder) as transformers, torch.device("meta"):
             model = transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
-        layers = find_layers(model, folder)
-        encoder = HuggingFaceEncoder(folder, trust_remote_code=trust_remote_code)
-        needed, rows = encoder.vocab_size, model.get_input_embeddings().num_embeddings
-        if needed > rows:
-            raise UserError(
-                f"{folder}: the tokenizer has ids up to {needed - 1}, but the model has only "
-                f"{rows} embeddings; save the model's own tokenizer in the folder"
+            layers, rows = find_layers(model, folder), model.get_input_embeddings().num_embeddings
+            longest = _num_positions(model) - sum(map(len, encoder.special_tokens))
+            heads = getattr(config, "num_attention_heads", 0)
+            head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+            proxy = cls(
+                where=folder,
+                hash=_hash(folder, weights, with_code=trust_remote_code),
+                num_layers=len(layers),
+                hidden_size=config.hidden_size,
+                max_sequence_length=longest,
+                default_window_length=min(longest, DEFAULT_WINDOW_LENGTH),
+                trust_remote_code=trust_remote_code,
+                layer_parameters=tuple(sum(map(torch.numel, each.parameters())) for each in layers),
+                score_width=heads * head_size,
+                is_causal=any(getattr(module, "is_causal", False) for module in model.modules()),
+                special_tokens=encoder.special_tokens,
             )
-        longest = _num_positions(model) - sum(map(len, encoder.special_tokens))
-        patterns = (*_CONFIGURES, *([_CODE] if trust_remote_code else []))
-        read = {*weights, *(path for pattern in patterns for path in folder.glob(pattern))}
-        heads = getattr(config, "num_attention_heads", 0)
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-        return cls(
-            where=folder,
-            hash=sha256_of_files(*sorted(read)),
-            num_layers=len(layers),
-            hidden_size=config.hidden_size,
-            max_sequence_length=longest,
-            default_window_length=min(longest, DEFAULT_WINDOW_LENGTH),
-            trust_remote_code=trust_remote_code,
-            layer_parameters=tuple(sum(map(torch.numel, each.parameters())) for each in layers),
-            score_width=heads * head_size,
-            is_causal=any(getattr(module, "is_causal", False) for module in model.modules()),
-            vocab_size=rows,
-            special_tokens=encoder.special_tokens,
-        )
+        if encoder.vocab_size > rows:
+            raise UserError(
+                f"{folder}: the tokenizer has ids up to {encoder.vocab_size - 1}, but the model "
+                f"has only {rows} embeddings; save the model's own tokenizer in the folder"
+            )
+        return proxy
 
     @property
     def paper_parameters(self) -> int:
@@ -317,6 +313,14 @@ def find_layers(model: torch.nn.Module, where: Path) -> torch.nn.ModuleList:
     )
 
 
+def _hash(folder: Path, weights: Iterable[Path], *, with_code: bool) -> str:
+    """Hash the files that determine hidden states."""
+    patterns = (*_CONFIGURES, *([_CODE] if with_code else []))
+    return sha256_of_files(
+        *sorted({*weights, *(path for pattern in patterns for path in folder.glob(pattern))})
+    )
+
+
 def _num_positions(model: torch.nn.Module) -> int:
     """Return the maximum number of tokens of a sequence, special tokens included."""
     declared = getattr(model.config, "max_position_embeddings", None)
@@ -368,9 +372,9 @@ class HuggingFaceEncoder:
             tuple(self._tokenizer("a", add_special_tokens=special)["input_ids"])
             for special in (False, True)
         )
-        added = len(whole) - len(plain)
-        first = next(i for i in range(added + 1) if whole[i : i + len(plain)] == plain)
-        return whole[:first], whole[first + len(plain) :]
+        size = len(plain)
+        first = next(i for i in range(len(whole)) if whole[i : i + size] == plain)
+        return whole[:first], whole[first + size :]
 
     def encode_documents(
         self, texts: Sequence[str]

@@ -208,6 +208,26 @@ def test_a_folder_that_cannot_be_a_proxy(one_rank, tmp_path, damage, named):
     assert str(folder) in str(error.value)
 
 
+def test_code_runs_only_if_it_is_trusted(one_rank, tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "model", "llama")
+    expected = open_proxy(folder).open_reader(one_rank, RECIPE)
+    with_code(folder)
+    (folder / "model.py").write_text(
+        "from transformers import LlamaConfig, LlamaModel\n\n\n"
+        "class Config(LlamaConfig):\n    model_type = 'its-own'\n\n\n"
+        "class Model(LlamaModel):\n    config_class = Config\n"
+    )
+    modules = "HF_MODULES_CACHE"
+    monkeypatch.setattr(transformers.dynamic_module_utils, modules, str(tmp_path / "modules"))
+    with pytest.raises(UserError, match="--trust-remote-code"):
+        open_proxy(folder)
+    reader = open_proxy(folder, trust_remote_code=True).open_reader(one_rank, RECIPE)
+    windows = draw_windows(LENGTHS, WINDOW, 3, seed=0, name="a")
+    np.testing.assert_array_equal(embed(reader, windows, 1), embed(expected, windows, 1))
+    with pytest.raises(UserError, match="--trust-remote-code"):
+        open_proxy(tmp_path, trust_remote_code=True)
+
+
 def test_unsupported_options(folders, monkeypatch):
     proxy = open_proxy(folders("llama"))
     with pytest.raises(UserError, match="--tensor-model-parallel-size"):
