@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -22,6 +21,7 @@ from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.files import replacing, require_new
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.ranges import CheckedOptions, LargeCount
+from megatron_chameleon.storage import absolute
 
 ExportFormat = Literal[
     "megatron-data-path",
@@ -267,7 +267,7 @@ def _weighted_domains(corpus: Corpus, weights: Sequence[float]) -> tuple[Weighte
             name,
             weight,
             {split: corpus.domains[name].split(split).tokens for split in SPLITS},
-            {split: os.path.abspath(corpus.prefix(name, split)) for split in SPLITS},
+            {split: absolute(str(corpus.prefix(name, split))) for split in SPLITS},
             file.split if (file := corpus.domains[name].imported) else None,
         )
         for name, weight in zip(corpus.names, weights, strict=True)

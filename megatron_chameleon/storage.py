@@ -12,8 +12,9 @@ import dataclasses
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_chameleon.errors import UserError, one_line
@@ -21,6 +22,7 @@ from megatron_chameleon.errors import UserError, one_line
 INSTALL_STORAGE = "pip install 'megatron-chameleon[storage]'"
 # Bytes per request of a sequential read. s3fs would hold 50 MiB of every open file.
 _READ_AHEAD_BYTES = 1 << 23
+_CONCURRENT_RANGES = 128
 # Names of the modification time and of the hash or version of the content in fsspec's infos.
 _TIME_NAMES = ("LastModified", "last_modified", "mtime", "updated")
 _VERSION_NAMES = ("ETag", "etag", "blob_id")
@@ -41,9 +43,18 @@ class FileState:
     etag: str = ""
 
 
-def is_remote(path: str) -> bool:
+# A path of this machine, or a URL, which a Path would change.
+Location = Path | str
+
+
+def is_remote(path: Location) -> bool:
     """Whether ``path`` is a URL, which is read through fsspec."""
-    return "://" in path
+    return isinstance(path, str) and "://" in path
+
+
+def location(text: str) -> Location:
+    """Return a URL unchanged, and any other text as a path."""
+    return text if is_remote(text) else Path(text)
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -65,8 +76,13 @@ def file_system(url: str) -> tuple[Any, str]:
     return system, name
 
 
+def absolute(path: str) -> str:
+    """Return a path as an absolute path, and a URL unchanged."""
+    return path if is_remote(path) else os.path.abspath(path)
+
+
 @contextlib.contextmanager
-def reading(path: str, hint: str = "correct --input") -> Iterator[None]:
+def reading(path: Location, hint: str = "correct --input") -> Iterator[None]:
     """Convert errors of reading a local or remote file to UserError, with ``hint`` as the fix."""
     try:
         yield
@@ -97,7 +113,30 @@ def open_file(path: str, cache_type: str = "readahead") -> BinaryIO:
     return stream
 
 
-def file_state(path: str, *, refresh: bool = False) -> FileState:
+def read_ranges(path: Location, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """Yield the bytes from start to stop of each range; call it inside :func:`reading`.
+
+    Of a remote file, 128 ranges are requested concurrently if its file system supports that.
+
+    Raises:
+        OSError: if a range cannot be read completely.
+    """
+    for first in range(0, len(ranges), _CONCURRENT_RANGES):
+        batch = ranges[first : first + _CONCURRENT_RANGES]
+        if is_remote(path):
+            system, name = file_system(str(path))
+            starts, stops = zip(*batch, strict=True)
+            contents = system.cat_ranges([name] * len(batch), starts, stops, on_error="raise")
+        else:
+            with open(path, "rb", buffering=0) as stream:
+                contents = [os.pread(stream.fileno(), stop - at, at) for at, stop in batch]
+        for (start, stop), content in zip(batch, contents, strict=True):
+            if len(content) != stop - start:
+                raise OSError(errno.EIO, f"it ends before byte {stop}", str(path))
+            yield content
+
+
+def file_state(path: Location, *, refresh: bool = False) -> FileState:
     """Return size, modification time and version of a file; call it inside :func:`reading`.
 
     Args:
@@ -113,7 +152,7 @@ def file_state(path: str, *, refresh: bool = False) -> FileState:
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device might never end
             raise OSError(errno.EINVAL, "not a regular file", path)
         return FileState(status.st_size, status.st_mtime_ns)
-    system, name = file_system(path)
+    system, name = file_system(str(path))
     if refresh:
         system.invalidate_cache(name)
     info = system.info(name)

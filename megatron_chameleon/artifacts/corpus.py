@@ -10,6 +10,7 @@ from typing import Literal
 from urllib.parse import quote
 
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.artifacts.object_cache import HINT, cached_file
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import (
     Count,
@@ -20,6 +21,7 @@ from megatron_chameleon.artifacts.record import (
     require_inner_path,
 )
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.storage import Location, file_state, location, read_ranges, reading
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")
@@ -72,8 +74,8 @@ class DomainSplit:
     """One pair of .bin/.idx files, or a range of the sequences of an imported pair.
 
     Attributes:
-        prefix: path of the files without suffix, relative to the corpus folder; absolute if the
-            files are imported.
+        prefix: path of the files without suffix, relative to the corpus folder; an absolute path
+            or a URL if the files are imported.
         documents: number of documents.
         tokens: number of tokens, including the end-of-document token of every document.
         text_bytes: UTF-8 bytes of the text, for losses per byte; None if they were not counted.
@@ -236,9 +238,10 @@ class Corpus(HashedFolderRecord):
         """Hex SHA-256 of one domain's token files."""
         return sha256_of_json({split: self.domains[name].split(split).sha256 for split in SPLITS})
 
-    def prefix(self, name: str, split: Split) -> Path:
-        """Path of the split's files without the .bin/.idx suffix."""
-        return self.root / self.domains[name].split(split).prefix
+    def prefix(self, name: str, split: Split) -> Location:
+        """Path or URL of the split's files without the .bin/.idx suffix."""
+        found = location(self.domains[name].split(split).prefix)
+        return self.root / found if isinstance(found, Path) else found
 
     @property
     def token_bytes(self) -> int:
@@ -252,8 +255,8 @@ class Corpus(HashedFolderRecord):
             if (file := domain.imported) is not None:
                 prefix = self.prefix(name, "train")
                 sizes = {
-                    Path(f"{prefix}.idx"): file.idx_bytes,
-                    Path(f"{prefix}.bin"): file.bin_bytes,
+                    location(f"{prefix}.idx"): file.idx_bytes,
+                    location(f"{prefix}.bin"): file.bin_bytes,
                 }
                 found.append(SampledFiles(sizes, file.sha256, prefix))
                 continue
@@ -261,11 +264,14 @@ class Corpus(HashedFolderRecord):
                 split, prefix = domain.split(split_name), self.prefix(name, split_name)
                 size = split.tokens * self.token_bytes
                 index_size = index_file_bytes(split.documents)
-                pair = {Path(f"{prefix}.bin"): size, Path(f"{prefix}.idx"): index_size}
+                pair: dict[Location, int] = {
+                    Path(f"{prefix}.bin"): size,
+                    Path(f"{prefix}.idx"): index_size,
+                }
                 found.append(HashedFiles(pair, split.sha256))
                 if split.block_checksums is not None:
                     checksums_size = 8 * (num_blocks(size) + num_blocks(index_size))
-                    checksums = {Path(f"{prefix}.xxh3"): checksums_size}
+                    checksums: dict[Location, int] = {Path(f"{prefix}.xxh3"): checksums_size}
                     found.append(HashedFiles(checksums, split.block_checksums))
         return found
 
@@ -275,10 +281,10 @@ class SampledFiles(HashedFiles):
     """A pair of .bin/.idx files, identified by :func:`hash_token_file`.
 
     Attributes:
-        prefix: path of the files, without suffix.
+        prefix: path or URL of the files, without suffix.
     """
 
-    prefix: Path
+    prefix: Location
 
     @property
     def bytes(self) -> int:
@@ -294,23 +300,30 @@ class SampledFiles(HashedFiles):
         return found
 
 
-def hash_token_file(prefix: Path) -> str:
+def hash_token_file(prefix: Location, cache: Path | None = None) -> str:
     """Hex SHA-256 of a pair of files: the whole .idx, and blocks of the .bin.
 
     A .bin of up to 16 MiB is hashed completely. For a larger .bin, the hash covers its size and 16
-    MiB of evenly spaced blocks, including the first and the last one.
+    MiB of evenly spaced blocks, including the first and the last one. The hash of remote files is
+    that of the same local files.
+
+    Args:
+        prefix: path or URL of the files, without suffix.
+        cache: folder of the local copy of a remote .idx; None for the default folder.
     """
-    bin_path = Path(f"{prefix}.bin")
-    size = bin_path.stat().st_size
-    digest = hashlib.sha256(f"{sha256_of_files(Path(f'{prefix}.idx'))} {size} ".encode())
+    index, bin_path = location(f"{prefix}.idx"), location(f"{prefix}.bin")
+    index = index if isinstance(index, Path) else cached_file(index, cache)
+    with reading(bin_path, HINT):
+        size = file_state(bin_path).bytes
+    digest = hashlib.sha256(f"{sha256_of_files(index)} {size} ".encode())
     places: Iterable[int] = range(0, size, HASHED_BLOCK_BYTES)
     if size > HASHED_BLOCKS * HASHED_BLOCK_BYTES:
         last, intervals = size - HASHED_BLOCK_BYTES, HASHED_BLOCKS - 1
         places = (last * block // intervals for block in range(HASHED_BLOCKS))
-    with bin_path.open("rb", buffering=0) as stream:
-        for place in places:
-            stream.seek(place)
-            digest.update(stream.read(HASHED_BLOCK_BYTES))
+    ranges = [(place, min(place + HASHED_BLOCK_BYTES, size)) for place in places]
+    with reading(bin_path, HINT):
+        for block in read_ranges(bin_path, ranges):
+            digest.update(block)
     return digest.hexdigest()
 
 

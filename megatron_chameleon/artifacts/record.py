@@ -22,6 +22,7 @@ from megatron_chameleon.artifacts.files import (
     write_json,
 )
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.storage import Location, file_state, reading
 
 T = TypeVar("T")
 
@@ -140,11 +141,11 @@ class HashedFiles:
     """Data files with a recorded hash.
 
     Attributes:
-        sizes: path -> bytes.
+        sizes: path or URL -> bytes.
         sha256: hex SHA-256 of the concatenated files.
     """
 
-    sizes: dict[Path, int]
+    sizes: dict[Location, int]
     sha256: str
 
     @property
@@ -154,7 +155,7 @@ class HashedFiles:
 
     def digest(self, on_bytes: Callable[[int], object] | None = None) -> str:
         """Compute the hash; ``on_bytes`` is called with the number of bytes just read."""
-        return sha256_of_files(*self.sizes, on_bytes=on_bytes)
+        return sha256_of_files(*map(Path, self.sizes), on_bytes=on_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +177,11 @@ class HashedFolderRecord(FolderRecord, abc.ABC):
         """
         for files in self.hashed_files():
             for path, size in files.sizes.items():
-                if not path.is_file():
+                if isinstance(path, Path) and not path.is_file():
                     raise UserError(f"{path} is missing; {self.RESTORE}")
-                if (found := path.stat().st_size) != size:
+                with reading(path, self.RESTORE):
+                    found = file_state(path).bytes
+                if found != size:
                     raise UserError(
                         f"{path} has {found} bytes, but {self.FILE_NAME} records {size}: it is "
                         f"truncated or belongs to another artifact; {self.RESTORE}"
@@ -217,7 +220,7 @@ class HashedFolderRecord(FolderRecord, abc.ABC):
         return sum(files.bytes for files in self._largest_first()[shard::num_shards])
 
     def _largest_first(self) -> list[HashedFiles]:
-        return sorted(self.hashed_files(), key=lambda files: (-files.bytes, *files.sizes))
+        return sorted(self.hashed_files(), key=lambda files: (-files.bytes, *map(str, files.sizes)))
 
 
 def kind_of(path: Path) -> str | None:

@@ -69,6 +69,8 @@ class View:
         while done < len(rows):
             done, unchecked = self.kernel(*arrays, *self.order, places, rows, done, windows, blocks)
             file.tokens.check(blocks[:unchecked])
+            # The last sample was copied before its blocks were fetched.
+            done -= bool(unchecked) and file.tokens.is_remote
 
 
 @njit(cache=True, nogil=True)

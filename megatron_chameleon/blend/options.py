@@ -19,8 +19,9 @@ class DataOptions(CheckedOptions):
 
     data_path: str | None = None
     """Megatron data sets instead of --corpus: alternating weights and prefixes, '0.3 PREFIX 0.7
-    PREFIX'; without weights, prefixes are weighted by size. NAME=PREFIX names the domain; by
-    default it is the shortest unique end of the path."""
+    PREFIX'; without weights, prefixes are weighted by size. A PREFIX is a path, or a URL of fsspec
+    such as s3://BUCKET/PREFIX. NAME=PREFIX names the domain; by default it is the shortest unique
+    end of the path."""
     data_args_path: Path | None = None
     """A file that holds the value of --data-path, possibly on several lines."""
     split: str = "969,30,1"
@@ -41,6 +42,10 @@ class DataOptions(CheckedOptions):
     data_cache_path: Path | None = None
     """Folder that stores the indices of --permutation megatron. Later starts reuse them, and the
     ranks of a machine share them; by default each rank builds them in memory."""
+    object_storage_cache_path: Path | None = None
+    """Folder on a local disk for the tokens that were read from URLs, and their .idx files. The
+    ranks of a machine and later runs share it. The default is ~/.cache/megatron_chameleon, or a
+    folder in $XDG_CACHE_HOME."""
     verify_corpus: bool = False
     """Read every token file of the corpus before the start and compare its hash."""
 

@@ -24,6 +24,7 @@ from megatron_chameleon.corpus.indexed import (
     open_token_file,
 )
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.storage import Location, location
 
 MAX_DOMAINS = int(np.iinfo(np.int16).max)
 """Domain numbers are int16, as in Megatron's blended index."""
@@ -35,7 +36,7 @@ class DomainData:
 
     Attributes:
         name: name of the domain in weights and records.
-        prefix: path of the files, without their suffix.
+        prefix: path or URL of the files, without their suffix.
         first: first sequence.
         stop: one past the last sequence.
         tokens: number of tokens in these sequences.
@@ -43,16 +44,18 @@ class DomainData:
             depend on paths.
         vocab_size: one more than the largest token id.
         expected: dtype, counts and checksums from corpus.json; None for other files.
+        cache: folder of the local copies of remote files; None for the default folder.
     """
 
     name: str
-    prefix: Path
+    prefix: Location
     first: int
     stop: int
     tokens: int
     order_key: str
     vocab_size: int
     expected: ExpectedTokens | None = None
+    cache: Path | None = None
 
     def open(self) -> TokenFile:
         """Open and check the whole file that holds the sequences.
@@ -60,7 +63,7 @@ class DomainData:
         Raises:
             UserError: if it is damaged, has changed, or has an unsupported token type.
         """
-        file = open_token_file(self.prefix, self.expected, self.vocab_size)
+        file = open_token_file(self.prefix, self.expected, self.vocab_size, self.cache)
         check_sequences(file, self.first, self.stop, self.tokens)
         return file
 
@@ -101,10 +104,11 @@ class TokenData:
         return {domain.name: domain.tokens for domain in self.domains}
 
 
-def corpus_tokens(corpus: Corpus, split: Split = "train") -> TokenData:
+def corpus_tokens(corpus: Corpus, split: Split = "train", cache: Path | None = None) -> TokenData:
     """Return one split of every domain of a corpus.
 
-    An imported domain has the samples that it has as a data set of ``--data-path``.
+    An imported domain has the samples that it has as a data set of ``--data-path``. ``cache`` is
+    the folder of the local copies of remote files.
     """
     domains = []
     keys = _OrderKeys()
@@ -120,18 +124,23 @@ def corpus_tokens(corpus: Corpus, split: Split = "train") -> TokenData:
             order_key=keys.of_file(file.sha256) if file else name,
             vocab_size=corpus.tokenizer.vocab_size,
             expected=expected_tokens(corpus, part),
+            cache=cache,
         )
         domains.append(domain)
     return TokenData(str(corpus.root), tuple(domains), corpus.tokenizer, corpus.hash)
 
 
 def data_path_tokens(
-    path: DataPath, split: str, tokenizer: TokenizerIdentity, part: Split = "train"
+    path: DataPath,
+    split: str,
+    tokenizer: TokenizerIdentity,
+    part: Split = "train",
+    cache: Path | None = None,
 ) -> TokenData:
     """Select one split of Megatron data sets, by ``--split`` as in Megatron-LM.
 
     The hash and the order of the samples depend on the contents (:func:`hash_token_file`), not on
-    the paths.
+    the paths. ``cache`` is the folder of the local copies of remote files.
 
     Raises:
         UserError: for damaged files, or a split that leaves nothing for ``part``.
@@ -140,9 +149,10 @@ def data_path_tokens(
 
     def cut(prefix: str) -> tuple[int, int, int, str]:
         """Return the split's first and end sequence, its tokens, and the whole file's hash."""
-        file = open_token_file(Path(prefix))
+        file = open_token_file(location(prefix), cache=cache)
         first, stop = sequence_range(len(file), bounds)
-        return first, stop, file.num_tokens(first, stop), hash_token_file(Path(prefix))
+        sha256 = hash_token_file(location(prefix), cache)
+        return first, stop, file.num_tokens(first, stop), sha256
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         cuts = list(pool.map(cut, path.prefixes))
@@ -152,9 +162,8 @@ def data_path_tokens(
         path.names, path.prefixes, cuts, strict=True
     ):
         key = keys.of_file(sha256)
-        domains.append(
-            DomainData(name, Path(prefix), first, stop, tokens, key, tokenizer.vocab_size)
-        )
+        where, size = location(prefix), tokenizer.vocab_size
+        domains.append(DomainData(name, where, first, stop, tokens, key, size, cache=cache))
     identity = {"tokenizer": [tokenizer.sha256, tokenizer.eod_id], "files": cuts}
     return TokenData("--data-path", tuple(domains), tokenizer, sha256_of_json(identity))
 

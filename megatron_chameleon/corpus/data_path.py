@@ -26,7 +26,7 @@ class DataPath:
     """Value of ``--data-path``: prefixes with domain names, and their weights.
 
     Attributes:
-        prefixes: path of each .bin/.idx pair, without suffix.
+        prefixes: path or URL of each .bin/.idx pair, without suffix.
         weights: weight of each prefix; None without weights.
         names: domain name of each prefix.
     """

@@ -34,6 +34,7 @@ from megatron_chameleon.corpus.staging import TOKENS_NAME, WEIGHTS_NAME, corpus_
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.storage import absolute, file_state, location, reading
 
 _DELAY_SECONDS = 2.0
 # Blocks of each .bin whose token ids are checked, and documents whose last token is checked.
@@ -120,17 +121,17 @@ def import_file(prefix: str, split: str, tokenizer: Tokenizer) -> _Import:
     """Read the .idx of a pair of files, and check a sample of the tokens.
 
     Args:
-        prefix: path of the files, without suffix.
+        prefix: path or URL of the files, without suffix.
         split: Megatron's ``--split``.
         tokenizer: the tokenizer that made the tokens.
 
     Raises:
         UserError: for damaged files, a split without tokens, or ids outside the vocabulary.
     """
-    prefix = os.path.abspath(prefix)
-    file = open_token_file(Path(prefix), vocab_size=tokenizer.vocab_size)
+    prefix = absolute(prefix)
+    file = open_token_file(location(prefix), vocab_size=tokenizer.vocab_size)
     require_token_type(file)
-    sha256 = hash_token_file(Path(prefix))
+    sha256 = hash_token_file(location(prefix))
     splits = []
     for name, bounds in split_ranges(split).items():
         first, stop = (0, 0) if bounds is None else sequence_range(len(file), bounds)
@@ -153,7 +154,9 @@ def import_file(prefix: str, split: str, tokenizer: Tokenizer) -> _Import:
     for token in np.linspace(0, file.tokens.size - 1, _SAMPLED_BLOCKS).astype(np.int64).tolist():
         file.tokens[token : token + 1]  # checks the whole block
     bin_bytes = file.tokens.size * file.dtype.itemsize
-    imported = ImportedFile(split, bin_bytes, os.path.getsize(f"{prefix}.idx"), sha256)
+    with reading(f"{prefix}.idx", "restore it"):
+        idx_bytes = file_state(f"{prefix}.idx").bytes
+    imported = ImportedFile(split, bin_bytes, idx_bytes, sha256)
     ends = _ends_documents(file, tokenizer.eod_id)
     domain = Domain(*splits, imported=imported)
     return _Import(domain, file.dtype.name, file.has_documents, ends)

@@ -10,6 +10,10 @@ PREFIX.xxh3 next to them holds the 64-bit XXH3 hash, little-endian, of every ``B
 
 megatron.core is not imported, since importing it takes seconds. The tests compare these files with
 the files that megatron.core's IndexedDatasetBuilder writes.
+
+The files may be in object storage: the .idx is downloaded, and chunks of the .bin are copied to a
+local file when they are first read. megatron.core's reader for object storage is not used, since it
+reads 256 MiB for each document of a shuffled order, and downloads the .idx at every start.
 """
 
 from __future__ import annotations
@@ -34,7 +38,16 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Corpus, DomainSplit, Split
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES, num_blocks
 from megatron_chameleon.artifacts.files import writing
+from megatron_chameleon.artifacts.object_cache import HINT, cache_entry, cached_file
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.storage import (
+    FileState,
+    Location,
+    file_state,
+    location,
+    read_ranges,
+    reading,
+)
 
 TokenType = Literal["uint16", "int32"]
 # The header of an .idx holds the magic, the version, the code of the token type, the number of
@@ -58,6 +71,9 @@ _CHECK_BLOCK = 1 << 15
 _SMALL_FILE_BYTES = 1 << 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HINT = "restore it or preprocess again"
+# Bytes of a .bin in object storage that are requested together. The documents of a sample are at
+# random positions; for 1 MiB, a request to S3 still takes little longer than for a few bytes.
+_CHUNK_BYTES = 1 << 20
 # If a file has at least this many blocks, the flags of its verified blocks are in an anonymous
 # memory map.
 _MAPPED_BLOCKS = 1 << 16
@@ -214,6 +230,13 @@ def append_to(path: Path, block: bytes | bytearray | memoryview) -> None:
         stream.write(block)
 
 
+def write_at(path: Path, start: int, block: bytes) -> None:
+    """Write ``block`` from byte ``start`` of a file; raises UserError if the disk is full."""
+    with writing(path), path.open("r+b", buffering=0) as stream:
+        stream.seek(start)
+        stream.write(block)
+
+
 # Mapping
 
 
@@ -267,6 +290,69 @@ def _c_library() -> ctypes.CDLL:
 # Reading
 
 
+class SparseCopy:
+    """A sparse local file with the chunks of a remote file that were read so far.
+
+    A file next to it holds the 64-bit XXH3 hash of every chunk, or 0 for a chunk that was not read.
+    Processes of a machine share both files without locks, and later runs reuse them: a chunk that
+    does not match its hash, since the machine failed while it was written, is read again.
+
+    Attributes:
+        content: [size] uint8, zero where no chunk was read; :meth:`fetch` reads chunks.
+
+    Args:
+        url: URL of a file of at least one chunk.
+        state: its current state.
+        cache: folder of the copy; None for the default folder.
+
+    Raises:
+        UserError: if the copy cannot be created.
+    """
+
+    def __init__(self, url: str, state: FileState, cache: Path | None) -> None:
+        self._url = url
+        self._copy = cache_entry(url, state, cache)
+        self._hashes_path = self._copy.with_name(f"{self._copy.name}.xxh3")
+        chunks = -(-state.bytes // _CHUNK_BYTES)
+        for path, size in ((self._copy, state.bytes), (self._hashes_path, 8 * chunks)):
+            with writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab") as stream:
+                    stream.truncate(size)
+        self.content = _map(self._copy)
+        self._hashes = _map(self._hashes_path).view("<u8")
+        self._is_read = np.zeros(chunks, np.bool_)
+
+    def fetch(self, starts: NDArray[np.int64], size: int) -> None:
+        """Read the missing chunks of the ranges from ``starts`` [n] to ``starts`` + ``size``.
+
+        Args:
+            starts: first byte of each range.
+            size: bytes of a range, at most a chunk.
+
+        Raises:
+            UserError: if they cannot be read, or the disk is full.
+        """
+        last = np.minimum(starts + size, self.content.size) - 1
+        wanted = np.unique(np.concatenate([starts, last]) // _CHUNK_BYTES)
+        missing = [c for c in wanted[~self._is_read[wanted]].tolist() if not self._is_copied(c)]
+        ranges = [self._range(chunk) for chunk in missing]
+        with reading(self._url, HINT):
+            for (start, _), content in zip(ranges, read_ranges(self._url, ranges), strict=True):
+                digest = xxhash.xxh3_64_intdigest(content).to_bytes(8, "little")
+                write_at(self._copy, start, content)
+                write_at(self._hashes_path, 8 * (start // _CHUNK_BYTES), digest)
+        self._is_read[wanted] = True
+
+    def _range(self, chunk: int) -> tuple[int, int]:
+        start = chunk * _CHUNK_BYTES
+        return start, min(start + _CHUNK_BYTES, self.content.size)
+
+    def _is_copied(self, chunk: int) -> bool:
+        expected, content = int(self._hashes[chunk]), self.content[slice(*self._range(chunk))]
+        return expected != 0 and xxhash.xxh3_64_intdigest(content.data) == expected
+
+
 class BlockTokens:
     """Tokens on disk; every block is verified when one of its tokens is first read.
 
@@ -274,10 +360,14 @@ class BlockTokens:
     a block that does not match its checksum or holds an id outside the vocabulary.
 
     Args:
-        path: path of the .bin, for messages.
-        unchecked: unverified tokens, [num_tokens], of an integer type.
+        path: path or URL of the .bin, for messages.
+        unchecked: unverified tokens, [num_tokens], of an integer type; those of a remote block are
+            valid after :meth:`check`.
         checksums: [num_blocks] uint64; None for a corpus without checksums.
         vocab_size: ids must be in [0, vocab_size); None to skip the check.
+        copy: the copy of a remote file that ``unchecked`` is a view of, from which a block is
+            fetched before it is verified; None for other tokens.
+        first_byte: position of ``unchecked`` in ``copy``, in bytes.
 
     Attributes:
         checked: [num_blocks] uint8, 1 for each verified block.
@@ -285,16 +375,19 @@ class BlockTokens:
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         unchecked: NDArray[np.integer],
         checksums: NDArray[np.uint64] | None = None,
         vocab_size: int | None = None,
+        copy: SparseCopy | None = None,
+        first_byte: int = 0,
     ) -> None:
         self._path, self.unchecked = path, unchecked
         self._checksums, self._vocab_size = checksums, vocab_size
+        self._copy, self._first_byte = copy, first_byte
         self._block = BLOCK_BYTES // unchecked.itemsize
         blocks = num_blocks(unchecked.nbytes)
-        if checksums is None and vocab_size is None:
+        if checksums is None and vocab_size is None and copy is None:
             self.checked = np.ones(blocks, np.uint8)
         elif blocks < _MAPPED_BLOCKS:
             self.checked = np.zeros(blocks, np.uint8)
@@ -305,6 +398,11 @@ class BlockTokens:
 
     def __len__(self) -> int:
         return self.size
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether :meth:`check` fetches blocks, before which ``unchecked`` is not valid."""
+        return self._copy is not None
 
     @property
     def size(self) -> int:
@@ -335,18 +433,23 @@ class BlockTokens:
         Only the vocabulary is checked, since a part may begin within a block.
         """
         assert self._checksums is None, "blocks with checksums cannot be divided"
-        return BlockTokens(self._path, self.unchecked[start:stop], None, self._vocab_size)
+        first_byte = self._first_byte + start * self.dtype.itemsize
+        tokens, size = self.unchecked[start:stop], self._vocab_size
+        return BlockTokens(self._path, tokens, None, size, self._copy, first_byte)
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> NDArray[np.integer]:
         return np.array(self[:], dtype=dtype, copy=copy)  # type: ignore[call-overload]
 
     def check(self, blocks: NDArray[np.int64]) -> None:
-        """Verify the ``blocks`` that have not been verified yet.
+        """Verify the ``blocks`` that have not been verified yet; fetch them if they are remote.
 
         Raises:
-            UserError: if a block is damaged, naming the file and the block.
+            UserError: if a block is damaged or cannot be read, naming the file.
         """
-        for block in blocks[self.checked[blocks] == 0].tolist():
+        blocks = blocks[self.checked[blocks] == 0]
+        if self._copy is not None and blocks.size:
+            self._copy.fetch(self._first_byte + blocks * BLOCK_BYTES, BLOCK_BYTES)
+        for block in blocks.tolist():
             content = self.unchecked[block * self._block : (block + 1) * self._block]
             if self._checksums is not None:
                 _check_block(self._path, content, block, int(self._checksums[block]))
@@ -385,11 +488,12 @@ class ExpectedTokens:
 class TokenFile:
     """A mapped pair of .bin/.idx files: consecutive sequences of tokens.
 
-    All arrays are read-only and on disk; no file stays open. The arrays of the .idx are not aligned
+    All arrays are read-only and on disk; no file stays open. Of a .bin in object storage, only the
+    chunks that were read are on disk. The arrays of the .idx are not aligned
     in memory, since its header is 34 bytes long. Tokens are verified when they are first read.
 
     Attributes:
-        prefix: path of the files, without suffix.
+        prefix: path or URL of the files, without suffix.
         tokens: [num_tokens], of the type on disk; sequence i is the ``lengths[i]`` tokens from
             ``starts[i]`` on, and sequence i + 1 follows it.
         lengths: [num_sequences] int32, in tokens, >= 0; int64 if sequences were joined.
@@ -399,7 +503,7 @@ class TokenFile:
             document boundaries has only the entry 0.
     """
 
-    prefix: Path
+    prefix: Location
     tokens: BlockTokens
     lengths: NDArray[np.integer]
     pointers: NDArray[np.int64]
@@ -482,7 +586,10 @@ class TokenFile:
 
 
 def open_token_file(
-    prefix: Path, expected: ExpectedTokens | None = None, vocab_size: int | None = None
+    prefix: Location,
+    expected: ExpectedTokens | None = None,
+    vocab_size: int | None = None,
+    cache: Path | None = None,
 ) -> TokenFile:
     """Map a pair of .bin/.idx files, as megatron.core's IndexedDatasetBuilder writes them.
 
@@ -492,16 +599,26 @@ def open_token_file(
     vocabulary.
 
     Args:
-        prefix: path of the files, without suffix.
+        prefix: path or URL of the files, without suffix.
         expected: their recorded contents, if known.
         vocab_size: largest token id plus one; None to accept any.
+        cache: folder of the local copies of remote files; None for the default folder.
 
     Raises:
         UserError: naming the file, the problem and the fix.
     """
-    idx_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    idx_path, bin_path = location(f"{prefix}.idx"), location(f"{prefix}.bin")
     hint = "restore it, or pass the path of a .bin/.idx pair without suffix"
-    content, bin_content = _map(idx_path, hint), _map(bin_path, hint)
+    copy = None
+    if isinstance(bin_path, Path):
+        content, bin_content = _map(Path(idx_path), hint), _map(bin_path, hint)
+    else:
+        with reading(bin_path, hint):
+            state = file_state(bin_path)
+        content = _map(cached_file(str(idx_path), cache))
+        if state.bytes > _CHUNK_BYTES:
+            copy = SparseCopy(bin_path, state, cache)
+        bin_content = copy.content if copy else _map(cached_file(bin_path, cache))
     if content.size < HEADER.size:
         raise _damaged(idx_path, f"it ends after {content.size} bytes, within the header")
     header = HEADER.unpack(content[: HEADER.size].tobytes())
@@ -539,7 +656,7 @@ def open_token_file(
     checksums = None
     if expected and expected.block_checksums is not None:
         checksums = _open_checksums(Path(f"{prefix}.xxh3"), bin_content, content)
-    tokens = BlockTokens(bin_path, bin_content.view(dtype), checksums, vocab_size)
+    tokens = BlockTokens(bin_path, bin_content.view(dtype), checksums, vocab_size, copy)
     return TokenFile(prefix, tokens, lengths, pointers, boundaries)
 
 
@@ -615,7 +732,7 @@ def _open_checksums(
     return checksums[:bin_blocks]
 
 
-def _check_block(path: Path, content: NDArray[np.integer], block: int, checksum: int) -> None:
+def _check_block(path: Location, content: NDArray[np.integer], block: int, checksum: int) -> None:
     if xxhash.xxh3_64_intdigest(content.data) != checksum:
         first = block * BLOCK_BYTES
         raise UserError(
@@ -625,7 +742,7 @@ def _check_block(path: Path, content: NDArray[np.integer], block: int, checksum:
 
 
 def _check_sequences(
-    path: Path,
+    path: Location,
     lengths: NDArray[np.int32],
     pointers: NDArray[np.int64],
     token_bytes: int,
@@ -650,7 +767,7 @@ def _check_sequences(
 
 
 def _check_boundaries(
-    path: Path, boundaries: NDArray[np.int64], num_sequences: int, *, one_each: bool
+    path: Location, boundaries: NDArray[np.int64], num_sequences: int, *, one_each: bool
 ) -> None:
     """Check that boundaries rise from 0 to ``num_sequences``, in steps of 1 if ``one_each``."""
     if len(boundaries) == 1 and boundaries[0] == 0 and not one_each:
@@ -665,5 +782,5 @@ def _check_boundaries(
             raise _damaged(path, f"its document boundary {place} is {boundaries[place]}")
 
 
-def _damaged(path: Path, problem: str) -> UserError:
+def _damaged(path: Location, problem: str) -> UserError:
     return UserError(f"{path} is damaged or not a Megatron index: {problem}; {_HINT}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.blend.token_data import DomainData
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
+from megatron_chameleon.storage import Location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def load_windows(
     return file, Windows(document, np.zeros_like(document), sampled.length)
 
 
-def in_memory(path: Path, tokens: NDArray[np.integer], lengths: NDArray[np.int32]) -> TokenFile:
+def in_memory(path: Location, tokens: NDArray[np.integer], lengths: NDArray[np.int32]) -> TokenFile:
     """Return the token file of documents in memory.
 
     Args:

@@ -33,6 +33,7 @@ from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.config import DEFAULT_MODEL, ModelConfig, name_of
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
+from megatron_chameleon.storage import is_remote
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
 
@@ -167,16 +168,17 @@ def load_data(
     Raises:
         UserError: if a file is missing, damaged or incompatible with the options.
     """
+    cache = options.data.object_storage_cache_path
     if options.corpus is not None:
         corpus = Corpus.load(options.corpus)
         mixture = load_mixture(options.mixture, corpus.names)
         weights = mixture.weights_for(corpus.names, str(options.corpus))
         # Megatron's builder does not blend a single data set, so samples follow the order without
         # weights.
-        return corpus_tokens(corpus), mixture, weights, len(weights) == 1
+        return corpus_tokens(corpus, cache=cache), mixture, weights, len(weights) == 1
     assert tokenizer is not None
     path = DataPath.read(options.data.data_path, options.data.data_args_path)
-    data = data_path_tokens(path, options.data.split, tokenizer)
+    data = data_path_tokens(path, options.data.split, tokenizer, cache=cache)
     if path.weights is None:  # a domain smaller than a sample would get weight 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
@@ -254,6 +256,7 @@ def check_overwrite(options: PretrainOptions) -> None:
         options.mixture,
         data.tokenizer_model,
         data.data_cache_path,
+        data.object_storage_cache_path,
         data.data_args_path,
         *(
             DataPath.read(data.data_path, data.data_args_path).prefixes
@@ -263,7 +266,7 @@ def check_overwrite(options: PretrainOptions) -> None:
         *(change.partition("=")[2] for change in data.mixture_changes),
     ]
     for path in inputs:
-        if path and Path(path).resolve().is_relative_to(folder):
+        if path and not is_remote(path) and Path(path).resolve().is_relative_to(folder):
             raise UserError(
                 f"{path} is in {options.run_dir}, which --overwrite deletes; choose another "
                 "--run-dir"

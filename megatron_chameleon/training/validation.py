@@ -113,12 +113,13 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
     interval = options.validation.eval_interval
     if not 0 < interval <= options.train_iters:
         return None
+    cache = options.data.object_storage_cache_path
     if options.corpus is not None:
-        data = corpus_tokens(Corpus.load(options.corpus), "valid")
+        data = corpus_tokens(Corpus.load(options.corpus), "valid", cache)
     else:
         path = DataPath.read(options.data.data_path, options.data.data_args_path)
         try:
-            data = data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid")
+            data = data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid", cache)
         except UserError as error:
             raise UserError(f"{error}; or pass --eval-interval 0") from error
     windows = options.validation.eval_iters * options.global_batch_size // len(data.domains)

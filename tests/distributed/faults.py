@@ -176,7 +176,7 @@ def agree(places: Places) -> None:
     root = places.root / "agreement"
     root.mkdir()
     corpus = write_small_corpus(root / "corpus")
-    tokens = corpus.prefix("poems", "valid").with_suffix(".bin")
+    tokens = Path(f"{corpus.prefix('poems', 'valid')}.bin")
     tokens.write_bytes(b"\0" + tokens.read_bytes()[1:])
     record(places, "agreement", status=launch(places, "agreement", partial(record_agreement, root)))
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,7 +163,7 @@ def test_a_batch_stacks_its_samples(corpus, permutation):
 
 @pytest.mark.parametrize("permutation", ["megatron", *FREE])
 def test_domains_without_weight_are_never_opened_and_rare_ones_can_be_read(corpus, permutation):
-    corpus.prefix("unused", "train").with_suffix(".bin").unlink()
+    Path(f"{corpus.prefix('unused', 'train')}.bin").unlink()
     for rare in (1e-3, 1e-12, 1e-300):
         dataset = blended(corpus, [1.0, rare, rare, 0.0], 2000, permutation=permutation)
         assert dataset.counts(2000).sum() == 2000
@@ -184,7 +185,7 @@ def test_every_token_is_read_once_per_epoch(make_corpus, permutation, remainder)
     size, epochs = SEQ_LENGTH * 13 + remainder, SEQ_LENGTH
     corpus = without_checksums(make_corpus({"a": [1] * size}))  # a document per token
     numbers = np.arange(1, size + 1, dtype=np.uint16)
-    corpus.prefix("a", "train").with_suffix(".bin").write_bytes(numbers.tobytes())
+    Path(f"{corpus.prefix('a', 'train')}.bin").write_bytes(numbers.tobytes())
     num_samples = size * epochs // SEQ_LENGTH
     dataset = blended(corpus, [1], num_samples, permutation=permutation)
     batch = dataset.batch(range(num_samples))

@@ -263,7 +263,7 @@ def with_one_test_token(root, names):
     corpus = write_small_corpus(root)
     domains = dict(corpus.domains)
     for name in names:
-        prefix = corpus.prefix(name, "test")
+        prefix = Path(corpus.prefix(name, "test"))
         for suffix in (".bin", ".idx", ".xxh3"):
             Path(f"{prefix}{suffix}").unlink()
         writer = IndexedWriter(prefix, corpus.dtype)

@@ -111,6 +111,28 @@ def test_data_path_trains_as_its_corpus(pretrain_options, finished_run, corpus, 
     assert len(list((tmp_path / "cache").iterdir())) == len(DOMAINS)
 
 
+def test_tokens_at_urls_train_as_local_ones(
+    pretrain_options, finished_run, corpus, object_store, tmp_path
+):
+    prefixes = [str(corpus.prefix(name, "train")) for name in DOMAINS]
+    url = object_store.put(corpus.root, "corpus")
+    prefixes = [prefix.replace(str(corpus.root), url) for prefix in prefixes]
+    data = DataOptions(
+        data_path=" ".join(f"1 {prefix}" for prefix in prefixes),
+        split="1,0,0",
+        tokenizer_model=word_tokenizer(tmp_path / "tokenizer.json"),
+        object_storage_cache_path=tmp_path / "cache",
+    )
+    options = pretrain_options(tmp_path / "run", corpus=None, data=data)
+    pretrain(options)
+    found, expected = metrics(tmp_path / "run"), metrics(finished_run)
+    assert [r["loss"] for r in found.values()] == [r["loss"] for r in expected.values()]
+    object_store.system.rm(f"{prefixes[0]}.bin")
+    with pytest.raises(UserError, match="no such file"):
+        pretrain(dataclasses.replace(options, run_dir=tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
 def test_rejected_run_with_overwrite_deletes_nothing(
     pretrain_options, trained_run, corpus, tmp_path
 ):

@@ -56,6 +56,7 @@ FREE: list[dict[str, Any]] = [
     {"micro_batch_size": 2, "log_interval": 1, "save_interval": 1},
     {"checkpointing": CheckpointingOptions(async_save=True, keep_last_checkpoints=0)},
     {"data": DataOptions(verify_corpus=True, data_cache_path=Path("cache"))},
+    {"data": DataOptions(object_storage_cache_path=Path("cache"))},
     {"parallel": TrainingParallelOptions(tensor_model_parallel_size=2)},
     {"architecture": ArchitectureOptions(num_layers=4, position_embedding_type="learned_absolute")},
 ]
