@@ -19,7 +19,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatron_chameleon.artifacts import Provenance, find_checkpoint, provenance
+from megatron_chameleon.artifacts import Provenance, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.files import (
     cannot_write,
@@ -31,7 +31,12 @@ from megatron_chameleon.artifacts.files import (
     write_json,
     writing,
 )
-from megatron_chameleon.checkpoint.load import config_of, find_tokenizer, open_reader
+from megatron_chameleon.checkpoint.load import (
+    config_of,
+    find_tokenizer,
+    open_checkpoint,
+    open_reader,
+)
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
@@ -72,7 +77,7 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
     """
     output = Path(os.path.abspath(options.output))
     check_output(output, CONFIG_NAME, overwrite=options.overwrite)
-    record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    record = open_checkpoint(options.checkpoint, tokenizer=options)
     config = config_of(record)
     tokenizer = find_tokenizer(options, record)
     _check_vocabulary(tokenizer, config, f"{record.root}/{CheckpointRecord.FILE_NAME}")

@@ -2,8 +2,7 @@
 
 torch reads weights and common state with ``weights_only=True``, but it unpickles the index,
 ``.metadata``, without restriction. Here the index is unpickled once, restricted to the classes of
-an index, and the result is passed to torch. An index that declares a value as pickled bytes, which
-torch would unpickle, is also rejected.
+an index, and the result is passed to torch.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from megatron_chameleon.errors import UserError
 
 INDEX_NAME = ".metadata"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _RECORDS = (
     Metadata,
     TensorProperties,
@@ -48,10 +48,6 @@ def read_index(folder: Path) -> Metadata:
             index = _IndexUnpickler(stream).load()
         if type(index) is not Metadata:
             raise pickle.UnpicklingError(f"it holds a {type(index).__name__}")
-        # megatron's "_extra_state" entries may be bytes, since they are never read.
-        for name, entry in index.state_dict_metadata.items():
-            if type(entry) is not TensorStorageMetadata and "_extra_state" not in name:
-                raise pickle.UnpicklingError(f"{name} is not a tensor")
         return index
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; use another checkpoint") from error
@@ -66,6 +62,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     **{(kind.__module__, kind.__qualname__): kind for kind in (*_RECORDS, *_VALUES)},
     **{("torch", name): v for name, v in vars(torch).items() if isinstance(v, torch.dtype)},
+    # Earlier releases of megatron-core added a field to these classes.
+    (_MEGATRON, "MCoreMetadata"): Metadata,
+    (_MEGATRON, "MCoreSavePlan"): planner.SavePlan,
 }
 
 

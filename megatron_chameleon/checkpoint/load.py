@@ -28,10 +28,13 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
 
-from megatron_chameleon.artifacts import CheckpointRecord, Corpus
+from megatron_chameleon.artifacts import CheckpointRecord, Corpus, find_checkpoint
 from megatron_chameleon.artifacts.record import check_values, model_fields
 from megatron_chameleon.checkpoint.index import read_index
+from megatron_chameleon.checkpoint.megatron import find_megatron_folder, megatron_record
 from megatron_chameleon.checkpoint.optimizer_fixes import convert_loaded_state, prepare_for_loading
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.checkpoint.state import (
@@ -48,6 +51,26 @@ from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.parallel.layout import Layout
+
+
+def open_checkpoint(
+    path: Path, flag: str = "--checkpoint", tokenizer: TokenizerChoice | None = None
+) -> CheckpointRecord:
+    """Find the checkpoint at ``path``, and read all its bytes to verify or to hash them.
+
+    Args:
+        path: a run or a checkpoint of this package (see :func:`find_checkpoint`), or a checkpoint
+            of Megatron-LM (see :func:`~megatron_chameleon.checkpoint.megatron.megatron_record`).
+        flag: the option with this path, for messages.
+        tokenizer: location of the tokenizer of Megatron-LM's checkpoint; default: the recorded one.
+
+    Raises:
+        UserError: if there is no such checkpoint, it is damaged, or its model is not supported.
+    """
+    folder = find_megatron_folder(path)
+    if folder is not None:
+        return megatron_record(folder, tokenizer or TokenizerChoice())
+    return CheckpointRecord.load(find_checkpoint(path, flag))
 
 
 def config_of(record: CheckpointRecord) -> ModelConfig:
@@ -146,9 +169,10 @@ def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> 
     Raises:
         UserError: if a file is damaged, not listed in ``record``, or belongs to another model.
     """
-    wanted = model_state(model)
     with _content_errors(record.root):
-        _load_model(model, _read(record, wanted, read_index(record.root)))
+        index = read_index(record.root)
+        wanted = model_state(model, names=index.state_dict_metadata)
+        _load_model(model, _read(record, wanted, index, _NoCommonState()))
 
 
 def load_training(
@@ -170,7 +194,7 @@ def load_training(
     with _content_errors(record.root):
         index = read_index(record.root)
         wanted[RANDOM] = loadable_random_states(index)
-        state = _read(record, wanted, index)
+        state = _read(record, wanted, index, _CommonLoadStrategy())
         _load_model(model, state)
         set_random_states(state.get(RANDOM, {}))
         convert_loaded_state(optimizer, state["optimizer"])
@@ -178,7 +202,9 @@ def load_training(
         scheduler.load_state_dict(state["scheduler"])
 
 
-def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
+def _read(
+    record: CheckpointRecord, wanted: State, index: Metadata, common: TorchCommonLoadStrategy
+) -> State:
     """Read the entries of ``wanted`` in the checkpoint: tensors and plain values, no pickles.
 
     megatron's "_extra_state" entries are skipped. These entries are empty without Transformer
@@ -195,14 +221,14 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     # Otherwise torch would unpickle the index again, without restriction.
-    reader = CachedMetadataFileSystemReader(record.root)
+    reader = _TensorReader(record.root)
     reader._cached_metadata = index
     # megatron creates its readers with a module-level function, which cannot be passed as an
     # argument.
     before = torch_dist._get_filesystem_reader
     torch_dist._get_filesystem_reader = lambda *_arguments, **_more: reader
     try:
-        return dist_checkpointing.load(wanted, str(record.root), strategy, _CommonLoadStrategy())
+        return dist_checkpointing.load(wanted, str(record.root), strategy, common)
     finally:
         torch_dist._get_filesystem_reader = before
 
@@ -214,6 +240,30 @@ def _load_model(model: Sequence[torch.nn.Module], state: State) -> None:
         missing, unexpected = unwrap(chunk).load_state_dict(state[f"model{number}"], strict=False)
         assert not [key for key in missing if not key.endswith("_extra_state")], missing
         assert not unexpected, unexpected
+
+
+class _TensorReader(CachedMetadataFileSystemReader):
+    """torch's reader of files, restricted to tensors."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of ``plan``.
+
+        Raises:
+            UnpicklingError: if the index declares an item as pickled bytes, which torch would
+                unpickle without restriction.
+        """
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                raise pickle.UnpicklingError(f"{item.dest_index.fqn} is not a tensor")
+        return super().read_data(plan, planner)
+
+
+class _NoCommonState(TorchCommonLoadStrategy):
+    """Leaves the common state unread: the weights of a model are all sharded."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
 
 
 class _CommonLoadStrategy(TorchCommonLoadStrategy):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,21 @@ RANDOM = "random"
 State = dict[str, Any]
 
 
-def model_state(model: Sequence[torch.nn.Module]) -> State:
-    """Return the sharded weights of this rank's model chunks, with or without wrappers."""
+def model_state(model: Sequence[torch.nn.Module], names: Collection[str] = ()) -> State:
+    """Return the sharded weights of this rank's model chunks, with or without wrappers.
+
+    Args:
+        model: the chunks.
+        names: names of the tensors of a checkpoint that is read. Megatron-LM has options to store
+            each layer, and each half of SwiGLU's matrix, as a separate tensor.
+    """
+    layout = {
+        "non_homogeneous_layers": any(name.startswith("decoder.layers.0.") for name in names),
+        "singleton_local_shards": any(name.endswith("linear_fc1.weight_w") for name in names),
+    }
     return {
-        f"model{number}": unwrap(chunk).sharded_state_dict() for number, chunk in enumerate(model)
+        f"model{number}": unwrap(chunk).sharded_state_dict(metadata=layout)
+        for number, chunk in enumerate(model)
     }
 
 

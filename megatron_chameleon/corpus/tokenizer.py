@@ -415,6 +415,46 @@ def vocabulary(file: TokenizerFile) -> dict[str, int]:
     return tokenizers.Tokenizer.from_buffer(file.content).get_vocab()
 
 
+def read_tokenizer_file(
+    path: Path, eod_token: str | None = None, tiktoken_pattern: str | None = None
+) -> TokenizerFile:
+    """Read everything that determines the ids of the tokenizer at ``path``.
+
+    Args:
+        path: a tokenizer.json, a vocab.json with its merges.txt, a tiktoken file, a SentencePiece
+            .model, or a folder that holds one of them.
+        eod_token: name of the end-of-document token; default: the end-of-text token of the Hugging
+            Face model in the same folder, or else ``DEFAULT_EOD_TOKEN``. In an unknown tiktoken
+            file it is the only special token, and its id is the next free one; other files need not
+            have it.
+        tiktoken_pattern: see EncoderOptions; must be None unless the file is a tiktoken file.
+
+    Raises:
+        UserError: if there is no tokenizer, it cannot be read, or its pattern is unknown.
+    """
+    file = _read(path)
+    if file.kind == "tiktoken":
+        known = PUBLISHED.get(hashlib.sha256(file.content).hexdigest())
+        name = tiktoken_pattern or (known.pattern if known else None)
+        if name is None:
+            raise UserError(
+                f"{file.path} has no pattern that splits text into words: pass "
+                f"--tiktoken-pattern {', '.join(PATTERNS)} or a regular expression"
+            )
+        if known:
+            special = dict(known.special_tokens)
+        else:
+            end = eod_token or _configured_eod_token(file.path.parent) or DEFAULT_EOD_TOKEN
+            special = {end: 1 + max(read_ranks(file.path, file.content).values())}
+        pattern = PATTERNS.get(name, name)
+        file = dataclasses.replace(file, pattern=pattern, special_tokens=special)
+    elif tiktoken_pattern is not None:
+        raise UserError(
+            f"--tiktoken-pattern has no effect: {file.path} is not a tiktoken file; leave it out"
+        )
+    return file
+
+
 def _read(path: Path) -> TokenizerFile:
     """Read the tokenizer at ``path``, a file or folder, without pattern and special tokens."""
     file = path
@@ -690,42 +730,15 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load the tokenizer at ``path``.
 
-    Args:
-        path: a tokenizer.json, a vocab.json with its merges.txt, a tiktoken file, a SentencePiece
-            .model, or a folder that holds one of them.
-        eod_token: name of the end-of-document token; default: the end-of-text token of the Hugging
-            Face model in the same folder, or else ``DEFAULT_EOD_TOKEN``. In an unknown tiktoken
-            file it is the only special token, and its id is the next free one.
-        tiktoken_pattern: see EncoderOptions; must be None unless the file is a tiktoken file.
+    The arguments are those of :func:`read_tokenizer_file`.
 
     Raises:
-        UserError: if there is no tokenizer, it cannot be read, its pattern is unknown, or it has no
-            token ``eod_token``.
+        UserError: as :func:`read_tokenizer_file`, or if there is no token ``eod_token``.
     """
-    file = _read(path)
-    folder = file.path.parent
-    eod_token = eod_token or _configured_eod_token(folder)
-    if file.kind == "tiktoken":
-        known = PUBLISHED.get(hashlib.sha256(file.content).hexdigest())
-        name = tiktoken_pattern or (known.pattern if known else None)
-        if name is None:
-            raise UserError(
-                f"{file.path} has no pattern that splits text into words: pass "
-                f"--tiktoken-pattern {', '.join(PATTERNS)} or a regular expression"
-            )
-        if known:
-            special = dict(known.special_tokens)
-        else:
-            ranks = read_ranks(file.path, file.content)
-            special = {eod_token or DEFAULT_EOD_TOKEN: 1 + max(ranks.values())}
-        pattern = PATTERNS.get(name, name)
-        file = dataclasses.replace(file, pattern=pattern, special_tokens=special)
-    elif tiktoken_pattern is not None:
-        raise UserError(
-            f"--tiktoken-pattern has no effect: {file.path} is not a tiktoken file; leave it out"
-        )
-    encoder = file.open()
-    eod_token = eod_token or _configured_eod_id(folder, encoder) or DEFAULT_EOD_TOKEN
+    file = read_tokenizer_file(path, eod_token, tiktoken_pattern)
+    encoder, folder = file.open(), file.path.parent
+    eod_token = eod_token or _configured_eod_token(folder) or _configured_eod_id(folder, encoder)
+    eod_token = eod_token or DEFAULT_EOD_TOKEN
     eod_id = encoder.token_id(eod_token)
     if eod_id is None:
         candidates = encoder.special_tokens()[:_CANDIDATES_SHOWN]

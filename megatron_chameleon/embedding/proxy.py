@@ -1,4 +1,4 @@
-"""The proxy that embeds text: a checkpoint of ours, or any model that transformers loads."""
+"""The proxy that embeds text: a checkpoint of ours or of Megatron-LM, or a transformers model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Protocol
 import torch
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.checkpoint.huggingface import is_huggingface_folder
 from megatron_chameleon.checkpoint.load import (
     config_of,
     find_tokenizer,
+    open_checkpoint,
     open_reader,
     require_tokenizer,
 )
@@ -148,7 +149,7 @@ class Proxy(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointProxy(Proxy):
-    """A checkpoint of ours.
+    """A checkpoint of this package or of Megatron-LM.
 
     Attributes:
         record: its checkpoint.json.
@@ -159,9 +160,9 @@ class CheckpointProxy(Proxy):
     config: ModelConfig
 
     @classmethod
-    def find(cls, path: Path) -> CheckpointProxy:
-        """Find and verify the checkpoint ``path``, or the latest checkpoint of the run ``path``."""
-        record = CheckpointRecord.load(find_checkpoint(path))
+    def find(cls, path: Path, tokenizer: TokenizerChoice | None = None) -> CheckpointProxy:
+        """Find and verify the checkpoint ``path``; the arguments are those of `open_checkpoint`."""
+        record = open_checkpoint(path, tokenizer=tokenizer)
         config = config_of(record)
         return cls(
             where=record.root,
@@ -202,13 +203,16 @@ class CheckpointProxy(Proxy):
         return open_reader(self.record, layout, bf16=recipe.dtype == "bfloat16")
 
 
-def open_proxy(path: Path, *, trust_remote_code: bool = False) -> Proxy:
+def open_proxy(
+    path: Path, *, trust_remote_code: bool = False, tokenizer: TokenizerChoice | None = None
+) -> Proxy:
     """Find and check the proxy of ``--checkpoint``, without loading its weights.
 
     Args:
-        path: a run or a checkpoint of ours, a Hugging Face folder, or the name OWNER/MODEL of a
-            model on the Hugging Face hub, which is downloaded.
+        path: a run or a checkpoint of ours, a checkpoint of Megatron-LM, a Hugging Face folder, or
+            the name OWNER/MODEL of a model on the Hugging Face hub, which is downloaded.
         trust_remote_code: allow Python code in a Hugging Face folder to run.
+        tokenizer: location of the tokenizer of Megatron-LM's checkpoint; default: the recorded one.
 
     Raises:
         UserError: if there is no such model, or it cannot be a proxy.
@@ -224,4 +228,4 @@ def open_proxy(path: Path, *, trust_remote_code: bool = False) -> Proxy:
         raise UserError(
             f"--trust-remote-code has no effect: {path} is not a Hugging Face model; leave it out"
         )
-    return CheckpointProxy.find(path)
+    return CheckpointProxy.find(path, tokenizer)

@@ -24,7 +24,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.downstream_result import (
     Accuracy,
     DownstreamPart,
@@ -39,7 +39,12 @@ from megatron_chameleon.artifacts.downstream_result import (
 )
 from megatron_chameleon.artifacts.files import require_writable
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.load import config_of, find_tokenizer, open_reader
+from megatron_chameleon.checkpoint.load import (
+    config_of,
+    find_tokenizer,
+    open_checkpoint,
+    open_reader,
+)
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.evaluation.scoring import Scorer
@@ -157,7 +162,7 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     version = require_lm_eval()
     from megatron_chameleon.evaluation.tasks import TaskLibrary
 
-    record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    record = open_checkpoint(options.checkpoint, tokenizer=options.tokenizer)
     config = config_of(record)
     check_model_layout(config, options.parallel, config.max_sequence_length)
     tokenizer = find_tokenizer(options.tokenizer, record)

@@ -20,8 +20,12 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
-from megatron_chameleon.checkpoint.load import config_of, find_tokenizer, open_reader
+from megatron_chameleon.checkpoint.load import (
+    config_of,
+    find_tokenizer,
+    open_checkpoint,
+    open_reader,
+)
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer, Tokens
@@ -253,7 +257,7 @@ class CheckpointLM(ScorerLM):
         path = Path(checkpoint)
         with contextlib.ExitStack() as groups:
             layout = groups.enter_context(distributed(parallel, seed=0))
-            record = from_main(lambda: CheckpointRecord.load(find_checkpoint(path)))
+            record = from_main(lambda: open_checkpoint(path, tokenizer=choice))
             config = config_of(record)
             check_model_layout(config, parallel, config.max_sequence_length)
             reader = open_reader(record, layout, bf16=dtype == "bfloat16")

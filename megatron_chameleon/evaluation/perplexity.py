@@ -24,12 +24,13 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
     provenance,
 )
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.checkpoint.load import (
     config_of,
+    open_checkpoint,
     open_reader,
     recorded_tokenizer,
     require_tokenizer,
@@ -113,7 +114,7 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
         UserError: for the first mistake found.
     """
     corpus = Corpus.load(options.corpus)
-    record = CheckpointRecord.load(find_checkpoint(options.checkpoint))
+    record = open_checkpoint(options.checkpoint)
     require_tokenizer(record, corpus)
     config = config_of(record)
     length = check_window(config.max_positions, default_window(config), options.window_length)

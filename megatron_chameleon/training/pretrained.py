@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
-from megatron_chameleon.artifacts.checkpoint import find_checkpoint
 from megatron_chameleon.artifacts.record import differences
 from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.checkpoint.huggingface import (
     HuggingFaceWeights,
     is_huggingface_folder,
 )
-from megatron_chameleon.checkpoint.load import config_of, load_weights
+from megatron_chameleon.checkpoint.load import config_of, load_weights, open_checkpoint
 from megatron_chameleon.corpus.tokenizer import (
     recorded_tokenizer_file,
     tokenizer_file_in,
@@ -95,7 +94,7 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
 
 
 def _from_checkpoint(path: Path, data: TokenData) -> Pretrained:
-    checkpoint = CheckpointRecord.load(find_checkpoint(path, FLAG))
+    checkpoint = open_checkpoint(path, FLAG)
     config, where = config_of(checkpoint), checkpoint.root
     if checkpoint.tokenizer_hash != data.tokenizer.sha256:
         raise UserError(

@@ -310,7 +310,11 @@ def plan_sampling(options: ChameleonOptions) -> EmbeddingPlan:
     Raises:
         UserError: for the first mistake found.
     """
-    proxy = open_proxy(options.checkpoint, trust_remote_code=options.trust_remote_code)
+    proxy = open_proxy(
+        options.checkpoint,
+        trust_remote_code=options.trust_remote_code,
+        tokenizer=options.tokenizer,
+    )
     open_encoder = functools.partial(proxy.open_encoder, options.tokenizer)
     tokenizer_hash = open_encoder().sha256
     recipe = _recipe_for(options.extraction, proxy, options.parallel, tokenizer_hash)

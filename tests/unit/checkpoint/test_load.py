@@ -241,14 +241,10 @@ def declare_bytes(record, code):
             lambda record, code: (record.root / INDEX_NAME).write_bytes(pickle.dumps([code])),
             r"\.metadata .*mkdir",
         ),
-        (
-            lambda record, code: torch.save({"scheduler": code}, record.root / "common.pt"),
-            r"common\.pt .*mkdir",
-        ),
         (replace_tensor, r"posix\.mkdir"),
-        (declare_bytes, rf"\.metadata .*{NAME} is not a tensor"),
+        (declare_bytes, rf"{NAME} is not a tensor"),
     ],
-    ids=["index", "common state", "tensor", "bytes"],
+    ids=["index", "tensor", "bytes"],
 )
 def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem):
     trace = tmp_path / "ran"
@@ -260,7 +256,21 @@ def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem):
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("name", [INDEX_NAME, "common.pt", "__0_0.distcp"])
+def test_damaged_common_state_is_an_error_and_code_in_it_is_not_run(one_rank, record, tmp_path):
+    trace, path, trainer = tmp_path / "ran", record.root / "common.pt", trainer_of(one_rank)
+    torch.save({"scheduler": PickledCode(trace)}, path)
+    with pytest.raises(UserError, match=r"common\.pt .*mkdir"):
+        load_training(record, *trainer)
+    assert not trace.exists()
+    for content in (b"", b"no pickle", pickle.dumps([1]), None):
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(UserError, match=r"^[^\n]*common\.pt[^\n]*use another checkpoint$"):
+            load_training(record, *trainer)
+
+
+@pytest.mark.parametrize("name", [INDEX_NAME, "__0_0.distcp"])
 def test_a_missing_or_damaged_file_is_an_error(one_rank, record, name):
     for content in (b"", b"no pickle", pickle.dumps([1]), None):
         (record.root / name).unlink()

@@ -1,0 +1,212 @@
+"""Read checkpoints that megatron-core's own model wrote, with Megatron-LM's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pickle
+import zipfile
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from megatron_chameleon.checkpoint.index import read_index
+from megatron_chameleon.checkpoint.load import config_of, open_checkpoint, open_reader
+from megatron_chameleon.checkpoint.options import TokenizerChoice
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import RopeScaling
+from tests.families import FAMILIES, llama, small
+from tests.megatron_checkpoint import ITERATION, SAMPLES, arguments, megatron_model, save_megatron
+from tests.rounding import assert_as_near
+from tests.small_corpus import VOCAB_SIZE, word_tokenizer
+from tests.unit.checkpoint.samples import PickledCode
+
+# Megatron-LM's own scalings are those of Llama 3.1, with its constants, and linear.
+MODELS = {
+    **FAMILIES,
+    "gpt2, fused bias and GELU": small(activation="gelu_tanh"),
+    "llama3 scaling": llama(
+        rotary_base=500_000.0, rope_scaling=RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
+    ),
+    "linear scaling, partial rotation": llama(
+        rotary_percent=0.5, rope_scaling=RopeScaling("linear", 2.0)
+    ),
+    "GELU without biases": llama(activation="gelu", normalization="LayerNorm"),
+}
+LAYOUTS = {
+    "stacked layers": None,
+    "separate layers": {"non_homogeneous_layers": True},
+    "separate halves": {"singleton_local_shards": True},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return word_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+def logits_of(model, length):
+    """Return the logits [b, s, v] of random tokens at all positions."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB_SIZE, (3, length), generator=generator)
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        positions = torch.arange(length).expand_as(tokens)
+        return model(tokens, positions, mask)[..., :VOCAB_SIZE]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_computes_the_logits_of_megatrons(one_rank, tokenizer, tmp_path, name):
+    config = MODELS[name]
+    args = arguments(config, tokenizer, padded_vocab_size=320)
+    theirs = megatron_model(args, one_rank)
+    folder = save_megatron(tmp_path, theirs, args)
+    record = open_checkpoint(folder)
+    found = config_of(record)
+    assert vars(found) == {**vars(config), "vocab_size": VOCAB_SIZE}
+    assert (record.step, record.samples, record.root) == (ITERATION, SAMPLES, folder)
+    ours = open_reader(record, one_rank).model
+    names = [name for name, _ in ours.named_parameters()]
+    assert names == [name for name, _ in theirs.named_parameters()]
+    for name, weight in theirs.named_parameters():
+        own = ours.get_parameter(name)
+        rows = VOCAB_SIZE if "word_embeddings" in name or "output_layer" in name else len(own)
+        assert torch.equal(own[:rows], weight[:rows]), name
+    length = 100 if config.is_rotary else config.max_sequence_length
+    reference, exact = logits_of(theirs, length), logits_of(theirs.double(), length)
+    assert reference.std() > 0.1
+    assert_as_near(logits_of(ours, length), reference, exact)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_of_tensors_is_read(one_rank, tokenizer, tmp_path, layout):
+    args = arguments(FAMILIES["llama"], tokenizer)
+    theirs = megatron_model(args, one_rank).bfloat16()
+    folder = save_megatron(tmp_path, theirs, args, metadata=LAYOUTS[layout])
+    names = read_index(folder).state_dict_metadata
+    # These are also the names of Transformer Engine's layers, which include the norms.
+    prefix = "decoder.layers." if layout == "stacked layers" else "decoder.layers.3."
+    assert f"{prefix}self_attention.linear_qkv.layer_norm_weight" in names
+    ours = open_reader(open_checkpoint(tmp_path), one_rank).model
+    for name, weight in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name)[:VOCAB_SIZE], weight[:VOCAB_SIZE].float()), name
+
+
+REJECTED = {
+    "num_experts": 8,
+    "multi_latent_attention": True,
+    "squared_relu": True,
+    "position_embedding_type": "yarn",
+    "rotary_interleaved": True,
+    "window_size": (128, 0),
+    "apply_layernorm_1p": True,
+    "mtp_num_layers": 1,
+    "heterogeneous_layers_config_path": "layers.json",
+    "num_layers": None,
+    "normalization": torch.float32,
+    "num_query_groups": 3,
+    "kv_channels": 15,
+}
+
+
+@pytest.fixture
+def saved(one_rank, tokenizer, tmp_path):
+    """Folder of a checkpoint, and its arguments."""
+    args = arguments(FAMILIES["llama"], tokenizer)
+    return save_megatron(tmp_path, megatron_model(args, one_rank), args), args
+
+
+def change_arguments(folder, args, **changes):
+    common = {"args": argparse.Namespace(**{**vars(args), **changes}), "iteration": ITERATION}
+    torch.save(common, folder / "common.pt")
+
+
+def test_what_is_not_supported_is_rejected_by_the_name_of_its_argument(saved):
+    folder, args = saved
+    for name, value in REJECTED.items():
+        change_arguments(folder, args, **{name: value})
+        with pytest.raises(UserError, match=rf"^{folder}/common\.pt: [^\n]*{name}[^\n]*$"):
+            open_checkpoint(folder)
+    # A part of the model that the arguments do not show.
+    change_arguments(folder, args, qk_layernorm=True)
+    with pytest.raises(UserError, match=r"parameters"):
+        open_checkpoint(folder)
+
+
+def test_arguments_of_later_releases_have_other_names(saved):
+    folder, args = saved
+    vars(args).pop("norm_epsilon")
+    change_arguments(folder, args, layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=False)
+    assert config_of(open_checkpoint(folder)).layernorm_epsilon == 1e-6
+
+
+def test_common_state_runs_no_code(saved, tmp_path):
+    folder, args = saved
+    expected, trace = open_checkpoint(folder).model, tmp_path / "ran"
+    change_arguments(folder, args, rampup=PickledCode(trace))
+    with zipfile.ZipFile(folder / "common.pt") as archive:
+        assert b"mkdir" in archive.read("common/data.pkl")
+    assert open_checkpoint(folder).model == expected
+    assert not trace.exists()
+    for content in (b"", b"no pickle", pickle.dumps({"args": args}), None):
+        (folder / "common.pt").unlink()
+        if content is not None:
+            (folder / "common.pt").write_bytes(content)
+        with pytest.raises(UserError, match=r"^[^\n]*common\.pt[^\n]*use another checkpoint$"):
+            open_checkpoint(folder)
+
+
+def test_a_pickled_object_in_place_of_a_weight_is_not_read(saved, one_rank, tmp_path):
+    """Entries of other names may be pickles, such as Megatron-LM's random states."""
+    folder, _ = saved
+    index = read_index(folder)
+    entries = index.state_dict_metadata
+    (name,) = (name for name in entries if name.startswith("rng_state/"))
+    weight = "decoder.final_layernorm.weight"
+    entries[weight] = dataclasses.replace(entries[name])
+    vars(entries[weight])["size"] = torch.Size([64])
+    (place,) = (place for place in index.storage_data if place.fqn == name)
+    moved = dataclasses.replace(place, fqn=weight)
+    index.storage_data[moved] = index.storage_data[place]
+    record = open_checkpoint(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UserError, match=rf"{weight} is not a tensor"):
+        open_reader(record, one_rank)
+
+
+def test_the_tokenizer_must_be_found_and_have_embeddings(saved, tokenizer, tmp_path):
+    folder, args = saved
+    expected = open_checkpoint(folder)
+    for missing in ("meta-llama/Llama-3.1-8B", None):
+        change_arguments(folder, args, tokenizer_model=missing)
+        with pytest.raises(UserError, match=r"--tokenizer-model"):
+            open_checkpoint(folder)
+    record = open_checkpoint(folder, tokenizer=TokenizerChoice(tokenizer_model=tokenizer))
+    assert (record.tokenizer_hash, record.hash) == (expected.tokenizer_hash, expected.hash)
+    large = tmp_path / "large.json"
+    Tokenizer(WordLevel({str(n): n for n in range(257)}, unk_token="0")).save(str(large))
+    with pytest.raises(UserError, match="256 embeddings"):
+        open_checkpoint(folder, tokenizer=TokenizerChoice(tokenizer_model=large))
+
+
+def test_other_folders_of_megatron_are_rejected(saved, tmp_path):
+    folder, _ = saved
+    torch.save({"iteration": 3}, folder / "common.pt")
+    with pytest.raises(UserError, match=r"args"):
+        open_checkpoint(tmp_path)
+    (folder / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
+    with pytest.raises(UserError, match=r"format fsdp_dtensor"):
+        open_checkpoint(tmp_path)
+    (folder / "metadata.json").unlink()
+    (folder / "mp_rank_00").mkdir()
+    for path in (tmp_path, folder):
+        with pytest.raises(UserError, match=r"format torch;"):
+            open_checkpoint(path)
+    for tracked in ("2000", "..", "release"):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
+        with pytest.raises(UserError, match=r"there is no checkpoint"):
+            open_checkpoint(tmp_path)
+    with pytest.raises(UserError, match=r"neither a checkpoint nor a run"):
+        open_checkpoint(tmp_path / "nothing")
