@@ -37,7 +37,7 @@ def write_text_checkpoint(
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from megatron_chameleon.checkpoint.huggingface import (
+    from megatron_chameleon.checkpoint.convert import (
         convert_from_huggingface,
         convert_to_huggingface,
     )

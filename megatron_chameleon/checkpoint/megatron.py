@@ -70,9 +70,9 @@ def find_megatron_folder(path: Path) -> Path | None:
         is_theirs = (path / CONFIG_NAME).is_file() or any(path.glob("mp_rank_*"))
         if is_ours or not is_theirs:
             return None
-    config, name = folder / CONFIG_NAME, "torch"
-    if config.is_file():
-        name = read_json(config, "use another checkpoint").get("sharded_backend")
+    config = folder / CONFIG_NAME
+    body = read_json(config, "use another checkpoint") if config.is_file() else {}
+    name = body.get("sharded_backend", "torch")
     if name != _FORMAT:
         raise UserError(
             f"{folder} has Megatron-LM's format {name}; convert it with Megatron-LM's "

@@ -31,7 +31,8 @@ class ToHuggingFaceOptions(TokenizerChoice):
     """Convert a checkpoint of any layout to a Hugging Face folder."""
 
     checkpoint: Path
-    """A run folder, whose latest checkpoint is converted, or a checkpoint folder."""
+    """A run folder, whose latest checkpoint is converted, or a checkpoint folder, also of
+    Megatron-LM."""
     output: Path
     """The folder to write, with config.json, weights in safetensors and the tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -68,5 +69,18 @@ class FromHuggingFaceOptions(CheckedOptions):
     allow_pickle: bool = False
     """Read weights in torch's own format (pytorch_model.bin) if there is no safetensors file. Only
     tensors are read; code in the file is an error."""
+    overwrite: bool = False
+    """Replace the checkpoint that the output folder already holds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FromMegatronOptions(TokenizerChoice):
+    """Convert a Megatron-LM checkpoint to a checkpoint of its weights, loadable in any layout."""
+
+    checkpoint: Path
+    """A folder that Megatron-LM wrote for --save, or its folder of one iteration (iter_0001000), in
+    the format torch_dist."""
+    output: Path
+    """The checkpoint folder to write."""
     overwrite: bool = False
     """Replace the checkpoint that the output folder already holds."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus, find_checkpoint
-from megatron_chameleon.checkpoint.huggingface import (
+from megatron_chameleon.checkpoint.convert import (
     convert_from_huggingface,
     convert_to_huggingface,
 )

@@ -335,7 +335,7 @@ def expected_results(workspace: Path) -> dict[str, Any]:
 def preload() -> None:
     """Import the modules of all tools once, before any fork. This must not start a thread."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # loading the compiler takes longer than a case
-    import megatron_chameleon.checkpoint.huggingface
+    import megatron_chameleon.checkpoint.convert
     import megatron_chameleon.evaluation.perplexity
     import megatron_chameleon.methods.discovery.discover
     import megatron_chameleon.methods.sweep.sweep

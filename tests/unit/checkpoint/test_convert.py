@@ -23,11 +23,11 @@ from tokenizers import Tokenizer
 
 from megatron_chameleon.artifacts import CheckpointRecord, provenance
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.huggingface import (
+from megatron_chameleon.checkpoint.convert import (
     convert_from_huggingface,
     convert_to_huggingface,
-    read_tensors,
 )
+from megatron_chameleon.checkpoint.huggingface import read_tensors
 from megatron_chameleon.checkpoint.load import config_of, find_tokenizer
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,

@@ -13,7 +13,7 @@ import transformers
 from huggingface_hub import constants
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore, Mixture
-from megatron_chameleon.checkpoint.huggingface import convert_from_huggingface
+from megatron_chameleon.checkpoint.convert import convert_from_huggingface
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, TokenizerChoice
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
