@@ -117,6 +117,19 @@ def sample_documents(
     return Sample(texts, malformed.lines - malformed.count, bytes_read, total)
 
 
+def require_text(options: SourceOptions, sources: Sequence[Source], name: str) -> None:
+    """Read the domain ``name`` up to its first document with text.
+
+    Raises:
+        UserError: if a source cannot be read or has none of the keys, or no document has text.
+    """
+    reader = DocumentReader(options, sources)
+    documents = map(reader.read, map(Chunk, range(len(sources))))
+    if not any(document.text for document in itertools.chain.from_iterable(documents)):
+        reader.malformed.check(options.max_malformed_share)
+        raise UserError(f"--input: domain '{name}' has no text; correct its path, or leave it out")
+
+
 class _Place(NamedTuple):
     """Chunks to read, the number of documents to choose, and the characters after which to stop."""
 

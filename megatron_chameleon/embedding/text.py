@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Split
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.sample import Sample, sample_documents
+from megatron_chameleon.corpus.sample import Sample, require_text, sample_documents
 from megatron_chameleon.corpus.sources import DatasetName, Source, find_sources
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.embedding.windows import Windows, draw_windows, in_memory
@@ -195,6 +195,15 @@ class SampledText:
         return sha256_of_json(
             {"files": files, "keys": [self.source.text_key, self.source.max_document_bytes]}
         )
+
+    def check(self, names: Iterable[str]) -> None:
+        """Read the first document of each of ``names``, so that mistakes are found early.
+
+        Raises:
+            UserError: if a domain has no text, or its lines lack the text key.
+        """
+        for name in names:
+            require_text(self.source, self.sources[name], name)
 
     def tokens(self, name: str, split: Split) -> TokenFile:
         """Sample and encode documents on rank 0, and broadcast their tokens."""

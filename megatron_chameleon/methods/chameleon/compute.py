@@ -184,17 +184,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_mixture(options))
-        hidden_size = plan.proxy.hidden_size
-        target_file = plan.target and plan.target.text
-        entries = [StoreEntry(name, name, plan.embedding) for name in plan.names]
-        store, text, missing = from_main(
-            lambda: (
-                store := open_store(plan.store, plan.embedding, hidden_size, plan.provenance),
-                # Read the target text before embedding, so that a malformed text fails early.
-                target_file and read_text(target_file, plan.open_encoder()),
-                missing_entries(store, plan.text, entries),
-            )
-        )
+        store, text, missing = from_main(lambda: open_inputs(plan))
         spent = text_cost = Cost()
         if missing or text:
             reader = plan.proxy.open_reader(layout, plan.embedding)
@@ -231,6 +221,23 @@ def compute_mixture(options: ChameleonOptions) -> None:
             if isinstance(plan.text, SampledText) and plan.text.read:
                 lines.append(f"text read: {format_names(plan.text.summary())}")
             write_and_print(mixture, options, plan.corpus, heading, *lines, closing)
+
+
+def open_inputs(plan: MixturePlan) -> tuple[EmbeddingStore, TokenFile | None, list[StoreEntry]]:
+    """Open the embedding store, read the target text, and list the domains to embed.
+
+    Raises:
+        UserError: if the store has another recipe, or a text is malformed or empty. Raw text is
+            read up to its first document, so that most mistakes are found before the embedding.
+    """
+    store = open_store(plan.store, plan.embedding, plan.proxy.hidden_size, plan.provenance)
+    target_file = plan.target and plan.target.text
+    target = read_text(target_file, plan.open_encoder()) if target_file else None
+    entries = [StoreEntry(name, name, plan.embedding) for name in plan.names]
+    missing = missing_entries(store, plan.text, entries)
+    if isinstance(plan.text, SampledText):
+        plan.text.check(entry.domain for entry in missing)
+    return store, target, missing
 
 
 def plan_mixture(options: ChameleonOptions) -> MixturePlan:

@@ -219,7 +219,7 @@ def test_text_is_reported_and_a_blend_of_names_is_written(compute, files, tmp_pa
         (["--input", "{web}"], "has no domain; pass it as NAME=PATH"),
         (["--input", "={web}"], "must be NAME=PATH"),
         (["--input", "web=nowhere.jsonl"], "nowhere.jsonl: no such file"),
-        (["--input", "web={web}", "code={empty}"], "'code' has no text in the 0 bytes"),
+        (["--input", "web={web}", "code={empty}"], "'code' has no text"),
         (["--input", "web={web}", "--text-key", "content"], "no key 'content'"),
         (["--input", "web={web}", "--domains", "code"], "unknown domain 'code'; --input has web"),
         (["--input", "web={web}", "--target", "code"], "unknown name 'code'"),
@@ -240,4 +240,4 @@ def test_mistakes_are_reported_in_one_line_and_write_nothing(
     found = capsys.readouterr().err if caught.type is SystemExit else str(caught.value)
     assert message in found
     assert "\n" not in found.strip()
-    assert not (tmp_path / "out" / "mixture.json").exists()
+    assert not (tmp_path / "out").exists()
