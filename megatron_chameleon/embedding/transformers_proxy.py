@@ -373,7 +373,8 @@ class HuggingFaceEncoder:
             for special in (False, True)
         )
         size = len(plain)
-        first = next(i for i in range(len(whole)) if whole[i : i + size] == plain)
+        last = len(whole) - size
+        first = next(i for i in range(last + 1) if whole[i : i + size] == plain)
         return whole[:first], whole[first + size :]
 
     def encode_documents(
