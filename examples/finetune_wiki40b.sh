@@ -25,4 +25,4 @@ PRETRAINED=${PRETRAINED:-runs/pile/5-base/chameleon-pretrain-seed1}
 MIXTURE=${MIXTURE:-uniform chameleon-finetune chameleon-pretrain}
 
 source "$HERE/compare_mixtures.sh"
-compare_mixtures wiki40b.sh
+fine_tune_and_compare wiki40b.sh

@@ -2,6 +2,10 @@
 # All hyperparameters of the launchers, which source this file through launch.sh. Each is marked:
 #   paper:    printed in the paper (Chameleon, ICML 2025), in the section or table named here;
 #   assumed:  not printed in the paper; the comment names the source;
+#   GaLore:   the scripts of GaLore (Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by
+#             Gradient Low-Rank Projection");
+#   Llama:    the 7B model of Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language
+#             Models", the smallest one;
 #   tiny:     for SIZE=tiny, a smoke test on two CPU ranks that reproduces nothing.
 # Later flags override earlier flags; flags after -- override all others.
 # The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/config.py.
@@ -11,7 +15,6 @@
 # TRAIN and EMBED, for tools/sweep_mixture.py.
 hyperparameters() {
   TRAIN=(
-    --model "$2"
     --weight-decay 0.01        # paper: experimental setup
     --clip-grad 1.0            # paper: experimental setup
     --seq-length 1024          # assumed: from the paper's FLOPs; the baselines' code uses 512
@@ -35,6 +38,8 @@ hyperparameters() {
     --sweep-ridge 1 10 100                     # paper: the same table as for the sizes
     --sweep-num-windows 2048 4096 8192         # paper: the same table, "2k", "4k" and "8k"
   )
+
+  [ "$1" = huggingface ] || TRAIN+=(--model "$2")   # otherwise the folder determines the model
 
   case $1 in                   # all experiments use the paper's cosine schedule
     proxy)
@@ -61,7 +66,24 @@ hyperparameters() {
         --global-batch-size 128    # paper: experimental setup
       )
       ;;
-    *) refuse "unknown experiment '$1': must be proxy, base, base-pile or finetune" ;;
+    huggingface)                 # fine-tuning a public model
+      TRAIN+=(
+        --train-iters 1000         # assumed: a few hours on one GPU
+        --lr-warmup-iters 100      # assumed: a tenth of the steps
+        --global-batch-size 64     # assumed: usual for fine-tuning
+        --micro-batch-size 4       # assumed: limited by GPU memory; does not change results
+        --lr 2e-5                  # assumed: usual for fine-tuning all weights
+        --min-lr 2e-6              # assumed: a tenth of --lr
+        --use-distributed-optimizer   # saves memory; changes no results
+      )
+      EMBED+=(
+        --window-length 1024       # the sequence length of the training
+      )
+      EVALUATE+=(
+        --window-length 1024       # the sequence length of the training
+      )
+      ;;
+    *) refuse "unknown experiment '$1': must be proxy, base, base-pile, finetune or huggingface" ;;
   esac
 
   case $2 in
@@ -77,6 +99,52 @@ hyperparameters() {
         --min-lr 5e-5              # paper: table of architectures
       )
       ;;
+    llama-15m | llama-30m)
+      TRAIN+=(
+        --lr 1e-3                  # assumed: usual for Adam at this size
+        --min-lr 1e-4              # assumed: a tenth of --lr
+      )
+      ;;
+    llama-130m | llama-350m)
+      TRAIN+=(
+        --seq-length 256           # GaLore
+        --global-batch-size 512    # GaLore
+        --weight-decay 0           # GaLore
+        --adam-beta2 0.999         # GaLore: the default of torch
+        --micro-batch-size 32      # assumed: limited by GPU memory; does not change results
+        --use-distributed-optimizer   # saves memory; changes no results
+      )
+      ;;&
+    llama-130m)
+      TRAIN+=(
+        --train-iters 20000        # GaLore: 2.6 billion tokens
+        --lr-warmup-iters 2000     # GaLore
+        --lr 1e-3                  # assumed: usual for Adam at this size
+        --min-lr 1e-4              # GaLore: a tenth of --lr
+      )
+      ;;
+    llama-350m)
+      TRAIN+=(
+        --train-iters 60000        # GaLore: 7.9 billion tokens
+        --lr-warmup-iters 6000     # GaLore
+        --lr 5e-4                  # assumed: usual for Adam at this size
+        --min-lr 5e-5              # GaLore: a tenth of --lr
+      )
+      ;;
+    llama-1b)
+      TRAIN+=(
+        --seq-length 2048          # Llama
+        --global-batch-size 512    # assumed: 1 million tokens; Llama uses 4 million
+        --train-iters 24000        # assumed: 25 billion tokens, 20 for each parameter
+        --lr-warmup-iters 2000     # Llama
+        --lr 3e-4                  # Llama
+        --min-lr 3e-5              # Llama: a tenth of --lr
+        --weight-decay 0.1         # Llama
+        --micro-batch-size 4       # assumed: limited by GPU memory; does not change results
+        --use-distributed-optimizer   # saves memory; changes no results
+      )
+      ;;
+    huggingface) ;;
     tiny)
       TRAIN+=(
         --lr 1e-2                  # tiny: learns in a few steps
@@ -89,11 +157,17 @@ hyperparameters() {
         --log-interval 4           # tiny: prints three lines
         --no-bf16                  # tiny: bf16 is slow on CPUs
       )
+      if [[ $LAUNCHER == pretrain_llama_* ]]; then
+        TRAIN+=(--swiglu --normalization RMSNorm --position-embedding-type rope
+          --disable-bias-linear --untie-embeddings-and-output-weights)   # tiny: a Llama
+      fi
       EMBED+=(
+        --window-length 64         # tiny: seconds
         --num-windows 64           # tiny: seconds
         --bootstrap-resamples 100  # tiny: seconds
       )
       EVALUATE+=(
+        --window-length 64         # tiny: seconds
         --max-tokens 2048          # tiny: seconds
       )
       SWEEP+=(
@@ -102,6 +176,7 @@ hyperparameters() {
         --sweep-num-windows 32 64  # tiny: seconds
       )
       ;;
-    *) refuse "SIZE=$2: no such size; choose from 60m, 82m, 124m, 210m, 684m, 1.2b, tiny" ;;
+    *) refuse "SIZE=$2: no such size; choose from 60m, 82m, 124m, 210m, 684m, 1.2b, llama-15m," \
+      "llama-30m, llama-130m, llama-350m, llama-1b, tiny" ;;
   esac
 }

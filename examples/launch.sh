@@ -33,7 +33,9 @@ if [ "$SIZE" = tiny ]; then
   CORPUS=${CORPUS:-runs/quickstart/1-corpus}
   PRETRAINED=${PRETRAINED:-runs/tiny/pretrain_684m_pile/5-base/uniform-seed1}
   PROXY=${PROXY:-runs/tiny/pretrain_82m_proxy/2-proxy/tiny-seed1}
-  [[ $LAUNCHER == finetune_* ]] || MIXTURE=${MIXTURE:-uniform}   # the smoke test has no mixture file
+  # Launchers that compute no mixture have no mixture file in the smoke test.
+  [[ $LAUNCHER == finetune_* || $LAUNCHER == pretrain_llama_* ]] || MIXTURE=${MIXTURE:-uniform}
+  [[ $LAUNCHER != pretrain_llama_* ]] || PROXY_SIZE=${PROXY_SIZE:-tiny}
   NPROC=${NPROC:-2}
   export CUDA_VISIBLE_DEVICES=           # one GPU could not hold two ranks
   export TORCHDYNAMO_DISABLE=1           # do not load the compiler, which only GPUs use
@@ -61,10 +63,10 @@ say() { printf '\n== %s\n' "$*"; }
 
 on_first_node() { [ "$NODE_RANK" != 0 ] || "$@"; }
 
-# choose EXPERIMENT RECIPE: fill the arrays of flags; examples/data/RECIPE creates the corpus.
+# choose EXPERIMENT [RECIPE]: fill the arrays of flags; examples/data/RECIPE creates the corpus.
 choose() {
   hyperparameters "$1" "$SIZE"
-  [ -e "$CORPUS/corpus.json" ] || refuse "no corpus at $CORPUS; $(corpus_hint "$2")"
+  [ -e "$CORPUS/corpus.json" ] || refuse "no corpus at $CORPUS; $(corpus_hint "${2:-}")"
   command -v torchrun > /dev/null || refuse "torchrun is not on the PATH: run 'make setup' and 'source .venv/bin/activate'"
   TRAIN+=("${PARALLEL[@]}" --corpus "$CORPUS" --seed "$SEED")
   EMBED+=("${PARALLEL[@]}" --corpus "$CORPUS")

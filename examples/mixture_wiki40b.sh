@@ -25,4 +25,4 @@ source "$HERE/compare_mixtures.sh"
 choose finetune wiki40b.sh
 start_from "$PRETRAINED"
 EMBED+=("${EXTRA[@]}")
-weigh_domains
+weigh_domains "$PRETRAINED" finetune pretrain

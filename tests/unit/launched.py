@@ -15,7 +15,9 @@ from typing import Any
 
 from torch.distributed.run import get_args_parser
 
+from megatron_chameleon.checkpoint.options import ToHuggingFaceOptions
 from megatron_chameleon.cli import parse_options, take_values
+from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.evaluation.options import DownstreamOptions, PerplexityToolOptions
 from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
 from megatron_chameleon.methods.sweep import SweepOptions
@@ -23,18 +25,21 @@ from megatron_chameleon.report.options import CompareMethodsOptions, ReportOptio
 from megatron_chameleon.training.options import PretrainOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LAUNCHERS = sorted(
-    path.stem for stage in ("pretrain", "finetune") for path in EXAMPLES.glob(f"{stage}_*.sh")
-)
 WEIGHING = ["mixture_stack", "mixture_wiki40b", "transfer_pile"]
-FINE_TUNING = [name for name in LAUNCHERS if name.startswith("finetune")]
+COMPARING = ["finetune_stack", "finetune_wiki40b", "finetune_huggingface"]
+COMPARING += [f"pretrain_llama_{size}" for size in ("130m", "350m", "1b")]
 TOOLS = {
+    "preprocess_data.py": PreprocessOptions,
     "pretrain_gpt.py": PretrainOptions,
     "make_report.py": ReportOptions,
     "compare_methods.py": CompareMethodsOptions,
     "sweep_mixture.py": SweepOptions,
 }
-EVALUATIONS = {"perplexity": PerplexityToolOptions, "downstream": DownstreamOptions}
+SUBCOMMANDS = {
+    "perplexity": PerplexityToolOptions,
+    "downstream": DownstreamOptions,
+    "to-huggingface": ToHuggingFaceOptions,
+}
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
 
 
@@ -57,8 +62,8 @@ class Call:
         tool, *flags = arguments
         assert Path(tool).is_file(), tool
         name = Path(tool).name
-        if name == "evaluate.py":
-            return cls(program, ranks, parse_options(EVALUATIONS[flags[0]], flags[1:]))
+        if name in ("evaluate.py", "convert_checkpoint.py"):
+            return cls(program, ranks, parse_options(SUBCOMMANDS[flags[0]], flags[1:]))
         if name == "compute_mixture.py":
             methods, flags = take_values("--method", flags)
             chosen = find_methods()[methods[-1] if methods else DEFAULT_METHOD].options
@@ -117,14 +122,17 @@ def rejected(launched: Launched) -> str:
 
 def write_everything(folder: Path) -> None:
     """Create empty files for every corpus, mixture and run that launchers use by default."""
-    for name in ("slimpajama", "pile", "wiki40b", "stack", "quickstart"):
+    for name in ("slimpajama", "slimpajama-6b", "pile", "wiki40b", "stack", "quickstart"):
         (folder / f"runs/{name}/1-corpus").mkdir(parents=True)
         (folder / f"runs/{name}/1-corpus/corpus.json").touch()
-    names = ("slimpajama", "pile", "wiki40b", "stack", *(f"tiny/{name}" for name in FINE_TUNING))
-    for name in names:
+    names = ["slimpajama", "pile", "wiki40b", "stack", "finetune-model"]
+    names += [f"llama-{size}" for size in ("130m", "350m", "1b")]
+    for name in (*names, *(f"tiny/{name}" for name in COMPARING)):
         (folder / f"runs/{name}/4-mixture").mkdir(parents=True)
         for mixture in ("chameleon-pretrain", "chameleon-finetune"):
             (folder / f"runs/{name}/4-mixture/{mixture}.json").touch()
+    (folder / "hub/model").mkdir(parents=True)
+    (folder / "hub/model/config.json").touch()
     (folder / "runs/pile/5-base/chameleon-pretrain-seed1").mkdir(parents=True)
     (folder / "runs/tiny/pretrain_684m_pile/5-base/uniform-seed1").mkdir(parents=True)
     (folder / "runs/slimpajama/2-proxy/82m-seed1").mkdir(parents=True)

@@ -16,7 +16,6 @@ from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.methods.sweep import AxisOptions
 from tests.unit.launched import (
     EXAMPLES,
-    LAUNCHERS,
     WEIGHING,
     Launched,
     Launcher,
@@ -73,7 +72,7 @@ def test_user_mistakes_are_rejected_before_anything_starts(launch, command, choi
 # Training
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", PAPER)
 def test_launcher_trains_what_it_reproduces(launch, name):
     size, steps, batch, rates = PAPER[name]
     training = succeeded(launch(name)).training()
@@ -83,6 +82,71 @@ def test_launcher_trains_what_it_reproduces(launch, name):
         assert (options.global_batch_size, options.seq_length) == (batch, 1024)
         assert (options.optimizer.lr, options.optimizer.min_lr) == rates
         assert options.bf16
+
+
+# Launcher -> proxy, tokens of the base runs in billions, learning rates.
+LLAMAS = {
+    "130m": ("llama-15m", 2.62, (1e-3, 1e-4)),
+    "350m": ("llama-30m", 7.86, (5e-4, 5e-5)),
+    "1b": ("llama-30m", 25.17, (3e-4, 3e-5)),
+}
+
+
+@pytest.mark.parametrize("size", LLAMAS)
+def test_llama_launcher_compares_uniform_and_chameleon_weights(launch, size):
+    proxy_size, tokens, rates = LLAMAS[size]
+    flags = ("--", "--weight-decay", "0.3")
+    launched = succeeded(launch(f"pretrain_llama_{size}", *flags, TP="2"))
+    proxy, *base = launched.training()
+    run = Path(f"runs/llama-{size}")
+    assert (proxy.model, proxy.run_dir) == (proxy_size, run / f"2-proxy/{proxy_size}-seed1")
+    assert (proxy.train_iters, proxy.mixture) == (2000, "uniform")
+    mixtures = ["uniform", f"{run}/4-mixture/chameleon-pretrain.json"]
+    assert [options.mixture for options in base] == mixtures
+    for options in base:
+        assert options.model == f"llama-{size}"
+        total = options.train_iters * options.global_batch_size * options.seq_length
+        assert round(total / 1e9, 2) == tokens
+        assert (options.optimizer.lr, options.optimizer.min_lr) == rates
+        assert options.optimizer.weight_decay == 0.3
+        assert options.bf16
+        assert options.parallel.use_distributed_optimizer
+        assert options.parallel.tensor_model_parallel_size == 2
+    weigh, evaluation = launched.calls[1].options, launched.calls[-2].options
+    assert weigh.checkpoint == proxy.run_dir
+    assert list(evaluation.checkpoint) == [(options.run_dir,) for options in base]
+
+
+def test_a_huggingface_model_is_fine_tuned_on_the_users_domains(launch, tmp_path):
+    choices = {"INPUT": "a=text/a b=text/b", "TP": "2"}
+    arguments = ("hub/model/", "--", "--lr", "3e-5")
+    # The stand-in for the preprocessing writes no corpus, so the first launch ends there.
+    (preprocess,) = (c.options for c in launch("finetune_huggingface", *arguments, **choices).calls)
+    (tmp_path / "runs/finetune-model/1-corpus").mkdir()
+    (tmp_path / "runs/finetune-model/1-corpus/corpus.json").touch()
+    launched = succeeded(launch("finetune_huggingface", *arguments, **choices))
+    weigh = [call.options for call in launched.calls[:2]]
+    run, names = Path("runs/finetune-model"), ["finetune", "pretrain"]
+    assert preprocess.tokenizer_model == Path("hub/model")
+    assert [options.output.stem for options in weigh] == [f"chameleon-{name}" for name in names]
+    assert {options.checkpoint for options in weigh} == {Path("hub/model")}
+    assert {options.parallel.tensor_model_parallel_size for options in weigh} == {1}
+    training = launched.training()
+    assert [options.run_dir.name for options in training] == [
+        "uniform-seed1",
+        "chameleon-finetune-seed1",
+        "chameleon-pretrain-seed1",
+    ]
+    for options in training:
+        assert (options.model, options.pretrained_checkpoint) == (None, Path("hub/model"))
+        assert (options.optimizer.lr, options.corpus) == (3e-5, run / "1-corpus")
+        assert options.parallel.tensor_model_parallel_size == 2
+    exports = [call.options for call in launched.calls[-3:]]
+    assert [options.checkpoint for options in exports] == [each.run_dir for each in training]
+    assert exports[0].output == run / "huggingface/uniform-seed1"
+    assert "INPUT" in rejected(launch("finetune_huggingface", "hub/model", RUN="other"))
+    assert "config.json" in rejected(launch("finetune_huggingface", "runs", **choices))
+    assert "first argument" in rejected(launch("finetune_huggingface", **choices))
 
 
 @pytest.mark.parametrize("name", ["pretrain_82m_proxy", "pretrain_684m"])

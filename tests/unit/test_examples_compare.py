@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.methods.options import MethodOptions
+from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.report.options import CompareMethodsOptions
 from tests.unit.launched import (
     RECORDER,
@@ -90,7 +90,7 @@ def kinds(launched: Launched) -> list[type]:
 def started(launched: Launched) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """Return options of methods by mixture name, of proxy runs, and of base runs."""
     runs = succeeded(launched).training()
-    methods = [c.options for c in launched.calls if isinstance(c.options, MethodOptions)]
+    methods = [c.options for c in launched.calls if isinstance(c.options, OutputOptions)]
     proxies = [run for run in runs if run.run_dir.parent.name == "2-proxy"]
     bases = [run for run in runs if run.run_dir.parent.name == "5-base"]
     return {options.output.stem: options for options in methods}, proxies, bases
