@@ -209,7 +209,7 @@ def _summary(corpus: Corpus, options: ImportOptions, *, has_weights: bool) -> st
         lines.append(f"the weights of --data-path are in {mixture}, a mixture")
     lines += [
         f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus {folder} --run-dir RUN "
-        f"--model-size SIZE --mixture {mixture}",
+        f"--model SIZE --mixture {mixture}",
         f"or:   torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {folder} "
         "--checkpoint RUN --output MIXTURE.json",
     ]
