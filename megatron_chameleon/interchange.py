@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, MixtureWarning, Split
 from megatron_chameleon.artifacts.files import replacing, require_new
+from megatron_chameleon.artifacts.mixture import BRIDGE_SUFFIX
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.ranges import CheckedOptions, LargeCount
 from megatron_chameleon.storage import absolute
@@ -237,7 +238,7 @@ def write_blend(output: Path, mixture: Mixture, corpus: Corpus | None) -> list[s
     else:
         weights = [mixture.weights.get(name, 0.0) for name in corpus.names]
         export, note = Export(_weighted_domains(corpus, weights)), ""
-    bridge_path = output.with_name(f"{output.stem}.bridge.json")
+    bridge_path = output.with_name(f"{output.stem}{BRIDGE_SUFFIX}")
     arguments_path = output.with_name(f"{output.stem}.data-args.txt")
     try:
         words = _words(export, "train")

@@ -19,6 +19,8 @@ from megatron_chameleon.errors import UserError
 # Weights whose sum differs from 1 only by rounding are left as they are: the mixture is identified
 # by a hash of their bits.
 SUM_TOLERANCE = 1e-6
+# ``name.json`` has its Megatron Bridge blend, which is no artifact, in ``name.bridge.json``.
+BRIDGE_SUFFIX = ".bridge.json"
 # Affinity matrices of more domains are not stored; 256 x 256 numbers take about 1.3 MB of text.
 MAX_AFFINITY_DOMAINS = 256
 

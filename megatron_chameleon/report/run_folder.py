@@ -19,6 +19,7 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
 )
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
+from megatron_chameleon.artifacts.mixture import BRIDGE_SUFFIX
 from megatron_chameleon.artifacts.record import kind_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.tables import METHOD_LABELS, unique_labels
@@ -96,12 +97,14 @@ class RunFolder:
         results = inside(EVALUATION, ".json")
         downstream = [path for path in results if kind_of(path) == DownstreamResult.KIND]
         folders = (root / EMBEDDINGS, *inside(EMBEDDINGS), *inside(MIXTURE))
+        mixtures = inside(MIXTURE, ".json")
+        mixtures = [path for path in mixtures if not path.name.endswith(BRIDGE_SUFFIX)]
         stores = [path for path in folders if EmbeddingStore.exists(path)]
         # Field -> kind of its artifacts, and their paths by name.
         stages: dict[str, tuple[Any, dict[str, Path]]] = {
             "proxies": (TrainingRun, {p.name: p for p in inside(PROXY) if TrainingRun.exists(p)}),
             "embeddings": (EmbeddingStore, {p.relative_to(root).as_posix(): p for p in stores}),
-            "mixtures": (Mixture, {p.stem: p for p in inside(MIXTURE, ".json")}),
+            "mixtures": (Mixture, {p.stem: p for p in mixtures}),
             "base_runs": (TrainingRun, {p.name: p for p in inside(BASE) if TrainingRun.exists(p)}),
             "evaluations": (EvaluationResult, {p.stem: p for p in results if p not in downstream}),
             "downstream": (DownstreamResult, {p.stem: p for p in downstream}),

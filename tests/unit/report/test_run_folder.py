@@ -9,6 +9,7 @@ import pytest
 
 from megatron_chameleon.artifacts import Corpus, Cost, Mixture
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange import write_blend
 from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.run_folder import RunFolder, distinct_runs, merge
@@ -136,3 +137,10 @@ def test_unevaluated_runs_of_another_corpus_are_rejected(root, has_corpus):
     known = "1-corpus" if has_corpus else f"6-evaluation/{UNIFORM}.json"
     assert f"{root / '5-base' / CHAMELEON} is of another corpus" in str(rejected.value)
     assert str(root / known) in str(rejected.value)
+
+
+def test_blends_next_to_mixtures_are_no_mixtures(roots):
+    before = RunFolder.load(roots[0]).mixtures
+    for name, mixture in before.items():
+        write_blend(roots[0] / f"4-mixture/{name}.json", mixture, None)
+    assert RunFolder.load(roots[0]).mixtures == before
