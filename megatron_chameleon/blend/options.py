@@ -65,7 +65,8 @@ class DocumentBoundaryOptions(CheckedOptions):
     """Handling of document boundaries within a sample."""
 
     reset_position_ids: bool = False
-    """Count positions from 0 again after every end-of-document token."""
+    """Count positions from 0 again after every end-of-document token; not for rotary positions,
+    which are relative."""
     reset_attention_mask: bool = False
     """Mask attention across documents; slower, since it needs a mask per sample."""
     eod_mask_loss: bool = False

@@ -137,6 +137,11 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     else:
         config = dataclasses.replace(config, vocab_size=data.tokenizer.vocab_size)
     check_model_layout(config, options.parallel, options.seq_length)
+    if config.is_rotary and options.boundaries.reset_position_ids:
+        raise UserError(
+            "--reset-position-ids has no effect on rotary positions, which are relative; leave it "
+            "out (--reset-attention-mask separates documents)"
+        )
     # Record the name of the model, if any, so that records do not depend on how it was passed.
     options = dataclasses.replace(
         options, model=name_of(config), architecture=ArchitectureOptions()

@@ -54,6 +54,7 @@ class Case:
         return BF16_TOLERANCE if "--bf16" in self.flags else FP32_TOLERANCE
 
 
+LLAMA, QWEN2, QWEN3 = (("--model", f"{{models}}/{name}") for name in ("llama", "qwen2", "qwen3"))
 BF16 = ("--bf16",)
 SHARDED = ("--use-distributed-optimizer",)
 OVERLAPPED = (*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather")
@@ -68,9 +69,11 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 TRAINING = {
     "fp32": Case(is_core=True),
-    "bf16": Case(BF16, reference=BF16, is_core=True),
-    "overlapped-async": Case((*OVERLAPPED, "--async-save"), ranks=2, is_core=True),
-    "tensor-sequence": Case(TENSOR_SEQUENCE, ranks=2, is_core=True),
+    "bf16": Case((*QWEN3, *BF16), reference=(*QWEN3, *BF16), is_core=True),
+    "overlapped-async": Case(
+        (*QWEN2, *OVERLAPPED, "--async-save"), ranks=2, reference=QWEN2, is_core=True
+    ),
+    "tensor-sequence": Case((*LLAMA, *TENSOR_SEQUENCE), ranks=2, reference=LLAMA, is_core=True),
     "interleaved": Case(INTERLEAVED, ranks=2, is_core=True),
     "data-parallel": Case(ranks=2),
     "tensor-pipeline": Case((*TENSOR, *PIPELINE), ranks=4),

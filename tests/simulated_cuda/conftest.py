@@ -12,6 +12,7 @@ import pytest
 
 from megatron_chameleon.artifacts.files import sha256_of_files
 from tests.distributed.conftest import metrics_in
+from tests.families import FAMILIES, write_config
 from tests.simulated_cuda.cases import PRETRAINING_FLAGS
 from tests.simulated_cuda.driver import Driver, Kind, Request
 from tests.simulated_cuda.synchronizations import Synchronizations
@@ -72,11 +73,12 @@ class Tools:
     def run(self, kind: Kind, name: str, command: Sequence[str | Path], **options: Any) -> Finished:
         """Run ``command`` once; its files are named after ``name`` and ``kind``.
 
-        ``{folder}`` in the command is the run's own folder, and ``{corpus}`` the corpus.
+        ``{folder}`` in the command is the run's own folder, ``{corpus}`` the corpus, and
+        ``{models}`` a folder with the config.json of each family.
         ``options`` are further fields of :class:`Request`.
         """
         folder = self.root / f"{name}-{kind}"
-        places = {"folder": folder, "corpus": self.corpus}
+        places = {"folder": folder, "corpus": self.corpus, "models": self.root / "models"}
         words = [str(word).format_map(places) for word in command]
         log, waits = folder.with_suffix(".log"), folder.with_suffix(".waits")
         status = self._drivers[kind].run(Request(words, log, waits, **options))
@@ -106,7 +108,8 @@ class Tools:
 
     def reference(self, flags: Sequence[str] = ()) -> Finished:
         """The one-rank run on the CPU with these flags."""
-        return self.pretrain("cpu", "reference" + "".join(flags), flags)
+        name = "reference" + "".join(flags).replace("/", "-").replace("{models}", "")
+        return self.pretrain("cpu", name, flags)
 
     def concurrently(
         self, on_device: Callable[[], Finished], on_cpu: Callable[[], Finished]
@@ -126,6 +129,8 @@ class Tools:
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
     """Return a runner of tools, with a small corpus."""
     tools = Tools(tmp_path_factory.mktemp("simulated-cuda"))
+    for name, config in FAMILIES.items():
+        write_config(tools.root / "models" / name, config)
     tools.corpus.mkdir()
     tokenizer = word_tokenizer(tools.corpus / "tokenizer.json")
     write_small_corpus(tools.corpus, tokenizer_hash=sha256_of_files(tokenizer))

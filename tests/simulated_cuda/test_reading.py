@@ -10,7 +10,7 @@ import pytest
 from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Mixture
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from tests.fixtures.task_data import write_task_data
-from tests.simulated_cuda.cases import FP32_TOLERANCE, INTERPRETED
+from tests.simulated_cuda.cases import FP32_TOLERANCE, INTERPRETED, LLAMA, QWEN2
 from tests.simulated_cuda.conftest import Finished, Tools
 from tests.simulated_cuda.driver import Kind
 from tests.simulated_cuda.synchronizations import FORWARD_PASS
@@ -55,7 +55,7 @@ def assert_only_domains_are_waited_for(done: Finished) -> None:
     ],
 )
 def test_embeddings_equal_those_of_the_cpu(tools: Tools, ranks, environment) -> None:
-    checkpoint = ("--checkpoint", tools.reference().folder)
+    checkpoint = ("--checkpoint", tools.reference(QWEN2).folder, "--final-norm")
     name = f"embeddings-{ranks}-{len(environment)}"
     options = {"ranks": ranks, "environment": environment}
     found, expected = tools.concurrently(
@@ -94,7 +94,7 @@ def test_embeddings_of_a_transformers_model_equal_those_of_the_cpu(tools: Tools,
 )
 def test_perplexities_equal_those_of_the_cpu(tools: Tools, ranks: int, packing: str) -> None:
     flags = () if packing == "packed" else ("--packing", packing, "--overlap", "11")
-    checkpoint = ("--checkpoint", tools.reference().folder)
+    checkpoint = ("--checkpoint", tools.reference(LLAMA).folder)
     command = (*PERPLEXITY, *checkpoint, *flags)
     name = f"perplexity-{packing}-{ranks}"
     found, expected = tools.concurrently(

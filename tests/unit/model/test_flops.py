@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import (
     forward_flops,
     head_forward_flops,
@@ -16,10 +17,9 @@ from megatron_chameleon.model.flops import (
     training_flops,
 )
 from megatron_chameleon.model.gpt import build_model
+from tests.families import LENGTH, VARIANTS
 
-BATCH, LENGTH = 2, 48
-# The formula does not count padding, so the vocabulary has 256 tokens, which need no padding.
-SHAPE = ModelConfig(3, 4, 64, 160, vocab_size=256, max_sequence_length=LENGTH)
+BATCH = 2
 TOKENS = BATCH * LENGTH
 
 
@@ -27,8 +27,11 @@ def by_operator(counter):
     return {str(name).split(".")[-1]: n for name, n in counter.get_flop_counts()["Global"].items()}
 
 
-def test_flops_by_formula_equal_the_products_counted_by_torch(one_rank):
-    model = build_model(SHAPE, one_rank, seed=0)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_flops_by_formula_equal_the_products_counted_by_torch(one_rank, name):
+    # The formula does not count padding, so the vocabulary has 256 tokens, which need no padding.
+    config = dataclasses.replace(VARIANTS[name], vocab_size=256)
+    model = build_model(config, one_rank, seed=0)
     tokens = torch.arange(TOKENS).view(BATCH, LENGTH) % 256
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
     # FlopCounterMode does not count the fused CPU kernel, so attention uses plain matrix products.
@@ -41,18 +44,18 @@ def test_flops_by_formula_equal_the_products_counted_by_torch(one_rank):
         backward = by_operator(counter)
     # Attention computes scores and weighted sums over all positions, per token and layer. The
     # causal mask uses half of them.
-    attention = 2 * (2 * LENGTH * SHAPE.hidden_size)
-    layers, of_a_layer = SHAPE.num_layers, layer_forward_flops(SHAPE, LENGTH)
-    assert of_a_layer - layer_forward_flops(SHAPE, 0) == attention / 2
+    attention = 2 * (2 * LENGTH * config.query_size)
+    layers, of_a_layer = config.num_layers, layer_forward_flops(config, LENGTH)
+    assert of_a_layer - layer_forward_flops(config, 0) == attention / 2
     assert forward["bmm"] == TOKENS * layers * attention
     products = forward["mm"] + forward.get("addmm", 0)
-    per_token = layers * (of_a_layer - attention / 2) + head_forward_flops(SHAPE)
+    per_token = layers * (of_a_layer - attention / 2) + head_forward_flops(config)
     assert products == TOKENS * per_token
     # A backward pass costs two forward passes.
     assert backward["mm"] == 2 * products
     assert backward["bmm"] == 2 * forward["bmm"]
-    trained = training_flops(SHAPE, TOKENS, LENGTH)
-    assert trained == 3 * forward_flops(SHAPE, TOKENS, LENGTH)
+    trained = training_flops(config, TOKENS, LENGTH)
+    assert trained == 3 * forward_flops(config, TOKENS, LENGTH)
     counted = sum(forward.values()) + sum(backward.values())
     assert trained == counted - 3 * forward["bmm"] / 2
 

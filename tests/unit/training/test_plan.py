@@ -94,6 +94,7 @@ def test_plan_reads_a_data_path_with_or_without_weights(plan, data_path, tmp_pat
 
 MISTAKES = """
     --model 83m
+    --model llama-15m --reset-position-ids
     --seq-length 1000000
     --corpus nowhere
     --mixture nowhere.json

@@ -25,6 +25,7 @@ from megatron_chameleon.training.optimizer import data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.step import finalize_gradients
 from tests.device_reads import device_reads
+from tests.families import FAMILIES, LENGTH
 from tests.random_training import RandomTraining, random_batches
 
 SHAPE = ModelConfig(2, 2, 32, 64, vocab_size=100, max_sequence_length=16)
@@ -187,6 +188,29 @@ def test_models_are_freed(one_rank, sharded):
     before = models()
     Stepper(dataclasses.replace(one_rank, use_distributed_optimizer=sharded))()
     assert not models() - before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_separated_documents_have_the_losses_of_each_document_alone(one_rank, family):
+    """Rotary positions are relative, so they are not reset."""
+    config = FAMILIES[family]
+    model, eod = build_model(config, one_rank, seed=0), config.vocab_size - 1
+    window = torch.randint(eod, (1, LENGTH + 1), generator=torch.Generator().manual_seed(8))
+    window[:, [4, 5, 20]] = eod
+    tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+    options = DocumentBoundaryOptions(not config.is_rotary, reset_attention_mask=True)
+    made = DocumentBoundaries(eod, options)(tokens)
+    mask = document_mask(made["document_starts"])
+    found = model(tokens, made["position_ids"], mask, labels=labels)
+    alone = []
+    for first, last in itertools.pairwise((0, 5, 6, 21, LENGTH)):
+        positions = torch.arange(last - first)[None]
+        part = tokens[:, first:last].contiguous(), positions, None
+        alone.append(model(*part, labels=labels[:, first:last].contiguous()))
+    torch.testing.assert_close(found, torch.cat(alone, dim=1), atol=1e-5, rtol=0)
+    assert (
+        found - model(tokens, torch.arange(LENGTH)[None], None, labels=labels)
+    ).abs().max() > 1e-3
 
 
 FROZEN = OptimizerOptions(lr=1e-12, min_lr=0.0, lr_warmup_iters=0, clip_grad=0.0)
