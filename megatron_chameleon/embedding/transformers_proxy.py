@@ -31,11 +31,10 @@ from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file, vocabul
 from megatron_chameleon.embedding.proxy import Proxy
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.model.huggingface_config import CONFIG_NAME
+from megatron_chameleon.model.readout import DEFAULT_WINDOW_LIMIT
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.parallel.options import ParallelOptions
 
-DEFAULT_WINDOW_LENGTH = 2048
-"""Default tokens per window of a model that has more positions."""
 # Window length of a model without a maximum: the most tokens of a sequence in an .idx.
 _UNLIMITED = 2**31 - 1
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
@@ -130,7 +129,7 @@ class TransformersProxy(Proxy):
                 num_layers=len(layers),
                 hidden_size=config.hidden_size,
                 max_sequence_length=longest,
-                default_window_length=min(longest, DEFAULT_WINDOW_LENGTH),
+                default_window_length=min(longest, DEFAULT_WINDOW_LIMIT),
                 trust_remote_code=trust_remote_code,
                 layer_parameters=tuple(sum(map(torch.numel, each.parameters())) for each in layers),
                 score_width=heads * head_size,

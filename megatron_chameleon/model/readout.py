@@ -28,7 +28,7 @@ from megatron_chameleon.parallel.layout import Layout
 # Attention kernels are planned per shape, so few distinct shapes are faster than minimal padding.
 LENGTH_MULTIPLE_ON_GPU = 64
 DEFAULT_WINDOW_LIMIT = 4096
-"""Maximum default window length of a model with rotary positions."""
+"""Default tokens per window of a model that has more positions."""
 
 
 @dataclasses.dataclass(frozen=True)

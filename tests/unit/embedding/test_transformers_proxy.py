@@ -19,11 +19,11 @@ from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import open_proxy
 from megatron_chameleon.embedding.transformers_proxy import (
-    DEFAULT_WINDOW_LENGTH,
     TransformersProxy,
 )
 from megatron_chameleon.embedding.windows import draw_windows, in_memory
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.readout import DEFAULT_WINDOW_LIMIT
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.huggingface_models import CLS, ENCODERS, SEP, SMALL, write_model, write_tokenizer
 
@@ -121,7 +121,7 @@ def test_default_window_length(folders, tmp_path):
     assert TransformersProxy.find(folders("gpt2")).default_window_length == 64
     longer = write_folder(tmp_path / "long", "llama", max_position_embeddings=131_072)
     proxy = TransformersProxy.find(longer)
-    assert proxy.default_window_length == DEFAULT_WINDOW_LENGTH
+    assert proxy.default_window_length == DEFAULT_WINDOW_LIMIT
     assert proxy.max_sequence_length == 131_072
 
 
