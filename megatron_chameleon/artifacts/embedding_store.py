@@ -64,7 +64,8 @@ class DomainEmbeddings:
     Attributes:
         file: name of the file.
         windows: number of vectors.
-        corpus_hash: hash of the domain's token files.
+        corpus_hash: hash that identifies the domain's text: of its token files, or for raw text of
+            the names, sizes and times of its files.
         sha256: hex SHA-256 of the file; None in stores of early releases.
     """
 
