@@ -214,7 +214,8 @@ class CheckpointLM(ScorerLM):
     """A checkpoint that lm-eval's own command opens, with the arguments of --model_args.
 
     Args:
-        checkpoint: a run folder (its latest checkpoint) or one checkpoint folder.
+        checkpoint: a run folder (its latest checkpoint) or a checkpoint folder (also of
+            Megatron-LM).
         batch_size: sequences of the model's length per forward pass and rank.
         tensor_model_parallel_size: see ParallelOptions.
         pipeline_model_parallel_size: see ParallelOptions.

@@ -84,7 +84,7 @@ class PerplexityOptions(HeldOutOptions):
     """Options of the perplexity evaluation of one checkpoint."""
 
     checkpoint: Path
-    """A run folder (its latest checkpoint) or one checkpoint folder."""
+    """A run folder (its latest checkpoint) or a checkpoint folder (also of Megatron-LM)."""
     output: Path
     """The JSON file to write."""
 
@@ -97,8 +97,8 @@ class PerplexityToolOptions(HeldOutOptions):
     """
 
     checkpoint: Annotated[tuple[tuple[Path, ...], ...], tyro.conf.UseAppendAction] = ()
-    """A run folder (its latest checkpoint) or one checkpoint folder. Repeat the flag, or list
-    several."""
+    """A run folder (its latest checkpoint) or a checkpoint folder (also of Megatron-LM). Repeat the
+    flag, or list several."""
     output: Annotated[tuple[tuple[Path, ...], ...], tyro.conf.UseAppendAction] = ()
     """The JSON file to write; one per checkpoint, in the same order."""
 
@@ -139,7 +139,7 @@ class DownstreamOptions(CheckedOptions):
     """
 
     checkpoint: Path
-    """A run folder (its latest checkpoint) or one checkpoint folder."""
+    """A run folder (its latest checkpoint) or a checkpoint folder (also of Megatron-LM)."""
     output: Path
     """The JSON file to write."""
     tasks: tuple[str, ...] = PAPER_TASKS

@@ -122,8 +122,8 @@ class ChameleonOptions(OutputOptions):
     domains: str | None = None
     """Domains to weigh, such as a,b,c; all other domains get weight 0. Default: all domains."""
     checkpoint: Path
-    """Proxy model: a run folder (its latest checkpoint), one checkpoint folder, a Hugging Face
-    folder, or a model OWNER/NAME on the Hugging Face hub."""
+    """Proxy model: a run folder (its latest checkpoint), a checkpoint folder (also of Megatron-LM),
+    a Hugging Face folder, or a model OWNER/NAME on the Hugging Face hub."""
     mode: Literal["pretrain", "finetune"] = "pretrain"
     """'pretrain' upweights broad domains; 'finetune' upweights distinct domains."""
     store: Path | None = None

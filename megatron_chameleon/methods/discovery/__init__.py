@@ -35,8 +35,8 @@ class DiscoverOptions(CheckedOptions):
     corpus: Path
     """Folder written by tools/preprocess_data.py; all of its text may be in a single domain."""
     checkpoint: Path
-    """Proxy model: a run folder (its latest checkpoint), one checkpoint folder, a Hugging Face
-    folder, or a model OWNER/NAME on the Hugging Face hub."""
+    """Proxy model: a run folder (its latest checkpoint), a checkpoint folder (also of Megatron-LM),
+    a Hugging Face folder, or a model OWNER/NAME on the Hugging Face hub."""
     discover: str
     """Number of clusters, 2 or more. From a list such as 4,8,16, the number with the best
     silhouette is chosen."""
