@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import queue
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import gelu, silu
@@ -153,7 +157,8 @@ def save_megatron(
         common: further state.
     """
     target = folder / f"iter_{iteration:07d}"
-    if torch.distributed.get_rank() == 0:
+    rank = torch.distributed.get_rank()
+    if rank == 0:
         target.mkdir(parents=True)
     torch.distributed.barrier()
     state = {
@@ -163,14 +168,26 @@ def save_megatron(
         "model": model.sharded_state_dict(metadata=metadata),
         # States that Megatron-LM saves as tensors and as pickled objects.
         "optimizer": ShardedTensor.from_rank_offsets(
-            "optimizer.state.exp_avg.decoder.layers.0.weight", torch.ones(3)
+            "optimizer.state.exp_avg.decoder.layers.0.weight", torch.ones(3), replica_id=rank
         ),
-        "rng_state": ShardedObject("rng_state", [{"random": object}], (1, 1), (0, 0)),
+        "rng_state": ShardedObject("rng_state", [object], (1, 1), (0, 0), replica_id=rank),
         "num_floating_point_operations_so_far": 1e18,
         **common,
     }
     if args is None:
         del state["args"]
-    dist_checkpointing.save(state, str(target), ("torch_dist", 1))
+    # megatron would start a server process for this queue, which would outlive the ranks of tests.
+    with mock.patch.object(filesystem_async, "_results_queue", queue.SimpleQueue()):
+        dist_checkpointing.save(state, str(target), ("torch_dist", 1))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return target
+
+
+@torch.no_grad()
+def logits_of(model: GPTModel, length: int, vocab_size: int) -> torch.Tensor:
+    """Return the logits [b, s, v] of random tokens at all positions, from all ranks' shards."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(vocab_size, (3, length), generator=generator)
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    shard = model(tokens, torch.arange(length).expand_as(tokens), mask)
+    return gather_from_tensor_model_parallel_region(shard)[..., :vocab_size]

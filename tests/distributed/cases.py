@@ -348,6 +348,11 @@ class Places:
         """The checkpoint that ``name`` saved after it loaded the converted Hugging Face folder."""
         return self.root / "from-huggingface" / name
 
+    @property
+    def megatron(self) -> Path:
+        """Folder with a checkpoint of Megatron-LM, and the logits before and after reading it."""
+        return self.root / "megatron"
+
     def mixture(self, reading: str, layer: int) -> Path:
         return self.root / "readings" / reading / f"layer-{layer}" / "mixture.json"
 

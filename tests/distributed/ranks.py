@@ -92,6 +92,8 @@ def all_sections() -> Iterator[Section]:
         yield Section(f"rewrite-{name}", case.ranks, run(readings.rewrite, name))
         yield Section(f"convert-{name}", 1, run(readings.convert_rewritten, name))
     yield Section("read-converted", 1, run(readings.read_converted))
+    yield Section("write-megatron", 2, run(readings.write_megatron))
+    yield Section("read-megatron", 1, run(readings.read_megatron))
     yield Section("downstream-one", 1, run(answer_downstream))
     for name in cases.DOWNSTREAM:
         yield Section(f"downstream-{name}", cases.MAX_RANKS, run(answer_downstream, name))

@@ -21,7 +21,7 @@ from megatron_chameleon.checkpoint.convert import (
     convert_from_huggingface,
     convert_to_huggingface,
 )
-from megatron_chameleon.checkpoint.load import config_of, load_weights, open_reader
+from megatron_chameleon.checkpoint.load import config_of, load_weights, open_checkpoint, open_reader
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
@@ -34,6 +34,9 @@ from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.distributed import cases, methods
 from tests.distributed.cases import Places
+from tests.families import FAMILIES, LENGTH
+from tests.megatron_checkpoint import arguments, logits_of, megatron_model, save_megatron
+from tests.small_corpus import VOCAB_SIZE
 
 
 def read(
@@ -74,6 +77,27 @@ def read(
 def read_converted(places: Places) -> None:
     """Embed and evaluate with the checkpoint that was converted to Hugging Face and back."""
     read(places, "one", output="converted", checkpoint=places.from_huggingface("one"))
+
+
+def write_megatron(places: Places) -> None:
+    """Save a model of two tensor-parallel ranks as Megatron-LM does, and its logits."""
+    tokenizer = places.corpus / "tokenizer.json"
+    args = arguments(FAMILIES["qwen3"], tokenizer, tensor_model_parallel_size=2)
+    with distributed(ParallelOptions(tensor_model_parallel_size=2), seed=0) as layout:
+        model = megatron_model(args, layout)
+        save_megatron(places.megatron, model, args)
+        logits = logits_of(model, LENGTH, VOCAB_SIZE)
+        if layout.is_main:
+            np.save(places.megatron / "written.npy", logits.numpy())
+
+
+def read_megatron(places: Places) -> None:
+    """Read the checkpoint of :func:`write_megatron` on one rank, and write its logits."""
+    record = open_checkpoint(places.megatron)
+    with distributed(ParallelOptions(), seed=0) as layout:
+        model = open_reader(record, layout).model
+        logits = logits_of(model, LENGTH, VOCAB_SIZE)
+        np.save(places.megatron / "read.npy", logits.numpy())
 
 
 def convert_one(places: Places) -> None:

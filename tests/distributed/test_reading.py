@@ -61,6 +61,15 @@ def test_perplexities_equal_those_of_single_windows(results, reading):
         assert domain.bits_per_byte is not None
 
 
+def test_a_megatron_checkpoint_of_two_tensor_ranks_is_read_on_one(results):
+    results.require("read-megatron")
+    written, read = (
+        np.load(results.places.megatron / f"{name}.npy") for name in ("written", "read")
+    )
+    assert written.std() > 0.1
+    np.testing.assert_allclose(read, written, rtol=0, atol=TOLERANCE * np.abs(written).max())
+
+
 # Conversions to Hugging Face folders and back.
 
 

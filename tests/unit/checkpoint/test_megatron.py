@@ -18,7 +18,14 @@ from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import RopeScaling
 from tests.families import FAMILIES, llama, small
-from tests.megatron_checkpoint import ITERATION, SAMPLES, arguments, megatron_model, save_megatron
+from tests.megatron_checkpoint import (
+    ITERATION,
+    SAMPLES,
+    arguments,
+    logits_of,
+    megatron_model,
+    save_megatron,
+)
 from tests.rounding import assert_as_near
 from tests.small_corpus import VOCAB_SIZE, word_tokenizer
 from tests.unit.checkpoint.samples import PickledCode
@@ -47,16 +54,6 @@ def tokenizer(tmp_path_factory):
     return word_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
-def logits_of(model, length):
-    """Return the logits [b, s, v] of random tokens at all positions."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(VOCAB_SIZE, (3, length), generator=generator)
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    with torch.no_grad():
-        positions = torch.arange(length).expand_as(tokens)
-        return model(tokens, positions, mask)[..., :VOCAB_SIZE]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_computes_the_logits_of_megatrons(one_rank, tokenizer, tmp_path, name):
     config = MODELS[name]
@@ -75,9 +72,10 @@ def test_the_model_computes_the_logits_of_megatrons(one_rank, tokenizer, tmp_pat
         rows = VOCAB_SIZE if "word_embeddings" in name or "output_layer" in name else len(own)
         assert torch.equal(own[:rows], weight[:rows]), name
     length = 100 if config.is_rotary else config.max_sequence_length
-    reference, exact = logits_of(theirs, length), logits_of(theirs.double(), length)
+    reference = logits_of(theirs, length, VOCAB_SIZE)
+    exact = logits_of(theirs.double(), length, VOCAB_SIZE)
     assert reference.std() > 0.1
-    assert_as_near(logits_of(ours, length), reference, exact)
+    assert_as_near(logits_of(ours, length, VOCAB_SIZE), reference, exact)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
