@@ -10,9 +10,21 @@ from typing import Any
 from tests.fixtures.task_data import Words
 
 EOD_TOKEN, POSITIONS = "<|endoftext|>", 256
-SMALL: dict[str, Any] = {"vocab_size": 601, "n_positions": POSITIONS, "n_layer": 4, "n_head": 4}
 # With small weights, the model would give different answers almost the same score.
-SMALL |= {"n_embd": 64, "initializer_range": 0.1}
+_COMMON: dict[str, Any] = {"vocab_size": 601, "initializer_range": 0.1}
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": {**_COMMON, "n_positions": POSITIONS, "n_layer": 4, "n_head": 4, "n_embd": 64},
+    "llama": {
+        **_COMMON,
+        "max_position_embeddings": POSITIONS,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    },
+}
+"""Fields of the config.json of small models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +37,18 @@ class TextCheckpoint:
 
 
 def write_text_checkpoint(
-    folder: Path, texts: Iterator[str] | None = None, **config: Any
+    folder: Path, texts: Iterator[str] | None = None, family: str = "gpt2", **config: Any
 ) -> TextCheckpoint:
-    """Write a GPT-2 of random weights and a tokenizer trained on ``texts``.
+    """Write a model of random weights and a tokenizer trained on ``texts``.
 
     Args:
         folder: target folder.
         texts: training text of the tokenizer; made-up sentences by default.
-        config: arguments of transformers' GPT2Config; a small model by default.
+        family: transformers' name of the model's family.
+        config: fields of transformers' config; by default those of ``SMALL``.
     """
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_chameleon.checkpoint.convert import (
         convert_from_huggingface,
@@ -44,11 +57,12 @@ def write_text_checkpoint(
     from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
     from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 
-    config = config or SMALL
+    config = config or SMALL[family]
     texts = texts or iter([Words("tokenizer").text(2000)])
     model, checkpoint, exported = folder / "model", folder / "checkpoint", folder / "exported"
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(**config)).save_pretrained(model)
+    settings = AutoConfig.for_model(family, **config)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(model)
     tokenizer = model / "tokenizer.json"
     tokenizer.write_bytes(byte_level_bpe(texts, config["vocab_size"], EOD_TOKEN))
     convert_from_huggingface(FromHuggingFaceOptions(model=model, output=checkpoint))

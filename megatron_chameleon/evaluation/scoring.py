@@ -113,7 +113,7 @@ class Row:
         ]
 
 
-def pack(sequences: Sequence[Tokens], longest: int, pairs_per_token: int) -> list[Row]:
+def pack(sequences: Sequence[Tokens], longest: int, pairs_per_token: float) -> list[Row]:
     """Pack the sequences into rows. Sequences share a row if that saves computation.
 
     A shared prefix is computed once, but the mask does not make attention cheaper: a row of n
@@ -271,7 +271,10 @@ class Scorer:
 
         Collective over tensor-parallel ranks of the last pipeline stage.
         """
-        logits = linear(states, self.reader.model.shared_embedding_or_output_weight()).float()
+        model = self.reader.model
+        is_tied = model.share_embeddings_and_output_weights
+        rows = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
+        logits = linear(states, rows).float()
         if self.layout.tensor_size > 1:
             logits = gather_from_tensor_model_parallel_region(logits)
         logits[:, self.reader.config.vocab_size :] = -torch.inf
@@ -280,8 +283,8 @@ class Scorer:
     @torch.no_grad()
     def _score(self, questions: Sequence[Question], description: str) -> Answers:
         layout, shape = self.layout, self.reader.config
-        # Projections take 4h(2h + f) FLOPs per token, and attention 4h per pair of tokens.
-        pairs_per_token = 2 * shape.hidden_size + shape.ffn_hidden_size
+        # A pair of tokens takes 4 FLOPs per element of the queries.
+        pairs_per_token = layer_forward_flops(shape, 0) / (4 * shape.query_size)
         sequences = [self._model_input(question) for question in questions]
         tokens_at_once, longest = self.sequences_at_once * self.max_length, 2 * self.max_length
         rows = sorted(pack(sequences, longest, pairs_per_token), key=lambda row: -row.length)

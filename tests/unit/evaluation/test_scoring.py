@@ -18,7 +18,7 @@ from megatron_chameleon.evaluation import scoring
 from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer, batch_tensors, pack
 from tests.fixtures.task_data import Words
-from tests.text_checkpoint import EOD_TOKEN, POSITIONS
+from tests.text_checkpoint import EOD_TOKEN, POSITIONS, SMALL, write_text_checkpoint
 
 TOLERANCE = 1e-4
 WORDS = Words("requests")
@@ -55,14 +55,28 @@ def test_each_token_attends_to_its_own_sequence_only(longest, pairs_per_token, l
 
 
 @pytest.fixture(scope="module")
-def reader(text_checkpoint, one_rank):
-    return open_reader(CheckpointRecord.load(text_checkpoint.checkpoint), one_rank)
+def models(tmp_path_factory):
+    """Write all models now: a conversion forms its own process group, unlike ``one_rank``."""
+    return {
+        family: write_text_checkpoint(tmp_path_factory.mktemp(family), family=family)
+        for family in SMALL
+    }
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def model(request, models):
+    return models[request.param]
 
 
 @pytest.fixture(scope="module")
-def scorer(text_checkpoint, reader):
+def reader(model, one_rank):
+    return open_reader(CheckpointRecord.load(model.checkpoint), one_rank)
+
+
+@pytest.fixture(scope="module")
+def scorer(model, reader):
     """Factory of scorers: ``scorer(sequences_at_once)``."""
-    tokenizer = load_tokenizer(text_checkpoint.tokenizer, EOD_TOKEN)
+    tokenizer = load_tokenizer(model.tokenizer, EOD_TOKEN)
     return lambda sequences_at_once: Scorer(reader, sequences_at_once, tokenizer)
 
 
@@ -148,8 +162,8 @@ def ours(scorer):
 
 
 @pytest.fixture(scope="module")
-def theirs(text_checkpoint):
-    return HFLM(str(text_checkpoint.exported), device="cpu", dtype="float32", batch_size=4)
+def theirs(model):
+    return HFLM(str(model.exported), device="cpu", dtype="float32", batch_size=4)
 
 
 def test_log_likelihoods_equal_the_exported_models(ours, theirs):
