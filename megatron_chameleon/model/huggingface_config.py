@@ -33,6 +33,14 @@ ARCHITECTURES: dict[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# transformers' values of missing fields (a null has another meaning), where families differ.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+WholeHead = Annotated[float, Field(ge=1, le=1)]
+"""Fraction of each head that is rotated. transformers' Llama cannot rotate a part of a head."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +106,7 @@ class RopeParameters:
     attention_factor: PositiveFloat | None = None
     mscale: NonNegativeFloat | None = None
     mscale_all_dim: NonNegativeFloat | None = None
-    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] = 1.0
+    partial_rotary_factor: WholeHead = 1.0
 
     def scaling(self, max_position_embeddings: int) -> RopeScaling | None:
         """Return the scaling of a model with this many positions."""
@@ -146,6 +154,7 @@ class DecoderConfig:
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeParameters | None = None
     rope_parameters: RopeParameters | None = None
+    partial_rotary_factor: WholeHead = 1.0
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -169,7 +178,6 @@ class DecoderConfig:
             name = "attention_bias" if self.attention_bias else "mlp_bias"
             raise ValueError(f"{name} is supported only if both biases are true")
         rope = self.rope_parameters or self.rope_scaling or RopeParameters()
-        default_head_dim = 128 if self.model_type == "qwen3" else 0
         return ModelConfig(
             num_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
@@ -178,7 +186,7 @@ class DecoderConfig:
             vocab_size=self.vocab_size,
             max_sequence_length=self.max_position_embeddings,
             num_query_groups=self.num_key_value_heads or 0,
-            kv_channels=self.head_dim or default_head_dim,
+            kv_channels=self.head_dim or 0,
             activation="swiglu",
             normalization="RMSNorm",
             layernorm_epsilon=self.rms_norm_eps,
@@ -225,21 +233,21 @@ def read_model_config(path: Path) -> FoundConfig:
 
 def parse_config(body: Mapping[str, Any], where: str) -> FoundConfig:
     """Parse ``body``, the contents of the config.json at ``where``; raises UserError as above."""
-    fields = dict(body)
-    for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(fields.get(name), dict) and "type" in fields[name]:  # transformers < 4.45
-            fields[name] = {"rope_type": fields[name]["type"], **fields[name]}
     family, decoders = body.get("model_type"), ("llama", "mistral", "qwen2", "qwen3")
     if family not in ("gpt2", *decoders):
         reason = f"must be gpt2, {', '.join(decoders)}"
         raise _unsupported(where, "model_type", family, reason)
+    fields = {**_DEFAULTS.get(family, {}), **body}
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(fields.get(name), dict) and "type" in fields[name]:  # transformers < 4.45
+            fields[name] = {"rope_type": fields[name]["type"], **fields[name]}
     kind: Any = GPT2Config if family == "gpt2" else DecoderConfig
     try:
         found = TypeAdapter(kind).validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0]) if first["loc"] else "(the whole file)"
-        raise _unsupported(where, field, body.get(field), first["msg"]) from error
+        raise _unsupported(where, field, fields.get(field), first["msg"]) from error
     try:
         return FoundConfig(found.model_config(), found.dropout)
     except ValueError as error:
