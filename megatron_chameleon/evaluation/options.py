@@ -157,8 +157,9 @@ class DownstreamOptions(CheckedOptions):
     """Folder for intermediate results, one file per task and number of shots; default: --output
     without .json."""
     evaluation_batch_size: Count = 8
-    """Number of sequences of the model's length per forward pass and rank; shorter sequences are
-    batched up to the same number of tokens. The batch size does not change the result."""
+    """Number of sequences of the model's length (at most 4096) per forward pass and rank; shorter
+    sequences are batched up to the same number of tokens. The batch size does not change the
+    result."""
     evaluation_dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype. bfloat16 is faster on a GPU, and changes a few answers."""
     tokenizer: TokenizerChoice = dataclasses.field(default_factory=TokenizerChoice)

@@ -29,6 +29,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, head_forward_flops, layer_forward_flops
 from megatron_chameleon.model.readout import (
     Reader,
+    default_window,
     length_batches,
     length_multiple,
     padded_length,
@@ -209,8 +210,9 @@ class Scorer:
 
     Args:
         reader: reads the model's outputs.
-        sequences_at_once: number of sequences of the model's length per forward pass and rank;
-            shorter sequences are batched up to the same number of tokens.
+        sequences_at_once: number of sequences of the model's length (with rotary positions, of at
+            most DEFAULT_WINDOW_LIMIT tokens) per forward pass and rank; shorter sequences are
+            batched up to the same number of tokens.
         tokenizer: the model's tokenizer.
     """
 
@@ -286,8 +288,9 @@ class Scorer:
         # A pair of tokens takes 4 FLOPs per element of the queries.
         pairs_per_token = layer_forward_flops(shape, 0) / (4 * shape.query_size)
         sequences = [self._model_input(question) for question in questions]
-        tokens_at_once, longest = self.sequences_at_once * self.max_length, 2 * self.max_length
-        rows = sorted(pack(sequences, longest, pairs_per_token), key=lambda row: -row.length)
+        window = default_window(shape)
+        tokens_at_once, longest = self.sequences_at_once * window, 2 * self.max_length
+        rows = sorted(pack(sequences, 2 * window, pairs_per_token), key=lambda row: -row.length)
         lengths, multiple = [row.length for row in rows], length_multiple(layout)
         all_batches = list(length_batches(lengths, tokens_at_once, multiple, longest, MIN_FILL))
         own = (

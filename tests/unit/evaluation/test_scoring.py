@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import scoring
 from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer, batch_tensors, pack
+from megatron_chameleon.model import readout
 from tests.fixtures.task_data import Words
 from tests.text_checkpoint import EOD_TOKEN, POSITIONS, SMALL, write_text_checkpoint
 
@@ -136,6 +139,21 @@ def test_scores_equal_the_scores_of_each_question_alone(
     assert answers.is_greedy.tolist() == list(greedy)
     lengths = [len(each.context) + len(each.continuation) for each in questions]
     assert answers.num_truncated == sum(length > POSITIONS + 1 for length in lengths) > 0
+
+
+def test_batches_do_not_grow_with_rotary_positions(reader, scorer, questions, monkeypatch):
+    """Public models have up to a million positions."""
+    monkeypatch.setattr(readout, "DEFAULT_WINDOW_LIMIT", POSITIONS)
+    config, tokens = reader.config, []
+    if config.is_rotary:
+        config = dataclasses.replace(config, max_sequence_length=10**6)
+    long = Scorer(dataclasses.replace(reader, config=config), 2, scorer(1).tokenizer)
+    hook = reader.model.decoder.register_forward_hook(
+        lambda _module, _inputs, states: tokens.append(states.shape[0] * states.shape[1])
+    )
+    with hook:
+        long.score(questions)
+    assert POSITIONS < max(tokens) <= 2 * POSITIONS
 
 
 def test_sharing_prefixes_saves_flops_and_keeps_scores(scorer, questions, monkeypatch):
