@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +65,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     # Earlier releases of megatron-core added a field to these classes.
     (_MEGATRON, "MCoreMetadata"): Metadata,
     (_MEGATRON, "MCoreSavePlan"): planner.SavePlan,
+    # The folder of the checkpoint may be recorded as a path, whose class later Pythons moved.
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
 }
 
 

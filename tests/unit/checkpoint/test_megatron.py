@@ -140,6 +140,20 @@ def test_arguments_of_later_releases_have_other_names(saved):
     assert config_of(open_checkpoint(folder)).layernorm_epsilon == 1e-6
 
 
+def test_an_index_of_an_earlier_release_is_read(saved, one_rank):
+    folder, _ = saved
+    index = read_index(folder)
+    vars(index.storage_meta)["checkpoint_id"] = folder
+    vars(index)["mcore_data"] = {"embedding.word_embeddings.weight": {}}
+    names = ("torch.distributed.checkpoint.metadata\nMetadata\n",)
+    names += ("megatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n",)
+    now, before = (name.encode() for name in names)
+    content = pickle.dumps(index, protocol=2)
+    assert now in content
+    (folder / ".metadata").write_bytes(content.replace(now, before))
+    open_reader(open_checkpoint(folder), one_rank)
+
+
 def test_common_state_runs_no_code(saved, tmp_path):
     folder, args = saved
     expected, trace = open_checkpoint(folder).model, tmp_path / "ran"
