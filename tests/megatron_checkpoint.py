@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import queue
 from pathlib import Path
@@ -28,7 +29,15 @@ ITERATION, SAMPLES = 1000, 64_000
 
 
 def arguments(config: ModelConfig, tokenizer: Path | None, **changes: Any) -> argparse.Namespace:
-    """Return Megatron-LM's arguments of ``config``: its flags, and values of other classes."""
+    """Return Megatron-LM's arguments of ``config``.
+
+    Later releases have an argument for each field of megatron-core's config. Many values are
+    objects of other classes.
+    """
+    fields = {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
+    # Releases have arguments of one or of the other name.
+    for name in ("layernorm_epsilon", "layernorm_zero_centered_gamma"):
+        del fields[name]
     is_swiglu, scaling = config.activation == "swiglu", config.rope_scaling
     values = {
         "num_layers": config.num_layers,
@@ -84,7 +93,7 @@ def arguments(config: ModelConfig, tokenizer: Path | None, **changes: Any) -> ar
         values |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
     elif scaling is not None:
         values["rotary_seq_len_interpolation_factor"] = int(scaling.factor)
-    return argparse.Namespace(**{**values, **changes})
+    return argparse.Namespace(**{**fields, **values, **changes})
 
 
 def megatron_model(args: argparse.Namespace, layout: Layout) -> GPTModel:

@@ -13,11 +13,11 @@ import pickle
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus, provenance
@@ -215,7 +215,7 @@ class Arguments:
     window_size: None = None
     softmax_type: Literal["vanilla"] = "vanilla"
     softmax_scale: None = None
-    glu_linear_offset: Literal[0] = 0
+    glu_linear_offset: Annotated[float, Field(ge=0, le=0)] = 0.0
     activation_func_clamp_value: None = None
     experimental_attention_variant: None = None
     mtp_num_layers: None = None

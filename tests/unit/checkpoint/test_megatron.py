@@ -93,6 +93,7 @@ def test_each_layout_of_tensors_is_read(one_rank, tokenizer, tmp_path, layout):
 
 
 REJECTED = {
+    "glu_linear_offset": 1.0,
     "num_experts": 8,
     "multi_latent_attention": True,
     "squared_relu": True,
@@ -145,9 +146,8 @@ def test_an_index_of_an_earlier_release_is_read(saved, one_rank):
     index = read_index(folder)
     vars(index.storage_meta)["checkpoint_id"] = folder
     vars(index)["mcore_data"] = {"embedding.word_embeddings.weight": {}}
-    names = ("torch.distributed.checkpoint.metadata\nMetadata\n",)
-    names += ("megatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n",)
-    now, before = (name.encode() for name in names)
+    now = b"torch.distributed.checkpoint.metadata\nMetadata\n"
+    before = b"megatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
     content = pickle.dumps(index, protocol=2)
     assert now in content
     (folder / ".metadata").write_bytes(content.replace(now, before))
