@@ -310,11 +310,11 @@ MISTAKES = {
 MORE_BYTES = 256 << 20
 
 COMPILED = {
-    "sp2-selective": dataclasses.replace(SP2.parallel, recompute=SELECTIVE),
-    "pp2-full": dataclasses.replace(PP2.parallel, recompute=FULL),
-    "vpp2": VPP2.parallel,
+    "sp2-selective-qwen3": dataclasses.replace(SP2.parallel, recompute=SELECTIVE),
+    "pp2-full-qwen2": dataclasses.replace(PP2.parallel, recompute=FULL),
+    "vpp2-llama": VPP2.parallel,
 }
-"""Layouts whose layers are compiled."""
+"""Layouts whose layers are compiled; the name of a case ends with the family of its model."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,36 +25,32 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.variables.torch import constant_fold_functions
 
 from megatron_chameleon.blend.sampler import Batch
-from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.parallel.layout import Layout, distributed
-from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.distributed.cases import COMPILED
+from tests.families import FAMILIES, LENGTH, VOCAB_SIZE
 from tests.random_training import RandomTraining, random_batches
 
-SHAPE = ModelConfig(4, 2, 32, 64, vocab_size=100, max_sequence_length=16)
 STEPS, MICRO_BATCHES, ROWS = 2, 4, 2
 
 
 def batches(layout: Layout) -> Iterator[Batch]:
     """Micro-batches of random text for this rank."""
-    random = random_batches(SHAPE.vocab_size, ROWS, SHAPE.max_sequence_length, num_domains=ROWS)
+    random = random_batches(VOCAB_SIZE, ROWS, LENGTH, num_domains=ROWS)
     for number, batch in enumerate(itertools.islice(random, STEPS * MICRO_BATCHES)):
         if number % layout.data_size == layout.data_rank:
             yield batch
 
 
-def train(
-    parallel: TrainingParallelOptions, layout: Layout, backend: CompileCounterWithBackend | None
-) -> list[Any]:
+def train(name: str, layout: Layout, backend: CompileCounterWithBackend | None) -> list[Any]:
     """Return for each step this rank's losses by domain, followed by the gradient norm."""
     training = RandomTraining(
-        SHAPE,
+        FAMILIES[name.rpartition("-")[2]],
         layout,
         bf16=False,
         compiled=backend,
         optimizer=OptimizerOptions(lr=1e-2, lr_warmup_iters=1),
-        recompute=parallel.recompute,
+        recompute=COMPILED[name].recompute,
     )
     passes = training.passes(MICRO_BATCHES // layout.data_size, ROWS, num_domains=ROWS)
     of_rank, found = batches(layout), []
@@ -64,17 +60,17 @@ def train(
     return found
 
 
-def compare(parallel: TrainingParallelOptions, backend: str) -> dict[str, Any]:
-    """Train once eagerly and once with compiled layers."""
-    with distributed(parallel, seed=0) as layout:
-        plain = train(parallel, layout, None)
+def compare(name: str, backend: str) -> dict[str, Any]:
+    """Train a case once eagerly and once with compiled layers."""
+    with distributed(COMPILED[name], seed=0) as layout:
+        plain = train(name, layout, None)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         # The simulated device replaces this function, which torch.compile must treat as a constant.
         constant_fold_functions[torch.cuda.current_device] = None  # type: ignore[call-overload]
         graphs = CompileCounterWithBackend(backend)
         with torch.compiler.set_stance("default"):
-            compiled = train(parallel, layout, graphs)
+            compiled = train(name, layout, graphs)
     breaks = [reason[:300] for reason in torch._dynamo.utils.counters["graph_break"]]
     return {
         "plain": plain,
@@ -86,7 +82,7 @@ def compare(parallel: TrainingParallelOptions, backend: str) -> dict[str, Any]:
 
 def main() -> None:
     root, backend, *names = sys.argv[1:]
-    found = {name: compare(COMPILED[name], backend) for name in names}
+    found = {name: compare(name, backend) for name in names}
     Path(root, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

@@ -48,10 +48,10 @@ def check(found, name, tolerance):
 @pytest.mark.parametrize(
     ("backend", "names", "tolerance"),
     [
-        ("aot_eager", ("sp2-selective", "vpp2"), AOT_TOLERANCE),
+        ("aot_eager", ("sp2-selective-qwen3", "vpp2-llama"), AOT_TOLERANCE),
         pytest.param(
             "inductor",
-            ("sp2-selective", "pp2-full"),
+            ("sp2-selective-qwen3", "pp2-full-qwen2"),
             INDUCTOR_TOLERANCE,
             marks=[
                 pytest.mark.slow,

@@ -23,19 +23,29 @@ from megatron_chameleon.methods.swarm import SwarmOptions
 from megatron_chameleon.methods.swarm.swarm import Swarm, concurrency, train_swarm
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import forward_flops, training_flops
+from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.training.options import StoppingOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.distributed.launch import finish, start, torchrun
 from tests.small_corpus import DOMAINS, VOCAB_SIZE
 
 STEPS = 6
-SHAPE = preset("nano", VOCAB_SIZE, 32)
+LLAMA = ArchitectureOptions(
+    num_query_groups=2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    untie_embeddings_and_output_weights=True,
+    disable_bias_linear=True,
+)
+SHAPE = LLAMA.apply(preset("nano", VOCAB_SIZE, 32))
 MIXTURES = np.array([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]])
 
 
 def swarm_options(**changes):
     options = SwarmOptions(
         model="nano",
+        architecture=LLAMA,
         train_iters=STEPS,
         seq_length=32,
         global_batch_size=8,
