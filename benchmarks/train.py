@@ -43,7 +43,7 @@ from benchmarks.measure import (
     milliseconds,
     put_row,
 )
-from benchmarks.plain_gpt import PlainGPT, plain_optimizer, plain_step
+from benchmarks.plain_models import PlainModel, plain_optimizer, plain_step
 from megatron_chameleon.blend.sampler import read_ahead
 from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
@@ -58,8 +58,12 @@ from megatron_chameleon.parallel.options import TrainingParallelOptions
 from tests.random_training import RandomTraining, random_batches
 
 VOCAB_SIZE = 50_257  # the vocabulary size of GPT-2's tokenizer
-GPU_SIZES = ("684m", "1.2b", "124m", "82m")
-CPU_SIZES = ("82m",)
+GPU_LENGTHS = {
+    **dict.fromkeys(("684m", "1.2b", "124m", "82m"), (1024, 512)),
+    **dict.fromkeys(("llama-1b", "llama-350m", "llama-130m"), (1024,)),
+}
+"""Sequence lengths by model size."""
+CPU_LENGTHS = {"82m": 512, "llama-130m": 256}
 LEAST_REPEATS = 5
 CPU_MICRO_BATCH = 2
 MICRO_BATCH_TOKENS = (8_192, 16_384, 32_768, 65_536)
@@ -105,14 +109,14 @@ class Ours:
     """Training as tools/pretrain_gpt.py does it, without logs and checkpoints."""
 
     def __init__(
-        self, case: Case, layout: Layout, *, compiled: bool = False, kv_channels_multiple: int = 0
+        self, case: Case, layout: Layout, *, compiled: bool = False, head_dim_multiple: int = 0
     ) -> None:
         self._case = case
         backend = "inductor" if compiled else None
         self._training = RandomTraining(case.config, layout, bf16=case.bf16, compiled=backend)
         for module in self._training.chunks[0].modules():
-            if isinstance(module, SDPACoreAttention) and kv_channels_multiple:
-                module.kv_channels_multiple = kv_channels_multiple
+            if isinstance(module, SDPACoreAttention) and head_dim_multiple:
+                module.head_dim_multiple = head_dim_multiple
 
     def run(self, micro_batch_size: int, steps: int, each: Callable[[], object]) -> None:
         """See :class:`Contestant`."""
@@ -131,7 +135,7 @@ class Plain:
     def __init__(self, case: Case, layout: Layout, *, compiled: bool = False) -> None:
         self._case, self._device = case, layout.device
         torch.manual_seed(0)
-        self._model = PlainGPT(case.config).to(layout.device)
+        self._model = PlainModel(case.config).to(layout.device)
         self._optimizer = plain_optimizer(self._model)
         # Set the stance, since the simulated CUDA device of the tests disables compiling.
         self._stance: Any = "default" if compiled else "force_eager"
@@ -230,7 +234,7 @@ def gpu_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
         }
         if case.config.kv_channels % 64 and case.seq_length == 1024:
             contestants["ours compiled, heads padded to 64"] = lambda: Ours(
-                case, layout, compiled=True, kv_channels_multiple=64
+                case, layout, compiled=True, head_dim_multiple=64
             )
         found = {name: time_at_best(make, case, arguments) for name, make in contestants.items()}
         return compared(case, found)
