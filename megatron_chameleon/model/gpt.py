@@ -31,6 +31,8 @@ from megatron_chameleon.model.layers import (
     RecomputedMLP,
     RotaryPositions,
     SDPACoreAttention,
+    SelfAttention,
+    SwiGLU,
     additive_mask,
 )
 from megatron_chameleon.parallel.layout import Layout
@@ -147,7 +149,7 @@ def transformer_config(
             Apex's kernel; the model chunks must be wrapped for data parallelism.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
-    interleaved = layout.virtual_size > 1
+    interleaved, is_gated = layout.virtual_size > 1, model.activation == "swiglu"
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -156,7 +158,9 @@ def transformer_config(
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         activation_func=ACTIVATIONS[model.activation],
-        gated_linear_unit=model.activation == "swiglu",
+        gated_linear_unit=is_gated,
+        # The activation is a module, though not one of Transformer Engine: see SwiGLU.
+        use_te_activation_func=is_gated,
         normalization=model.normalization,
         layernorm_epsilon=model.layernorm_epsilon,
         qk_layernorm=model.qk_layernorm,
@@ -216,11 +220,14 @@ def build_model_chunks(
     layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp
+    layer.submodules.self_attention.module = SelfAttention
     attention.core_attention = SDPACoreAttention
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.linear_qkv = mlp.submodules.linear_fc1 = TraceableColumnParallelLinear
     attention.linear_proj = mlp.submodules.linear_fc2 = GroupedRowParallelLinear
+    if config.gated_linear_unit:
+        mlp.submodules.activation_func = SwiGLU
     if config.recompute_granularity == "selective":
         mlp.module = RecomputedMLP
     chunks: list[GPTModel | Float16Module] = []

@@ -1,4 +1,4 @@
-"""Attention, rotary positions, norms and recomputed MLP that replace megatron's.
+"""Attention, rotary positions, norms, SwiGLU and recomputed MLP that replace megatron's.
 
 They need neither Apex nor Transformer Engine.
 """
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
 from megatron_chameleon.model.config import ModelConfig, Normalization
@@ -23,6 +24,42 @@ from megatron_chameleon.model.config import ModelConfig, Normalization
 # Flash attention needs head dimensions that are a multiple of 8. torch pads other dimensions, but
 # only for one of its kernels.
 HEAD_DIM_MULTIPLE_ON_GPU = 8
+
+
+class SelfAttention(MegatronSelfAttention):
+    """megatron's self-attention of a training step, without inference and packed sequences.
+
+    Queries and keys are rotated straight out of the product that holds them, by angles whose cosine
+    and sine are computed once (see :class:`RotaryPositions`). megatron copies the queries of groups
+    first, and computes cosine and sine in every layer, of queries and of keys.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        rotary_pos_emb: torch.Tensor | None = None,
+        **unsupported: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output [s, b, h] of ``hidden_states`` [s, b, h], and its bias.
+
+        ``rotary_pos_emb`` is from :class:`RotaryPositions`; ``attention_mask`` is an argument of
+        :class:`SDPACoreAttention`.
+        """
+        assert all(value is None for value in unsupported.values()), unsupported.keys()
+        product, _ = self.linear_qkv(hidden_states)
+        groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        grouped = product.unflatten(-1, (groups, -1, head_dim))  # [s, b, groups, q + k + v, d]
+        query, key, value = grouped.split((grouped.size(3) - 2, 1, 1), dim=3)
+        query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if rotary_pos_emb is not None:
+            query, key = Rotation.apply(query, rotary_pos_emb), Rotation.apply(key, rotary_pos_emb)
+        context = self.core_attention(
+            query.flatten(2, 3), key.squeeze(3), value.squeeze(3), attention_mask
+        )
+        output: tuple[torch.Tensor, torch.Tensor | None] = self.linear_proj(context)
+        return output
 
 
 class SDPACoreAttention(MegatronModule):
@@ -151,7 +188,11 @@ def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
 
 
 class RotaryPositions(RotaryEmbedding):
-    """megatron's rotary embedding with every scaling of :func:`inverse_frequencies`."""
+    """Rotations by position, with every scaling of :func:`inverse_frequencies`.
+
+    megatron returns angles. This class returns the factors of :class:`Rotation`, so that no layer
+    computes a cosine or sine.
+    """
 
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:
         super().__init__(
@@ -159,11 +200,60 @@ class RotaryPositions(RotaryEmbedding):
         )
         device = torch.cuda.current_device()
         self.inv_freq: torch.Tensor = inverse_frequencies(model).to(device)
+        self.rest = config.kv_channels - model.rotary_dim
+        self.dtype = config.params_dtype
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Return the rotations of a range of positions; megatron caches them by length."""
+        positions = torch.arange(offset, offset + max_seq_len, device=self.inv_freq.device)
+        return self.at(positions[None])
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the angles [s, b, 1, rotary_dim] float32 of ``positions`` [b, s]."""
-        angles = positions.t()[:, :, None].float() * self.inv_freq
-        return torch.cat([angles, angles], dim=-1)[:, :, None, :]
+        """Return the rotations at ``positions`` [b, s], in the dtype of the model.
+
+        Returns:
+            [s, b, 1, 1, kv_channels + rotary_dim / 2]: for each element of a head, the cosine of
+            its angle, which is 1 for elements that are not rotated; then the sines of all pairs.
+        """
+        angles = positions.t()[:, :, None].float() * self.inv_freq  # [s, b, rotary_dim / 2]
+        cos, rest = angles.cos(), angles.new_ones(*angles.shape[:2], self.rest)
+        rotations = torch.cat([cos, cos, rest, angles.sin()], dim=-1).to(self.dtype)
+        return rotations[:, :, None, None, :]
+
+
+class Rotation(torch.autograd.Function):
+    """Rotate pairs of elements of queries or keys (Su et al. 2021, "RoFormer", equation 34).
+
+    A pair is an element of the first half of the rotated elements, and the element of the second
+    half at the same place. The backward pass rotates in the opposite direction.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+        """Rotate ``heads`` [s, b, groups, n, head_dim] by ``rotations`` (:class:`RotaryPositions`).
+
+        Returns:
+            As ``heads``, contiguous.
+        """
+        ctx.save_for_backward(rotations)
+        return _rotated(heads, rotations, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient of the heads."""
+        (rotations,) = ctx.saved_tensors
+        return _rotated(gradient, rotations, -1), None
+
+
+def _rotated(heads: torch.Tensor, rotations: torch.Tensor, direction: int) -> torch.Tensor:
+    head_dim = heads.size(-1)
+    cos, sin = rotations[..., :head_dim], rotations[..., head_dim:]
+    half = sin.size(-1)
+    first, second = slice(half), slice(half, 2 * half)
+    rotated = heads * cos
+    rotated[..., first].addcmul_(heads[..., second], sin, value=-direction)
+    rotated[..., second].addcmul_(heads[..., first], sin, value=direction)
+    return rotated
 
 
 class SequenceParallelLayerNorm(torch.nn.LayerNorm):
@@ -197,9 +287,10 @@ class RMSNormFunction(torch.autograd.Function):
         """Normalize ``states`` [..., h] in float32, and return their dtype."""
         dtype = torch.promote_types(states.dtype, torch.float32)
         raised = states.to(dtype)
-        scale = torch.rsqrt(raised.square().mean(dim=-1, keepdim=True) + epsilon)
+        norm = torch.linalg.vector_norm(raised, dim=-1, keepdim=True)
+        scale = torch.rsqrt(norm.square() / states.size(-1) + epsilon)
         ctx.save_for_backward(states, scale, weight)
-        return (raised * scale * weight).to(states.dtype)
+        return (raised * scale).mul_(weight).to(states.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -208,8 +299,8 @@ class RMSNormFunction(torch.autograd.Function):
         normalized, gradient = states * scale, gradient.to(scale.dtype)
         of_weight = (gradient * normalized).flatten(0, -2).sum(dim=0)
         gradient = gradient * weight
-        along = (gradient * normalized).mean(dim=-1, keepdim=True)
-        of_states = torch.addcmul(gradient, normalized, along, value=-1).mul_(scale)
+        along = torch.linalg.vecdot(gradient, normalized).unsqueeze(-1) / states.size(-1)
+        of_states = gradient.addcmul_(normalized, along, value=-1).mul_(scale)
         return of_states.to(states.dtype), of_weight.to(weight.dtype), None
 
 
@@ -234,6 +325,44 @@ NORMS: dict[Normalization, type[torch.nn.Module]] = {
     "LayerNorm": SequenceParallelLayerNorm,
     "RMSNorm": SequenceParallelRMSNorm,
 }
+
+
+class SwiGLU(MegatronModule):
+    """SwiGLU of the MLP (Shazeer 2020, "GLU Variants Improve Transformer", equation 6)."""
+
+    def forward(self, product: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * input [s, b, f] of ``product`` [s, b, 2f], gates before inputs."""
+        output: torch.Tensor = GatedSilu.apply(product)
+        return output
+
+
+class GatedSilu(torch.autograd.Function):
+    """silu(gate) * input, which keeps only its argument for the backward pass.
+
+    megatron keeps silu(gate) and a copy of the input, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, product: torch.Tensor) -> torch.Tensor:
+        """See :class:`SwiGLU`."""
+        ctx.save_for_backward(product)
+        gate, up = product.chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient [s, b, 2f] of the product."""
+        (product,) = ctx.saved_tensors
+        gate, up = product.chunk(2, dim=-1)
+        if torch.compiler.is_compiling():  # the compiler fuses, and cannot trace ``out``
+            of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
+            return torch.cat([of_gate, gradient * silu(gate)], dim=-1)
+        of_product = torch.empty_like(product)
+        of_gate, of_up = of_product.chunk(2, dim=-1)
+        torch.mul(gradient, up, out=of_gate)
+        torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
+        torch.ops.aten.silu.out(gate, out=of_up).mul_(gradient)
+        return of_product
 
 
 class RecomputedMLP(MLP):

@@ -13,11 +13,9 @@ the queries, k of the keys and f of the MLP, a layer keeps
 
 elements, where r is t under sequence parallelism and 1 otherwise: the inputs and outputs of both
 norms (4h), queries, keys and values (q + 2k), the output of attention (q), and the input and the
-output of the activation function (m = 2f). SwiGLU keeps gate and input, a copy of the input, the
-activated gate and the product (m = 5f). Norms and rotary positions make new queries and keys
-(a = q + k). With fewer groups than heads, megatron also copies the queries out of their product
-(a = q), and this copy is kept unless rotary positions without a norm follow. Rotary positions keep
-two cosines and two sines of every angle.
+output of the activation function (m = 2f; with SwiGLU, gate, input and output, m = 3f). Norms and
+rotary positions make new queries and keys (a = q + k). Otherwise, with fewer groups than heads, the
+queries are copied out of the product that holds them (a = q).
 """
 
 from __future__ import annotations
@@ -90,11 +88,8 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     # Bytes that a chunk keeps per micro-batch, and bytes of the activations recomputed at a time.
     layers = config.num_layers // pipeline // virtual
     log_sum_exp = tokens * config.num_attention_heads // tensor * FLOAT32_BYTES
-    # Inputs and outputs of the activation function; SwiGLU's first product has width 2f.
-    mlp = tokens * (5 * fc1 // 2 if config.activation == "swiglu" else 2 * fc1) * element
+    mlp = tokens * (fc1 + config.ffn_hidden_size // tensor) * element  # input and output
     attention = tokens * attention_width(config) // tensor * element
-    if config.is_rotary:
-        attention += 4 * setup.seq_length * config.rotary_dim * element
     layer = 4 * residual + attention + log_sum_exp + mlp
     chunk, recomputed = layers * layer, 0
     if recompute.recompute_granularity == "selective":
@@ -166,12 +161,9 @@ def attention_width(config: ModelConfig) -> int:
     """Count the elements per token that the attention of one layer keeps (see above)."""
     q, k = config.query_size, config.key_size
     width = 2 * q + 2 * k
-    is_grouped = config.num_query_groups < config.num_attention_heads
     if config.is_rotary or config.qk_layernorm:
-        width += q + k
-    if is_grouped and (config.qk_layernorm or not config.is_rotary):
-        width += q
-    return width
+        return width + q + k
+    return width + (q if config.num_query_groups < config.num_attention_heads else 0)
 
 
 def stage_parameters(setup: TrainingSetup, stage: int) -> int:
