@@ -10,6 +10,7 @@ import tyro
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import (
+    PRESETS,
     Activation,
     ModelConfig,
     Normalization,
@@ -130,7 +131,8 @@ def resolve_model(
     """Return the model that ``--model`` and the flags of its architecture describe.
 
     Args:
-        model: name of a preset, or a folder with the config.json of a Hugging Face model.
+        model: name of a preset, or a folder with the config.json of a Hugging Face model. A name
+            means the preset, even if the current folder has a subfolder of this name.
         changes: flags that change this model.
         vocab_size: number of tokens of the tokenizer.
         max_sequence_length: number of tokens of a training sequence.
@@ -139,7 +141,7 @@ def resolve_model(
         UserError: for an unknown name, an unsupported config.json, or invalid changes.
     """
     path = Path(model)
-    if path.is_dir() or path.name == "config.json":
+    if model not in PRESETS and (path.is_dir() or path.name == "config.json"):
         from megatron_chameleon.model.huggingface_config import read_model_config
 
         config = dataclasses.replace(

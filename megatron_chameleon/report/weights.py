@@ -23,6 +23,7 @@ MOST_ROWS = 40
 SWEPT_LABELS = {
     "train_iters": "proxy steps",
     "model": "proxy size",
+    "model_size": "proxy size",  # name of the option in earlier releases
     "ridge": "ridge",
     "num_windows": "windows per domain",
 }

@@ -311,8 +311,9 @@ def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder:
         require_new((ratios, metrics), "choose another --work-dir")
     else:
         found = SwarmRecord.load(folder)
-        # Earlier releases had no flags of the architecture.
+        # Earlier releases had no flags of the architecture, and recorded model as model_size.
         before = json_values(ArchitectureOptions()) | found.settings
+        before.setdefault("model", before.get("model_size"))
         differences = [
             f"it has {flag_of(name)} {before.get(name)}, not {value}"
             for name, value in settings.items()

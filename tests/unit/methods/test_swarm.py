@@ -140,6 +140,7 @@ def test_a_result_of_another_shape_is_rejected(whole, corpus, tmp_path, steps, l
 def test_a_stopped_swarm_resumes_and_members_are_added(whole, corpus, tmp_path):
     folder = without(whole, tmp_path / "more", 3)
     record = SwarmRecord.load(folder)
+    record.settings["model_size"] = record.settings.pop("model")  # as in earlier releases
     dataclasses.replace(record, mixtures=record.mixtures[:3]).save()
     before = member_path(folder, 0).stat().st_mtime_ns
     late = StoppingOptions(exit_duration_in_mins=1e-3)

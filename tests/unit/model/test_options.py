@@ -150,6 +150,12 @@ def test_a_folder_without_a_supported_model_is_an_error(tmp_path, config, named)
         resolve_model(str(tmp_path), ArchitectureOptions(), 100, 16)
 
 
+def test_a_folder_does_not_hide_the_preset_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nano").mkdir()
+    assert resolve_model("nano", ArchitectureOptions(), 100, 16) == preset("nano", 100, 16)
+
+
 def test_an_unknown_name_lists_the_presets():
     with pytest.raises(UserError, match=r"--model llama-2b: .*llama-130m.*qwen3"):
         resolve_model("llama-2b", ArchitectureOptions(), 100, 16)
