@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, MixtureWarning, Split
-from megatron_chameleon.artifacts.files import replacing, require_new
+from megatron_chameleon.artifacts.files import replacing, require_new, writing
 from megatron_chameleon.artifacts.mixture import BRIDGE_SUFFIX
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.ranges import CheckedOptions, LargeCount
@@ -240,22 +240,26 @@ def write_blend(output: Path, mixture: Mixture, corpus: Corpus | None) -> list[s
         export, note = Export(_weighted_domains(corpus, weights)), ""
     bridge_path = output.with_name(f"{output.stem}{BRIDGE_SUFFIX}")
     arguments_path = output.with_name(f"{output.stem}.data-args.txt")
+    for path in (bridge_path, arguments_path):
+        with writing(path):
+            path.unlink(missing_ok=True)  # of the mixture that was replaced
     try:
-        words = _words(export, "train")
         if corpus is None:
-            blend = [words[1::2], [float(weight) for weight in words[::2]]]
-            bridge = _json({"blend": blend, "blend_per_split": None})
+            bridge = _json({"blend": _blend(export, "train"), "blend_per_split": None})
         else:
             bridge = megatron_bridge(export)
             # Without --split, Megatron would divide the training files again.
             split = f" --split {export.megatron_split or '100,0,0'}"
-        arguments = f"--data-path {' '.join(words)}"
-        if len(arguments) > MAX_LINE or any(map(UNSAFE_IN_SHELL.search, words)):
-            _write(arguments_path, megatron_data_args(export))
-            arguments = f"--data-args-path {shlex.quote(str(arguments_path))}"
     except UserError as error:
         return [f"no blend for Megatron: {error}"]
     _write(bridge_path, bridge)
+    arguments = f"--data-path {shlex.join(_words(export, 'train'))}"
+    if len(arguments) > MAX_LINE:
+        try:
+            _write(arguments_path, megatron_data_args(export))
+            arguments = f"--data-args-path {shlex.quote(str(arguments_path))}"
+        except UserError as error:
+            arguments, split = f"no file of arguments: {error}", ""
     return [
         f"for Megatron Bridge: {bridge_path}{note}",
         f"for Megatron-LM: {arguments}{split}{note}",
@@ -330,14 +334,17 @@ def megatron_bridge(export: Export) -> str:
     Raises:
         UserError: for a path that ends in white space, which Megatron strips.
     """
-    blends = []
-    for split in SPLITS:
-        words = _words(export, split)
-        blends.append([words[1::2], [float(weight) for weight in words[::2]]] if words else None)
     if (split_option := export.megatron_split) is not None:
-        blend = blends[SPLITS.index("train")]
+        blend = _blend(export, "train")
         return _json({"blend": blend, "blend_per_split": None, "split": split_option})
+    blends = [_blend(export, split) for split in SPLITS]
     return _json({"blend": None, "blend_per_split": blends, "split": None})
+
+
+def _blend(export: Export, split: Split) -> list[list[Any]] | None:
+    """List the prefixes and the weights of ``split``; None without text."""
+    words = _words(export, split)
+    return [words[1::2], [float(weight) for weight in words[::2]]] if words else None
 
 
 def _words(export: Export, split: Split) -> list[str]:

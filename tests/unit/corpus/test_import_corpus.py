@@ -26,7 +26,7 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import held_out_domain
-from megatron_chameleon.interchange import ExportOptions, exported_text
+from megatron_chameleon.interchange import ExportOptions, exported_text, write_blend
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import PretrainOptions
@@ -237,7 +237,7 @@ def test_names_and_the_file_of_arguments(options, tmp_path):
             dataclasses.replace(run, **more)
 
 
-def test_export_divides_imported_files_by_their_split(imported, options):
+def test_export_divides_imported_files_by_their_split(imported, options, tmp_path):
     export = functools.partial(ExportOptions, options.output / "data-path.json", options.output)
     blend = json.loads(exported_text(export("megatron-bridge")))
     path = DataPath.parse(options.data_path)
@@ -248,6 +248,11 @@ def test_export_divides_imported_files_by_their_split(imported, options):
     assert DataPath.parse(line).prefixes == path.prefixes
     with pytest.raises(UserError, match=f"--split {SPLIT}"):
         exported_text(export("megatron-per-split"))
+    lines = write_blend(
+        tmp_path / "m.json", Mixture.load(options.output / "data-path.json"), imported
+    )
+    assert lines[1].endswith(f"--data-path {line.strip()} --split {SPLIT}")
+    assert json.loads((tmp_path / "m.bridge.json").read_text()) == blend
 
 
 # Damage and mistakes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -149,10 +150,21 @@ def without_text(corpus, folder, name, splits):
 
 def test_a_computed_mixture_is_written_as_a_blend(export, corpus, mixture_file, tmp_path):
     mixture, output = Mixture.load(mixture_file), tmp_path / "m.json"
+    (tmp_path / "m.data-args.txt").write_text("of an earlier mixture")
     lines = write_blend(output, mixture, corpus)
     assert (tmp_path / "m.bridge.json").read_text() == export("megatron-bridge")
-    arguments = export("megatron-data-path").strip()
-    assert lines[1].endswith(f"--data-path {arguments} --split 100,0,0")
+    words = shlex.split(lines[1].partition("--data-path")[2])
+    assert words == [*export("megatron-data-path").split(), "--split", "100,0,0"]
+    assert not (tmp_path / "m.data-args.txt").exists()
+
+
+@pytest.mark.parametrize("folder", ["my data", "a (b) & $c", "it's"])
+def test_the_printed_arguments_survive_a_shell(folder, export, corpus, sampled, tmp_path):
+    moved = Corpus.load(shutil.copytree(corpus.root, tmp_path / folder))
+    lines = write_blend(tmp_path / "m.json", Mixture(sampled), moved)
+    words = shlex.split(lines[1].partition("--data-path")[2])
+    assert words[-2:] == ["--split", "100,0,0"]
+    assert get_blend_from_list(words[:-2]) == expected_blend(moved, sampled, "train")
 
 
 def test_long_arguments_are_written_to_a_file(tmp_path):
