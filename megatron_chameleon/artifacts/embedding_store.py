@@ -65,7 +65,7 @@ class DomainEmbeddings:
         file: name of the file.
         windows: number of vectors.
         corpus_hash: hash that identifies the domain's text: of its token files, or for raw text of
-            the names, sizes and times of its files.
+            the names, sizes, times and ETags of its files.
         sha256: hex SHA-256 of the file; None in stores of early releases.
     """
 

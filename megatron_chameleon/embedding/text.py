@@ -161,8 +161,8 @@ class SampledText:
     If the sampled documents have more than twice the text that is embedded, excerpts of them are
     encoded, each like a document.
 
-    A domain is identified by the names, sizes and modification times of its files, so domains whose
-    vectors are stored need not be read again.
+    A domain is identified by the names, sizes, modification times and ETags of its files, so domains
+    whose vectors are stored need not be read again.
 
     Attributes:
         source: options of the text.
@@ -190,7 +190,7 @@ class SampledText:
         return sha256_of_json([[name, self.domain_hash(name)] for name in self.names])
 
     def domain_hash(self, name: str) -> str:
-        """Hash of the sources' names, sizes and times, and of the options that select text."""
+        """Hash of the sources' names and states, and of the options that select text."""
         files = [_identity(source) for source in self.sources[name]]
         return sha256_of_json(
             {"files": files, "keys": [self.source.text_key, self.source.max_document_bytes]}
@@ -265,9 +265,9 @@ def _identity(source: Source) -> list[Any]:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return [source.name, *stats]
-    # The address of a file without a known time holds the revision.
+    # The address of a file without a known time may hold the revision.
     name = Path(source.path).name if source.modified_ns else source.name
-    return [name, source.bytes, source.modified_ns]
+    return [name, source.bytes, source.modified_ns, source.etag]
 
 
 def _excerpts(texts: Sequence[str], characters: int, count: int, seed: int, name: str) -> list[str]:

@@ -170,12 +170,21 @@ def test_only_new_and_changed_text_is_read(compute, files, tmp_path, monkeypatch
     assert read == [*NAMES, "code"]
 
 
+def sampled_text(source):
+    unused: Any = None
+    recipe = EmbeddingRecipe("", 1, 1, 1, 0, "")
+    return SampledText(SourceOptions(()), {"web": [source]}, unused, recipe)
+
+
+def test_an_object_with_another_etag_is_other_text():
+    source = Source("web", "lines", "https://host/a.jsonl", bytes=9, etag="1")
+    other = dataclasses.replace(source, etag="2")
+    assert sampled_text(source).hash == sampled_text(source).hash != sampled_text(other).hash
+
+
 def test_a_changed_folder_of_a_data_set_is_other_text(tmp_path):
     (tmp_path / "a.csv").write_text("text\na\n")
-    sources = {"web": [Source("web", "dataset", f"hf:{tmp_path}")]}
-    recipe = EmbeddingRecipe("", 1, 1, 1, 0, "")
-    unused: Any = None
-    text = SampledText(SourceOptions(()), sources, unused, recipe)
+    text = sampled_text(Source("web", "dataset", f"hf:{tmp_path}"))
     before = text.domain_hash("web")
     assert text.domain_hash("web") == before
     (tmp_path / "a.csv").write_text("text\nab\n")
