@@ -11,12 +11,17 @@ import torch
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.sampler import Batch, read_ahead
-from megatron_chameleon.blend.token_data import DomainData, corpus_tokens, data_path_tokens
+from megatron_chameleon.blend.token_data import (
+    DomainData,
+    TokenData,
+    corpus_tokens,
+    data_path_tokens,
+)
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.config import ModelConfig
-from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.metrics import mean_losses, sum_over_ranks
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import Passes, domain_sums
@@ -104,6 +109,8 @@ class Validation:
 def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Validation | None:
     """Build the run's validation; None if --eval-interval is 0 or exceeds the number of steps.
 
+    Collective.
+
     Domains without text in their valid split are skipped with a warning.
 
     Raises:
@@ -113,15 +120,7 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
     interval = options.validation.eval_interval
     if not 0 < interval <= options.train_iters:
         return None
-    cache = options.data.object_storage_cache_path
-    if options.corpus is not None:
-        data = corpus_tokens(Corpus.load(options.corpus), "valid", cache)
-    else:
-        path = DataPath.read(options.data.data_path, options.data.data_args_path)
-        try:
-            data = data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid", cache)
-        except UserError as error:
-            raise UserError(f"{error}; or pass --eval-interval 0") from error
+    data = from_main(lambda: valid_tokens(plan))
     windows = options.validation.eval_iters * options.global_batch_size // len(data.domains)
     if options.validation.eval_tokens is not None:
         windows = options.validation.eval_tokens // options.seq_length
@@ -137,6 +136,23 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
             f"validation skips domains without a valid split: {', '.join(empty)}", stacklevel=2
         )
     return Validation(texts, data.names, passes, layout)
+
+
+def valid_tokens(plan: TrainingPlan) -> TokenData:
+    """Find the valid split of every domain of a run.
+
+    Raises:
+        UserError: if files are damaged, or --split leaves nothing for the valid split.
+    """
+    options = plan.options
+    cache = options.data.object_storage_cache_path
+    if options.corpus is not None:
+        return corpus_tokens(Corpus.load(options.corpus), "valid", cache)
+    path = DataPath.read(options.data.data_path, options.data.data_args_path)
+    try:
+        return data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid", cache)
+    except UserError as error:
+        raise UserError(f"{error}; or pass --eval-interval 0") from error
 
 
 def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
