@@ -101,15 +101,19 @@ def reading(path: Location, hint: str = "correct --input") -> Iterator[None]:
         raise UserError(f"cannot read {path}: {reason}; {hint}") from error
 
 
-def open_file(path: str, cache_type: str = "readahead") -> BinaryIO:
+def open_file(path: str, cache_type: str = "readahead", size: int | None = None) -> BinaryIO:
     """Open a seekable stream of bytes; call it inside :func:`reading`.
 
-    ``cache_type`` is fsspec's cache of a remote file; the default suits sequential reads.
+    Args:
+        path: path or URL.
+        cache_type: fsspec's cache of a remote file; the default suits sequential reads.
+        size: number of bytes that are needed; None if unknown. At most as many are read ahead.
     """
     if not is_remote(path):
         return open(path, "rb", buffering=0)
     system, name = file_system(path)
-    stream: BinaryIO = system.open(name, "rb", block_size=_READ_AHEAD_BYTES, cache_type=cache_type)
+    block_size = _READ_AHEAD_BYTES if size is None else min(size, _READ_AHEAD_BYTES)
+    stream: BinaryIO = system.open(name, "rb", block_size=block_size, cache_type=cache_type)
     return stream
 
 

@@ -151,8 +151,8 @@ def import_file(prefix: str, split: str, tokenizer: Tokenizer) -> _Import:
                 sequences=(first, stop),
             )
         )
-    for token in np.linspace(0, file.tokens.size - 1, _SAMPLED_BLOCKS).astype(np.int64).tolist():
-        file.tokens[token : token + 1]  # checks the whole block
+    # Reading a token checks its whole block.
+    file.tokens[np.linspace(0, file.tokens.size - 1, _SAMPLED_BLOCKS).astype(np.int64)]
     bin_bytes = file.tokens.size * file.dtype.itemsize
     with reading(f"{prefix}.idx", "restore it"):
         idx_bytes = file_state(f"{prefix}.idx").bytes
@@ -166,8 +166,8 @@ def _ends_documents(file: TokenFile, eod_id: int) -> bool:
     """Whether any sampled document, or sequence of a file without documents, ends with eod_id."""
     documents = file.documents(0, len(file))
     some = np.linspace(0, len(documents) - 1, _SAMPLED_DOCUMENTS).astype(np.int64)
-    ends = (documents.starts[some] + documents.lengths[some])[documents.lengths[some] > 0]
-    return bool((file.tokens[ends - 1] == eod_id).any())
+    starts, lengths = documents.pointers[some] // file.dtype.itemsize, documents.lengths[some]
+    return bool((file.tokens[(starts + lengths)[lengths > 0] - 1] == eod_id).any())
 
 
 def _warn(found: dict[str, _Import], eod_token: str) -> None:

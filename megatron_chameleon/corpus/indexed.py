@@ -293,9 +293,10 @@ def _c_library() -> ctypes.CDLL:
 class SparseCopy:
     """A sparse local file with the chunks of a remote file that were read so far.
 
-    A file next to it holds the 64-bit XXH3 hash of every chunk, or 0 for a chunk that was not read.
-    Processes of a machine share both files without locks, and later runs reuse them: a chunk that
-    does not match its hash, since the machine failed while it was written, is read again.
+    After the content, from a multiple of 8 bytes on, it holds the 64-bit XXH3 hash of every chunk,
+    or 0 for a chunk that was not read. Processes of a machine share the file without locks, and
+    later runs reuse it: a chunk that does not match its hash, since the machine failed while it was
+    written, is read again.
 
     Attributes:
         content: [size] uint8, zero where no chunk was read; :meth:`fetch` reads chunks.
@@ -312,15 +313,15 @@ class SparseCopy:
     def __init__(self, url: str, state: FileState, cache: Path | None) -> None:
         self._url = url
         self._copy = cache_entry(url, state, cache)
-        self._hashes_path = self._copy.with_name(f"{self._copy.name}.xxh3")
         chunks = -(-state.bytes // _CHUNK_BYTES)
-        for path, size in ((self._copy, state.bytes), (self._hashes_path, 8 * chunks)):
-            with writing(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab") as stream:
-                    stream.truncate(size)
-        self.content = _map(self._copy)
-        self._hashes = _map(self._hashes_path).view("<u8")
+        self._hashes_start = -(-state.bytes // 8) * 8
+        with writing(self._copy):
+            self._copy.parent.mkdir(parents=True, exist_ok=True)
+            with self._copy.open("ab") as stream:
+                stream.truncate(self._hashes_start + 8 * chunks)
+        mapped = _map(self._copy)  # shows what other processes write
+        self.content = mapped[: state.bytes]
+        self._hashes = mapped[self._hashes_start :].view("<u8")
         self._is_read = np.zeros(chunks, np.bool_)
 
     def fetch(self, starts: NDArray[np.int64], size: int) -> None:
@@ -341,7 +342,7 @@ class SparseCopy:
             for (start, _), content in zip(ranges, read_ranges(self._url, ranges), strict=True):
                 digest = xxhash.xxh3_64_intdigest(content).to_bytes(8, "little")
                 write_at(self._copy, start, content)
-                write_at(self._hashes_path, 8 * (start // _CHUNK_BYTES), digest)
+                write_at(self._copy, self._hashes_start + 8 * (start // _CHUNK_BYTES), digest)
         self._is_read[wanted] = True
 
     def _range(self, chunk: int) -> tuple[int, int]:

@@ -462,7 +462,8 @@ def read_lines(
     Raises:
         UserError: if the file cannot be read, or is damaged or truncated.
     """
-    with reading(path), open_file(path) as stream:
+    needed = None if stop is None else stop - start
+    with reading(path), open_file(path, size=needed) as stream:
         if is_compressed(path):
             assert (start, stop) == (0, None), f"{path} is compressed: it cannot be divided"
             blocks = _blocks(stream, on_block, None, _COMPRESSED_BLOCK)

@@ -110,7 +110,7 @@ def test_only_missing_chunks_are_requested(files, url, object_store, tmp_path):
     assert not any(".idx" in request and "GET" in request for request in object_store.requests)
     assert len(read((0, len(tokens)))) == -(-len(tokens) // per_chunk) - 2
     (copy,) = tmp_path.glob("*.bin")
-    assert copy.read_bytes() == tokens.tobytes()
+    assert copy.read_bytes()[: tokens.nbytes] == tokens.tobytes()
     indexed.write_at(copy, CHUNK + 7, b"damaged")
     assert len(read((0, len(tokens)))) == 1
 
@@ -118,6 +118,14 @@ def test_only_missing_chunks_are_requested(files, url, object_store, tmp_path):
     tokens = tokens[::-1].copy()
     object_store.system.pipe(f"{url}/web.bin", tokens.tobytes())
     assert len(read((0, len(tokens)))) == -(-len(tokens) // per_chunk)
+
+
+def test_open_files_share_the_chunks_that_they_read(url, object_store, tmp_path):
+    files = [open_token_file(f"{url}/web", cache=tmp_path) for _ in range(2)]
+    first = files[0].tokens[:]
+    object_store.requests.clear()
+    assert np.array_equal(files[1].tokens[:], first)
+    assert not object_store.requests
 
 
 def test_reads_that_fail_twice_succeed(files, url, object_store):
