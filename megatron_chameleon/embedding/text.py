@@ -161,8 +161,8 @@ class SampledText:
     If the sampled documents have more than twice the text that is embedded, excerpts of them are
     encoded, each like a document.
 
-    A domain is identified by the names, sizes, modification times and ETags of its files, so domains
-    whose vectors are stored need not be read again.
+    A domain is identified by the names, sizes, modification times and ETags of its files, so
+    domains whose vectors are stored need not be read again.
 
     Attributes:
         source: options of the text.
