@@ -130,8 +130,6 @@ class ModelConfig:
                 f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is "
                 f"{self.rotary_dim}, which is not a positive even number"
             )
-        if self.rotary_percent < 1 and self.attention_factor != 1:
-            raise ValueError("rope_scaling yarn needs rotary_percent 1")
 
     @property
     def is_rotary(self) -> bool:
@@ -147,11 +145,6 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Number of rotated elements of each head."""
         return int(self.kv_channels * self.rotary_percent)
-
-    @property
-    def attention_factor(self) -> float:
-        """Factor of rotated queries and of rotated keys."""
-        return self.rope_scaling.attention_factor if self.rope_scaling else 1.0
 
     @property
     def query_size(self) -> int:

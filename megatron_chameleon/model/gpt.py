@@ -166,8 +166,6 @@ def transformer_config(
         qk_layernorm=model.qk_layernorm,
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
-        # The attention factor multiplies both queries and keys, and so its square the scores.
-        softmax_scale=model.attention_factor**2 / math.sqrt(model.kv_channels),
         tensor_model_parallel_size=layout.tensor_size,
         pipeline_model_parallel_size=layout.pipeline_size,
         # megatron expects None for a pipeline without interleaving.

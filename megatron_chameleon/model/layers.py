@@ -200,6 +200,7 @@ class RotaryPositions(RotaryEmbedding):
         )
         device = torch.cuda.current_device()
         self.inv_freq: torch.Tensor = inverse_frequencies(model).to(device)
+        self.factor = model.rope_scaling.attention_factor if model.rope_scaling else 1.0
         self.rest = config.kv_channels - model.rotary_dim
         self.dtype = config.params_dtype
 
@@ -213,11 +214,13 @@ class RotaryPositions(RotaryEmbedding):
 
         Returns:
             [s, b, 1, 1, kv_channels + rotary_dim / 2]: for each element of a head, the cosine of
-            its angle, which is 1 for elements that are not rotated; then the sines of all pairs.
+            its angle, and 1 for elements that are not rotated; then the sines of all pairs. Cosines
+            and sines are multiplied by the attention factor.
         """
         angles = positions.t()[:, :, None].float() * self.inv_freq  # [s, b, rotary_dim / 2]
-        cos, rest = angles.cos(), angles.new_ones(*angles.shape[:2], self.rest)
-        rotations = torch.cat([cos, cos, rest, angles.sin()], dim=-1).to(self.dtype)
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        rest = angles.new_ones(*angles.shape[:2], self.rest)
+        rotations = torch.cat([cos, cos, rest, sin], dim=-1).to(self.dtype)
         return rotations[:, :, None, None, :]
 
 

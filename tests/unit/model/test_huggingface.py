@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.model.config import INIT_STD, ModelConfig
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.huggingface import (
     checked_tensors,
@@ -18,7 +18,7 @@ from megatron_chameleon.model.huggingface import (
     to_huggingface,
 )
 from megatron_chameleon.model.huggingface_config import GPT2Config, config_fields, parse_config
-from tests.families import FAMILIES, VARIANTS, llama, small
+from tests.families import FAMILIES, LENGTH, VARIANTS, llama, small
 from tests.rounding import assert_as_near
 
 GPT2, LLAMA = FAMILIES["gpt2"], FAMILIES["llama"]
@@ -32,15 +32,20 @@ def theirs_of(config):
     return with_random_weights(transformers.AutoModelForCausalLM.from_config(settings).eval())
 
 
-def with_random_weights(model):
+def with_random_weights(model, std=0.2):
     """Overwrite every parameter with random values; norms are near 1."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            sampled = 0.2 * torch.randn(parameter.shape, generator=generator)
+            sampled = std * torch.randn(parameter.shape, generator=generator)
             is_norm = name.endswith("weight") and parameter.dim() == 1
             parameter.copy_(1 + sampled if is_norm else sampled)
     return model
+
+
+def lengths_of(config):
+    """Lengths of sequences; with rotary positions, also longer ones than in the training."""
+    return (LENGTH, 300) if config.is_rotary else (LENGTH,)
 
 
 def parts_of(config):
@@ -69,22 +74,28 @@ def test_logits_equal_those_of_transformers_and_weights_convert_back(one_rank, n
     tensors = checked_tensors(theirs.state_dict(), config, "there")
     model = build_model(config, one_rank, seed=0).eval()
     load_huggingface(model, tensors, config)
-    # With rotary positions, sequences may be longer than those of the training.
-    lengths = (
-        (config.max_sequence_length, 300) if config.is_rotary else (config.max_sequence_length,)
-    )
-    single, exact = theirs, theirs_of(config).double()
-    for length in lengths:
-        logits = logits_of(model, config, length)
-        reference = logits_of(single, config, length)
-        assert reference.std() > 0.1
-        print(f"{name}, {length} tokens: {(logits - reference).abs().max():.1e}")
+    exact = theirs_of(config).double()
+    for length in lengths_of(config):
+        logits, reference = logits_of(model, config, length), logits_of(theirs, config, length)
+        assert reference.std() > 1
         # Our logits may have the same float32 error as the logits of transformers' model.
         assert_as_near(logits, reference, logits_of(exact, config, length))
     back = to_huggingface(dict(model.named_parameters()), config)
     assert back.keys() == tensors.keys()
     for tensor_name, tensor in tensors.items():
         assert torch.equal(back[tensor_name], tensor), tensor_name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_of_initial_weights_differ_by_less_than_1e_5(one_rank, name):
+    config = VARIANTS[name]
+    theirs = with_random_weights(theirs_of(config), INIT_STD)
+    model = build_model(config, one_rank, seed=0).eval()
+    load_huggingface(model, checked_tensors(theirs.state_dict(), config, "there"), config)
+    for length in lengths_of(config):
+        logits, reference = logits_of(model, config, length), logits_of(theirs, config, length)
+        assert reference.std() > 0.1
+        torch.testing.assert_close(logits, reference, rtol=0, atol=1e-5)
 
 
 def test_partial_rotation_equals_that_of_transformers_stablelm(one_rank):

@@ -233,7 +233,8 @@ def test_a_public_config_is_read_as_transformers_reads_it(name):
             config.num_query_groups * attention.num_key_value_groups == theirs.num_attention_heads
         )
         rotary = type(model.model.rotary_emb)(theirs)
-        assert config.attention_factor == rotary.attention_scaling
+        factor = config.rope_scaling.attention_factor if config.rope_scaling else 1
+        assert factor == rotary.attention_scaling
         torch.testing.assert_close(inverse_frequencies(config), rotary.inv_freq, rtol=1e-6, atol=0)
 
 
