@@ -28,7 +28,7 @@ from megatron_chameleon.checkpoint.convert import (
     convert_to_huggingface,
 )
 from megatron_chameleon.checkpoint.huggingface import read_tensors
-from megatron_chameleon.checkpoint.load import config_of, find_tokenizer
+from megatron_chameleon.checkpoint.load import config_of, find_tokenizer, open_reader
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,
     ToHuggingFaceOptions,
@@ -39,6 +39,14 @@ from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.model.huggingface_config import (
+    FoundConfig,
+    config_fields,
+    read_model_config,
+)
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from tests.families import FAMILIES
 from tests.full_disk import largest_file_size
 from tests.small_corpus import word_tokenizer, write_small_corpus
 from tests.unit.checkpoint.samples import PickledCode
@@ -134,6 +142,30 @@ def test_a_round_trip_by_the_tool_is_bit_identical(made, tmp_path, converted, mo
     assert capsys.readouterr().err == ""
     assert tool("to-huggingface", "--checkpoint", ours, "--output", theirs) == 2
     assert capsys.readouterr().err.startswith(f"error: --output {theirs} ")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_round_trips_with_the_logits_of_transformers(name, tmp_path):
+    config = dataclasses.replace(FAMILIES[name], vocab_size=VOCAB_SIZE)
+    folder, fields = tmp_path / name, config_fields(config, "float32", 0)
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model(**{**fields, "initializer_range": 0.2})
+    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE, EOD))
+    record = to_checkpoint(folder, tmp_path / "checkpoint")
+    back = to_folder(record.root, tmp_path / "back")
+    assert config_of(record) == config
+    assert same_tensors(tensors_in(back), tensors_in(folder))
+    assert read_model_config(back) == FoundConfig(config, 0.0)
+    assert json.loads((back / "config.json").read_text()) == fields
+    assert to_checkpoint(back, tmp_path / "again").hash == record.hash
+    tokens = torch.randint(VOCAB_SIZE, (2, config.max_sequence_length))
+    positions = torch.arange(tokens.size(1)).expand_as(tokens)
+    with distributed(ParallelOptions(), seed=0) as layout, torch.no_grad():
+        ours = open_reader(record, layout).model(tokens, positions, None)[..., :VOCAB_SIZE]
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(back).eval()(tokens).logits
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_are_rounded_and_sharded(converted, made, tmp_path):
