@@ -139,7 +139,7 @@ def import_file(prefix: str, split: str, tokenizer: Tokenizer) -> _Import:
         if not tokens and (bounds is not None or name == "train"):
             raise UserError(
                 f"{prefix}.idx: --split {split} leaves no tokens for {name}, of {len(file)} "
-                f"sequences; raise the share of {name}, or merge the file with others"
+                f"sequences; raise the share of {name} (80,10,10), or merge the file with others"
             )
         splits.append(
             DomainSplit(
@@ -209,8 +209,8 @@ def _summary(corpus: Corpus, options: ImportOptions, *, has_weights: bool) -> st
         lines.append(f"the weights of --data-path are in {mixture}, a mixture")
     lines += [
         f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus {folder} --run-dir RUN "
-        f"--model SIZE --mixture {mixture}",
+        f"--model MODEL --mixture {mixture}",
         f"or:   torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {folder} "
-        "--checkpoint RUN --output MIXTURE.json",
+        "--checkpoint RUN_OR_HUGGING_FACE_FOLDER --output MIXTURE.json",
     ]
     return "\n".join(lines)

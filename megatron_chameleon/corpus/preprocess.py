@@ -95,7 +95,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
     print(
         f"wrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{reused}\n"
         f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus {corpus.root} "
-        "--run-dir RUN --model SIZE --mixture uniform"
+        "--run-dir RUN --model MODEL --mixture uniform"
     )
 
 

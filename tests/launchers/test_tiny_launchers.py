@@ -5,6 +5,8 @@ tests/unit/test_examples.py parses the commands of all launchers.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import socket
@@ -14,12 +16,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import transformers
 
 from megatron_chameleon.artifacts import Mixture, Sweep, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
+from megatron_chameleon.model.huggingface_config import config_fields, read_model_config
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.distributed.launch import finish, start
+from tests.families import FAMILIES
 from tests.small_corpus import DOMAINS, write_small_corpus
 
 SECONDS = 900.0  # limit for one launcher on a loaded machine
@@ -155,6 +161,42 @@ def test_fine_tuning_starts_from_the_pretrained_weights(launchers, pile):
         if mixture != "uniform":
             weights = dict(Mixture.load(folder / f"4-mixture/{mixture}.json").weights)
         assert run.mixture == pytest.approx(weights)
+
+
+@pytest.mark.slow
+def test_llama_launcher_runs_every_stage(launchers):
+    launchers.run("pretrain_llama_130m")
+    folder = launchers.folder("pretrain_llama_130m")
+    weights = dict(Mixture.load(folder / "4-mixture/chameleon-pretrain.json").weights)
+    for mixture in ("uniform", "chameleon-pretrain"):
+        assert_trained(folder / f"5-base/{mixture}-seed1", 12, (1, 1, 2))
+    run = TrainingRun.load(folder / "5-base/chameleon-pretrain-seed1")
+    assert run.mixture == pytest.approx(weights)
+    assert (run.model["activation"], run.model["position_embedding_type"]) == ("swiglu", "rope")
+    assert (folder / "7-report/report.html").is_file()
+
+
+@pytest.mark.slow
+def test_huggingface_model_is_fine_tuned_and_exported(launchers, tmp_path):
+    words = enumerate("abcdefgh" * 30)
+    texts = [f"the {word} of a text, and {number} more" for number, word in words]
+    inputs = []
+    for name in ("one", "two"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name} {text}"}) + "\n" for text in texts))
+        inputs.append(f"{name}={path}")
+    model = tmp_path / "llama"
+    config = dataclasses.replace(FAMILIES["llama"], vocab_size=300, max_sequence_length=128)
+    settings = transformers.AutoConfig.for_model(**config_fields(config, "float32", 0))
+    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(model)
+    (model / "tokenizer.json").write_bytes(byte_level_bpe(iter(texts), 290, "<|endoftext|>"))
+    name, run = "finetune_huggingface", launchers.folder("finetune_huggingface")
+    choices = {"INPUT": " ".join(inputs), "CORPUS": str(run / "1-corpus")}
+    launchers.run(name, str(model), **choices)
+    for mixture in ("uniform", "chameleon-finetune", "chameleon-pretrain"):
+        assert_trained(run / f"5-base/{mixture}-seed1", 12, (1, 1, 2))
+        exported = read_model_config(run / f"huggingface/{mixture}-seed1").config
+        assert exported == dataclasses.replace(config, vocab_size=290)
 
 
 @pytest.mark.slow
