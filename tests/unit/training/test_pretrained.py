@@ -1,4 +1,4 @@
-"""Test runs that start from a trained checkpoint or from a GPT-2 folder of transformers."""
+"""Test runs that start from a trained checkpoint or from a Hugging Face folder."""
 
 from __future__ import annotations
 
