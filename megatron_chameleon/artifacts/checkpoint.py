@@ -25,7 +25,13 @@ from megatron_chameleon.artifacts.files import (
 )
 from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.artifacts.record import Count, HashedFiles, HashedFolderRecord, InnerPath
+from megatron_chameleon.artifacts.record import (
+    Count,
+    HashedFiles,
+    HashedFolderRecord,
+    InnerPath,
+    model_fields,
+)
 from megatron_chameleon.errors import UserError
 
 FOLDER_NAME = "checkpoints"
@@ -130,10 +136,18 @@ class CheckpointRecord(HashedFolderRecord):
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 over the hashes of the tensor files: the identity of these weights."""
-        return sha256_of_json(
-            {name: file.sha256 for name, file in self.files.items() if name not in NO_TENSORS}
-        )
+        """Hex SHA-256 over the hashes of the tensor files: the identity of these weights.
+
+        With rotary positions, the model's fields are included, since models with the same tensors
+        can differ in the base or the scaling of the frequencies.
+        """
+        hashed: dict[str, Any] = {
+            name: file.sha256 for name, file in self.files.items() if name not in NO_TENSORS
+        }
+        model = model_fields(self.model)
+        if model.get("position_embedding_type") == "rope":
+            hashed["model"] = model
+        return sha256_of_json(hashed)
 
     def verify_in_threads(self) -> None:
         """Verify all files in parallel threads; hashing releases the GIL."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -105,3 +106,12 @@ def test_copies_by_users_and_other_folders_are_untouched(tmp_path):
     go_back_to(tmp_path, 2)
     left = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()}
     assert left == {"step-00000001-good", "step-00000002", "step-00000003.bak"}
+
+
+def test_hash_tells_rotary_models_with_the_same_tensors_apart(tmp_path):
+    record = checkpoint_in(tmp_path / "a")
+    rope = {"position_embedding_type": "rope", "rotary_base": 1e4}
+    models = [{}, rope, {**rope, "rotary_base": 1e6}]
+    hashes = [dataclasses.replace(record, model=record.model | model).hash for model in models]
+    assert hashes[0] == record.hash
+    assert len(set(hashes)) == 3
