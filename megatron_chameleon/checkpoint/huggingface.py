@@ -16,7 +16,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megatron_chameleon.artifacts import Provenance
+from megatron_chameleon.artifacts import CheckpointRecord, Provenance
 from megatron_chameleon.artifacts.files import (
     cannot_write,
     flush_to_disk,
@@ -46,9 +46,10 @@ _INDEX_SUFFIX = ".index.json"
 
 
 def is_huggingface_folder(folder: Path) -> bool:
-    """Return whether ``folder`` holds a transformers model, complete or not."""
+    """Return whether ``folder`` holds a transformers model, complete or not, and no checkpoint."""
     names = (CONFIG_NAME, _SAFETENSORS, _SAFETENSORS + _INDEX_SUFFIX, _PICKLED)
-    return any((folder / name).is_file() for name in names)
+    is_checkpoint = (folder / CheckpointRecord.FILE_NAME).is_file()
+    return not is_checkpoint and any((folder / name).is_file() for name in names)
 
 
 @dataclasses.dataclass(frozen=True)

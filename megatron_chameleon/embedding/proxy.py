@@ -218,8 +218,7 @@ def open_proxy(
         UserError: if there is no such model, or it cannot be a proxy.
     """
     is_on_hub = not path.exists() and _HUB_NAME.fullmatch(str(path))
-    is_folder = is_huggingface_folder(path) and not (path / CheckpointRecord.FILE_NAME).is_file()
-    if is_on_hub or is_folder:
+    if is_on_hub or is_huggingface_folder(path):
         from megatron_chameleon.embedding.transformers_proxy import TransformersProxy, download
 
         folder = download(str(path), with_code=trust_remote_code) if is_on_hub else path

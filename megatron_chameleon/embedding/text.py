@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +28,8 @@ from megatron_chameleon.parallel.layout import from_main
 # Characters per token in most text. The number decides how much raw text is read.
 _CHARACTERS_PER_TOKEN = 4
 _LONGEST_WORD = 32
-# Texts of a corpus that are encoded at a time.
-_TEXTS_AT_ONCE = 256
+# Characters that are encoded at a time: tokenizers take about 100 bytes of memory per character.
+_CHARACTERS_AT_ONCE = 1 << 21
 
 
 class TextEncoder(Protocol):
@@ -143,11 +145,7 @@ class DecodedCorpusText(CorpusText):
         for place in places:
             ids = tokens.get(*place)
             texts.append(decoder.decode(ids[ids != decoder.eod_id].tolist()))
-        encoded = [
-            encoder.encode_documents(texts[first : first + _TEXTS_AT_ONCE])
-            for first in range(0, len(texts), _TEXTS_AT_ONCE)
-        ]
-        ids, lengths = (np.concatenate(each) for each in zip(*encoded, strict=True))
+        ids, lengths = _encode(encoder, texts)
         if by_document:
             firsts = np.flatnonzero(np.diff(document, prepend=-1))
             lengths = np.add.reduceat(lengths, firsts, dtype=np.int32)
@@ -296,4 +294,15 @@ def _word_start(text: str, position: int) -> int:
 
 def encoded_documents(path: Path, encoder: TextEncoder, texts: Sequence[str]) -> TokenFile:
     """Encode ``texts`` in memory, one document each; ``path`` is the location for messages."""
-    return in_memory(path, *encoder.encode_documents(texts))
+    return in_memory(path, *_encode(encoder, texts))
+
+
+def _encode(
+    encoder: TextEncoder, texts: Sequence[str]
+) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+    """Encode ``texts`` as ``encoder`` does, but some at a time."""
+    batches = np.cumsum([len(text) for text in texts]) // _CHARACTERS_AT_ONCE
+    grouped = itertools.groupby(zip(batches.tolist(), texts, strict=True), operator.itemgetter(0))
+    encoded = [encoder.encode_documents([text for _, text in batch]) for _, batch in grouped]
+    tokens, lengths = zip(*encoded, strict=True)
+    return np.concatenate(tokens), np.concatenate(lengths)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
 from megatron_chameleon.checkpoint.huggingface import find_weights
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.indexed import token_type
-from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file, vocabulary
+from megatron_chameleon.corpus.tokenizer import (
+    LONGEST_PART,
+    parts,
+    recorded_tokenizer_file,
+    vocabulary,
+)
 from megatron_chameleon.embedding.proxy import Proxy
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.model.huggingface_config import CONFIG_NAME
@@ -106,10 +112,7 @@ class TransformersProxy(Proxy):
                 encoder of text.
         """
         weights = find_weights(folder, allow_pickle=False)
-        with _loading(folder) as transformers:
-            config = transformers.AutoConfig.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
-            )
+        config = _read_config(folder, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder or config.get_text_config() is not config:
             raise UserError(
                 f"{folder} ({config.model_type}): an encoder-decoder or multimodal model cannot "
@@ -183,9 +186,11 @@ class TransformersProxy(Proxy):
 
     def open_reader(self, layout: Layout, recipe: EmbeddingRecipe) -> TransformersReader:
         """Load the first layers on every rank."""
+        config = _read_config(self.where, trust_remote_code=self.trust_remote_code)
         with _loading(self.where) as transformers:
             model, report = transformers.AutoModel.from_pretrained(
                 self.where,
+                config=config,
                 dtype=getattr(torch, recipe.dtype),
                 trust_remote_code=self.trust_remote_code,
                 use_safetensors=True,
@@ -276,8 +281,14 @@ class TransformersReader:
         try:
             self.model(input_ids=ids, attention_mask=mask)
         except _LastLayerDone as done:
-            return done.hidden_states.transpose(0, 1)[len(before) : len(before) + width]
-        raise AssertionError(f"layer {layer} has not run")
+            states = done.hidden_states
+        if states.dim() != 3 or len(states) != batch or states.size(1) < ids.size(1):
+            raise UserError(
+                f"{self.proxy.where}: layer {layer} returns a tensor of shape "
+                f"{list(states.shape)} for {list(ids.shape)} tokens, not a vector per token; pass "
+                "another model"
+            )
+        return states.transpose(0, 1)[len(before) : len(before) + width]
 
     def final_norm(self) -> tuple[torch.Tensor, float]:
         """Raise NotImplementedError: ``TransformersProxy.check`` rejects --final-norm."""
@@ -294,6 +305,24 @@ class TransformersReader:
         """Count 2 FLOPs per parameter of the layers and token, and those of attention scores."""
         scores = 4 * seq_length * self.proxy.score_width / (2 if self.proxy.is_causal else 1)
         return tokens * (2.0 * sum(self.proxy.layer_parameters[:layer]) + layer * scores)
+
+
+def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Read the config.json in ``folder``, without the fields that select how weights are loaded.
+
+    These fields name a file of weights, which would not be hashed, and attention or expert kernels,
+    which are code from the Hugging Face hub.
+
+    Raises:
+        UserError: if transformers is not installed, or does not know the model.
+    """
+    with _loading(folder) as transformers:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        for field in ("transformers_weights", "_attn_implementation", "_experts_implementation"):
+            setattr(config, field, None)
+        return config
 
 
 def find_layers(model: torch.nn.Module, where: Path) -> torch.nn.ModuleList:
@@ -323,7 +352,8 @@ def _hash(folder: Path, weights: Iterable[Path], *, with_code: bool) -> str:
 def _num_positions(model: torch.nn.Module) -> int:
     """Return the maximum number of tokens of a sequence, special tokens included."""
     declared = getattr(model.config, "max_position_embeddings", None)
-    limits = [declared or _UNLIMITED]
+    # XLNet declares -1.
+    limits = [declared if declared and declared > 0 else _UNLIMITED]
     for name, module in model.named_modules():
         # RoBERTa's positions begin after the padding's.
         if isinstance(module, torch.nn.Embedding) and "position" in name and module.padding_idx:
@@ -381,23 +411,35 @@ class HuggingFaceEncoder:
     ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
         """Encode texts without special tokens; a special token in a text is plain text.
 
-        A text without tokens, such as white space for BERT, becomes one unknown or padding token.
+        A text without tokens, such as white space for BERT, becomes one unknown or padding token. A
+        text of more than ``LONGEST_PART`` characters is encoded in parts.
 
         Returns:
             The concatenated tokens [num_tokens], and the number of tokens of each text [num_texts].
         """
+        tokenizer = self._tokenizer
+        known = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        empty = np.array([next(token for token in known if token is not None)])
+        rows: list[NDArray[np.integer]] = []
+        for is_long, some in itertools.groupby(texts, lambda text: len(text) > LONGEST_PART):
+            if is_long:
+                in_parts = (parts(text, drop_space=False) for text in some)
+                rows += [np.concatenate([self._encode([p])[0] for p in each]) for each in in_parts]
+            else:
+                rows += self._encode(list(some))
+        rows = [ids if len(ids) else empty for ids in rows]
+        tokens = np.concatenate(rows, dtype=token_type(self.vocab_size), casting="unsafe")
+        return tokens, np.array([len(ids) for ids in rows], dtype=np.int32)
+
+    def _encode(self, texts: list[str]) -> list[NDArray[np.int32]]:
         encoded = self._tokenizer(
-            list(texts),
+            texts,
             add_special_tokens=False,
             split_special_tokens=True,
             return_attention_mask=False,
             verbose=False,
         )["input_ids"]
-        tokenizer = self._tokenizer
-        known = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        empty = [next(token for token in known if token is not None)]
-        rows = [np.array(ids or empty, dtype=token_type(self.vocab_size)) for ids in encoded]
-        return np.concatenate(rows), np.array([len(ids) for ids in rows], dtype=np.int32)
+        return [np.array(ids, dtype=np.int32) for ids in encoded]
 
 
 @contextlib.contextmanager

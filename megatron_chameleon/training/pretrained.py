@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.record import differences
 from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.checkpoint.huggingface import (
@@ -65,7 +64,7 @@ def find_pretrained(options: PretrainOptions, data: TokenData) -> Pretrained | N
     path = options.pretrained_checkpoint
     if path is None:
         return None
-    if is_huggingface_folder(path) and not (path / CheckpointRecord.FILE_NAME).is_file():
+    if is_huggingface_folder(path):
         found = _from_huggingface(path, options, data)
     else:
         found = _from_checkpoint(path, data)

@@ -16,6 +16,8 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import EmbeddingRecipe
 from megatron_chameleon.checkpoint.options import TokenizerChoice
+from megatron_chameleon.corpus.tokenizer import LONGEST_PART
+from megatron_chameleon.embedding import text
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import open_proxy
 from megatron_chameleon.embedding.transformers_proxy import (
@@ -67,8 +69,8 @@ def embed_direct(folder, windows, layer, *, is_encoder=False, dtype=torch.float3
         windows.document, windows.start, windows.length, strict=True
     ):
         first = starts[document] + start
-        text = TOKENS[first : first + length].tolist()
-        ids = [CLS, *text, SEP] if is_encoder else text
+        plain = TOKENS[first : first + length].tolist()
+        ids = [CLS, *plain, SEP] if is_encoder else plain
         with torch.no_grad():
             states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0]
         states = states[1:-1] if is_encoder else states
@@ -226,6 +228,42 @@ def test_code_runs_only_if_it_is_trusted(one_rank, tmp_path, monkeypatch):
     np.testing.assert_array_equal(embed(reader, windows, 1), embed(expected, windows, 1))
     with pytest.raises(UserError, match="--trust-remote-code"):
         open_proxy(tmp_path, trust_remote_code=True)
+
+
+def test_config_selects_neither_kernels_nor_other_weights(one_rank, folders, tmp_path):
+    """transformers would load kernels from the hub, which are code, and weights not hashed here."""
+    folder = write_folder(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"attn_implementation": "kernels-community/flash-attn2"}
+    config |= {"transformers_weights": "other.safetensors"}
+    (folder / "config.json").write_text(json.dumps(config))
+    readers = [
+        open_proxy(each).open_reader(one_rank, RECIPE) for each in (folder, folders("llama"))
+    ]
+    windows = draw_windows(LENGTHS, WINDOW, 3, seed=0, name="a")
+    np.testing.assert_array_equal(*(embed(reader, windows, 1) for reader in readers))
+
+
+def test_hidden_states_of_another_shape_are_rejected(one_rank, tmp_path):
+    """XLNet computes hidden states of shape [s, b, h]."""
+    config = transformers.XLNetConfig(vocab_size=251, d_model=32, n_layer=4, n_head=4, d_inner=48)
+    transformers.XLNetModel(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, WORDS)
+    proxy = open_proxy(tmp_path)
+    assert proxy.default_window_length == DEFAULT_WINDOW_LIMIT
+    windows = draw_windows(LENGTHS, WINDOW, 3, seed=0, name="a")
+    with pytest.raises(UserError, match="vector per token"):
+        embed(proxy.open_reader(one_rank, RECIPE), windows, 2)
+
+
+def test_long_and_many_texts_are_encoded_in_parts(folders, monkeypatch):
+    encoder = TransformersProxy.find(folders("llama")).open_encoder(TokenizerChoice())
+    monkeypatch.setattr(text, "_CHARACTERS_AT_ONCE", 8)
+    repeats = 1 + LONGEST_PART // 4
+    file = text.encoded_documents(Path("text"), encoder, ["1 2 3", "7 9 " * repeats, "4 5", "6"])
+    assert file.lengths.tolist() == [3, 2 * repeats, 2, 1]
+    assert file.tokens[:3].tolist() + file.tokens[-3:].tolist() == [1, 2, 3, 4, 5, 6]
+    assert file.tokens[3:-3].tolist() == [7, 9] * repeats
 
 
 def test_unsupported_options(folders, monkeypatch):
