@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus, find_checkpoint
 from megatron_chameleon.artifacts.record import check_values, model_fields
+from megatron_chameleon.checkpoint.huggingface import is_huggingface_folder
 from megatron_chameleon.checkpoint.index import read_index
 from megatron_chameleon.checkpoint.megatron import find_megatron_folder, megatron_record
 from megatron_chameleon.checkpoint.optimizer_fixes import convert_loaded_state, prepare_for_loading
@@ -70,6 +71,11 @@ def open_checkpoint(
     folder = find_megatron_folder(path)
     if folder is not None:
         return megatron_record(folder, tokenizer or TokenizerChoice())
+    if is_huggingface_folder(path):
+        raise UserError(
+            f"{flag} {path} is a Hugging Face folder; convert it with tools/convert_checkpoint.py "
+            "from-huggingface, and pass the result"
+        )
     return CheckpointRecord.load(find_checkpoint(path, flag))
 
 

@@ -20,7 +20,7 @@ import huggingface_hub
 import numpy as np
 import torch
 import torch.distributed as dist
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe
@@ -71,7 +71,7 @@ def download(name: str, *, with_code: bool) -> Path:
             allow_patterns=[*_DOWNLOADED, *([_CODE] if with_code else [])],
             ignore_patterns=_NOT_DOWNLOADED,
         )
-    except HfHubHTTPError as error:
+    except (HfHubHTTPError, HFValidationError) as error:
         raise UserError(
             f"{hint} the Hugging Face hub has no model of this name that you may read "
             f"({first_line(error)}); check the name, or log in with `hf auth login`"
@@ -331,9 +331,9 @@ def find_layers(model: torch.nn.Module, where: Path) -> torch.nn.ModuleList:
     Raises:
         UserError: if there is no such list.
     """
-    count = model.config.num_hidden_layers  # type: ignore[union-attr]
+    count = int(model.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
     for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count > 0:
             return module
     raise UserError(
         f"{where}: {type(model).__name__} has no list of its {count} layers, so the hidden states "
@@ -373,7 +373,7 @@ class HuggingFaceEncoder:
     """
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
-        with _loading(folder) as transformers:
+        with _loading(folder, "the tokenizer") as transformers:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
@@ -443,8 +443,13 @@ class HuggingFaceEncoder:
 
 
 @contextlib.contextmanager
-def _loading(folder: Path) -> Iterator[Any]:
-    """Yield the module transformers, without its log; convert its errors into a UserError."""
+def _loading(folder: Path, what: str = "the model") -> Iterator[Any]:
+    """Yield the module transformers, without its log; convert its errors into a UserError.
+
+    Args:
+        folder: folder of the model.
+        what: what is loaded, for messages.
+    """
     try:
         import transformers
     except ImportError:
@@ -465,7 +470,7 @@ def _loading(folder: Path) -> Iterator[Any]:
         if "trust_remote_code" in str(error):
             hint = "if you trust the Python code in the folder, pass --trust-remote-code"
         raise UserError(
-            f"{folder}: transformers cannot load it ({first_line(error)}); {hint}"
+            f"{folder}: transformers cannot load {what} ({first_line(error)}); {hint}"
         ) from error
     finally:
         log.set_verbosity(verbosity)

@@ -35,8 +35,8 @@ class EmbeddingOptions(CheckedOptions):
     layer: int | None = None
     """Use hidden states after this many layers; default: the middle layer."""
     window_length: Count | None = None
-    """Maximum tokens per window; default: the proxy's sequence length, for a Hugging Face model at
-    most 2048."""
+    """Maximum tokens per window; default: the proxy's sequence length, but at most 4096 for rotary
+    positions and for Hugging Face models."""
     embedding_batch_size: Count = 32
     """Windows per forward pass and rank; the weights do not depend on this number."""
 
@@ -116,7 +116,8 @@ class ChameleonOptions(OutputOptions):
     """
 
     corpus: Path | None = None
-    """Folder written by tools/preprocess_data.py."""
+    """Folder written by tools/preprocess_data.py or tools/import_corpus.py. Pass either --corpus or
+    --input; --text-key and the other source and tokenizer options apply only to --input."""
     source: SourceOptions = dataclasses.field(default_factory=lambda: SourceOptions(()))
     tokenizer: TokenizerChoice = dataclasses.field(default_factory=TokenizerChoice)
     domains: str | None = None

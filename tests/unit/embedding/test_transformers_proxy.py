@@ -188,9 +188,15 @@ def encoder_decoder(folder: Path) -> None:
     config.save_pretrained(folder)
 
 
+def without_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 0}))
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
+        (without_layers, "0 layers"),
         (without_weights, "model.safetensors"),
         (only_pickled, "pickle"),
         (truncated, "download the model again"),

@@ -169,9 +169,10 @@ def test_a_model_on_the_hub(tmp_path, monkeypatch):
         found = open_proxy(Path("someone/tiny"))
         assert found.hash == open_proxy(folder).hash
         assert not [each for each in requests if each.endswith((".bin", ".py"))]
-        with pytest.raises(UserError, match=re.escape("someone/none")) as error:
-            open_proxy(Path("someone/none"))
-        assert "\n" not in str(error.value)
+        for name in ("someone/none", "someone/not--valid"):
+            with pytest.raises(UserError, match=re.escape(name)) as error:
+                open_proxy(Path(name))
+            assert "\n" not in str(error.value)
     # The hub is not reachable any more, but the model is in the cache.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert open_proxy(Path("someone/tiny")) == found
