@@ -17,6 +17,8 @@ from megatron_chameleon.storage import FileState, file_state, open_file, reading
 
 HINT = "correct the address"
 _BLOCK = 1 << 23
+# Of names of copies: hexadecimal digits of the key, and the end of the file's own name.
+_KEY_CHARACTERS, _NAME_CHARACTERS = 32, 50
 
 
 def cache_folder() -> Path:
@@ -26,8 +28,9 @@ def cache_folder() -> Path:
 
 def cache_entry(url: str, state: FileState, cache: Path | None) -> Path:
     """Path of the copy of the file at ``url`` in the folder ``cache``, or in the default folder."""
-    key = sha256_of_json([url, *dataclasses.astuple(state)])[:32]
-    return (cache or cache_folder()) / f"{key}-{url.rpartition('/')[2]}"
+    key = sha256_of_json([url, *dataclasses.astuple(state)])[:_KEY_CHARACTERS]
+    name = url.rpartition("/")[2][-_NAME_CHARACTERS:]
+    return (cache or cache_folder()) / f"{key}-{name}"
 
 
 def cached_file(url: str, cache: Path | None = None) -> Path:
@@ -47,6 +50,8 @@ def cached_file(url: str, cache: Path | None = None) -> Path:
     with stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         if not entry.exists():
+            for killed in entry.parent.glob(f".{entry.name[:_KEY_CHARACTERS]}*.tmp"):
+                killed.unlink()  # left by a process that was killed during the download
             with replacing(entry) as temporary, temporary.open("wb") as copy:
                 with reading(url, HINT):
                     source = open_file(url)

@@ -311,7 +311,7 @@ class SparseCopy:
     """
 
     def __init__(self, url: str, state: FileState, cache: Path | None) -> None:
-        self._url = url
+        self._url, self._state = url, state
         self._copy = cache_entry(url, state, cache)
         chunks = -(-state.bytes // _CHUNK_BYTES)
         self._hashes_start = -(-state.bytes // 8) * 8
@@ -332,18 +332,24 @@ class SparseCopy:
             size: bytes of a range, at most a chunk.
 
         Raises:
-            UserError: if they cannot be read, or the disk is full.
+            UserError: if they cannot be read, the remote file has changed, or the disk is full.
         """
         last = np.minimum(starts + size, self.content.size) - 1
         wanted = np.unique(np.concatenate([starts, last]) // _CHUNK_BYTES)
         missing = [c for c in wanted[~self._is_read[wanted]].tolist() if not self._is_copied(c)]
-        ranges = [self._range(chunk) for chunk in missing]
+        if missing:
+            self._copy_chunks(missing)
+        self._is_read[wanted] = True
+
+    def _copy_chunks(self, chunks: list[int]) -> None:
+        ranges = [self._range(chunk) for chunk in chunks]
         with reading(self._url, HINT):
             for (start, _), content in zip(ranges, read_ranges(self._url, ranges), strict=True):
                 digest = xxhash.xxh3_64_intdigest(content).to_bytes(8, "little")
                 write_at(self._copy, start, content)
                 write_at(self._copy, self._hashes_start + 8 * (start // _CHUNK_BYTES), digest)
-        self._is_read[wanted] = True
+            if file_state(self._url, refresh=True) != self._state:
+                raise UserError(f"{self._url} has changed since it was opened; run again")
 
     def _range(self, chunk: int) -> tuple[int, int]:
         start = chunk * _CHUNK_BYTES

@@ -115,8 +115,10 @@ def test_only_missing_chunks_are_requested(files, url, object_store, tmp_path):
     assert len(read((0, len(tokens)))) == 1
 
     # An object with other content and equal size gets another copy.
-    tokens = tokens[::-1].copy()
+    tokens, opened = tokens[::-1].copy(), open_token_file(f"{url}/web", cache=tmp_path / "other")
     object_store.system.pipe(f"{url}/web.bin", tokens.tobytes())
+    with pytest.raises(UserError, match=r"web\.bin has changed"):
+        opened.tokens[:]
     assert len(read((0, len(tokens)))) == -(-len(tokens) // per_chunk)
 
 
@@ -126,6 +128,15 @@ def test_open_files_share_the_chunks_that_they_read(url, object_store, tmp_path)
     object_store.requests.clear()
     assert np.array_equal(files[1].tokens[:], first)
     assert not object_store.requests
+
+
+def test_the_rest_of_a_killed_download_is_removed(url, tmp_path):
+    open_token_file(f"{url}/small", cache=tmp_path)
+    (index,) = tmp_path.glob("*-small.idx")
+    index.rename(tmp_path / f".{index.name[:40]}.0123456789ab.tmp")
+    open_token_file(f"{url}/small", cache=tmp_path)
+    assert index.exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_reads_that_fail_twice_succeed(files, url, object_store):
