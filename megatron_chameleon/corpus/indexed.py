@@ -496,8 +496,8 @@ class TokenFile:
     """A mapped pair of .bin/.idx files: consecutive sequences of tokens.
 
     All arrays are read-only and on disk; no file stays open. Of a .bin in object storage, only the
-    chunks that were read are on disk. The arrays of the .idx are not aligned
-    in memory, since its header is 34 bytes long. Tokens are verified when they are first read.
+    chunks that were read are on disk. The arrays of the .idx are not aligned in memory, since its
+    header is 34 bytes long. Tokens are verified when they are first read.
 
     Attributes:
         prefix: path or URL of the files, without suffix.

@@ -12,6 +12,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -94,8 +95,8 @@ def preprocess_data(options: PreprocessOptions) -> None:
     reused = f"; {len(found)} of {total} shards were finished before" if found else ""
     print(
         f"wrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{reused}\n"
-        f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus {corpus.root} "
-        "--run-dir RUN --model MODEL --mixture uniform"
+        f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus "
+        f"{shlex.quote(str(corpus.root))} --run-dir RUN --model MODEL --mixture uniform"
     )
 
 

@@ -148,11 +148,13 @@ def _places(
     total = sum(known)
     if len(known) == len(sources) and total <= max(count * size, characters):
         return [_Place([Chunk(number) for number in range(len(sources))], num_documents)]
-    # The shards of a data set whose sizes are unknown count like files of average size.
-    average = max(1, total // max(1, len(known)))
-    # With small files, there are more places, and fewer bytes are read at each.
+    # The shards of a data set whose sizes are unknown count like files of average size, or like
+    # large files if no size is known.
+    average = max(1, total // len(known)) if known else size
+    # With small files, there are more places, of at least one document, and fewer bytes are read at
+    # each.
     reach = min(size, max(average, _SMALLEST_PLACE))
-    count = max(count, math.ceil(characters / reach))
+    count = max(count, min(num_documents, math.ceil(characters / reach)))
     sizes = [average if source.kind == "dataset" else source.bytes for source in sources]
     # A line is read if a position is one of the ``reach`` bytes from its first byte on. So that the
     # last lines of a file have the same probability, positions may be after its end.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -306,9 +307,10 @@ def write_and_print(
     if corpus is None:
         print(f"written to {options.output}")
         return
+    folder, file = shlex.quote(str(corpus.root)), shlex.quote(str(options.output))
     print(
-        f"written to {options.output}; next: tools/pretrain_gpt.py --corpus {corpus.root} "
-        f"--mixture {options.output} --run-dir ..."
+        f"written to {options.output}; next: tools/pretrain_gpt.py --corpus {folder} "
+        f"--mixture {file} --run-dir RUN"
     )
 
 
