@@ -34,7 +34,8 @@ class FileState:
 
     Attributes:
         bytes: size; 0 if unknown.
-        modified_ns: modification time in nanoseconds since 1970; 0 if unknown.
+        modified_ns: modification time in nanoseconds since 1970, of a remote file in whole seconds;
+            0 if unknown.
         etag: hash or version of the content; '' if unknown, as for local files.
     """
 
@@ -196,4 +197,5 @@ def _nanoseconds(modified: datetime | float | str) -> int:
     if isinstance(modified, datetime):
         zone = modified if modified.tzinfo else modified.replace(tzinfo=UTC)
         modified = zone.timestamp()
-    return int(modified * 10**9)
+    # Some servers list milliseconds, but answer a request for one file in whole seconds.
+    return int(modified) * 10**9

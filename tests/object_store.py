@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -78,6 +79,8 @@ def serve() -> Iterator[ObjectStore]:
             start("503 Slow" if fault == "unavailable" else "403 Forbidden", [])
             return []
         body = b"".join(moto(environ, start))
+        # Like MinIO, list milliseconds, which are missing from the headers of an object.
+        body = re.sub(rb"\.\d{3}Z</LastModified>", b".789Z</LastModified>", body)
         return [body[: len(body) // 2] if fault == "truncated" else body]
 
     server = make_server("127.0.0.1", 0, respond, threaded=True, request_handler=_SilentHandler)
