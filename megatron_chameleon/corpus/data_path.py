@@ -158,7 +158,7 @@ def _repeated(values: Sequence[str]) -> int | None:
 
 def _split_name(word: str) -> tuple[str | None, str]:
     match = NAMED.fullmatch(word)
-    if match is None:
+    if match is None or os.path.exists(f"{word}.idx"):  # the path lang=en/text is not named
         return None, word
     if not is_domain_name(match[1]):
         raise UserError(f"{word}: the name before '=' is too long for a domain")

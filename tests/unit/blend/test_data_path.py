@@ -116,6 +116,16 @@ def test_names_are_the_shortest_unique_path_suffixes(prefixes, names):
     assert domain_names(prefixes) == names
 
 
+def test_an_existing_path_with_an_equals_sign_is_not_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for prefix in ("lang=en/text", "en/text"):
+        Path(prefix).parent.mkdir()
+        write_file(Path(prefix), [4])
+    path = DataPath.parse("lang=en/text other=en/text de=missing")
+    assert path.prefixes == ("lang=en/text", "en/text", "missing")
+    assert path.names == ("lang=en/text", "other", "de")
+
+
 def test_blocks_of_large_files_are_hashed(tmp_path, monkeypatch):
     prefix = write_file(tmp_path / "huge", [5])
     os.truncate(prefix.with_suffix(".bin"), 1 << 42)  # a sparse file of 4 TiB
