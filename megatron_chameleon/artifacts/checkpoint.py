@@ -202,6 +202,8 @@ def find_checkpoint(path: Path, flag: str = "--checkpoint") -> Path:
     if (path / CheckpointRecord.FILE_NAME).is_file():
         CheckpointRecord.load(path).verify_in_threads()
         return path
+    if not path.exists():
+        raise UserError(f"{flag} {path}: no such folder; check the path")
     folders = checkpoint_folders(path)
     if not folders:
         raise UserError(

@@ -399,7 +399,16 @@ class TokenizerFile:
 
 
 def recorded_tokenizer_file(path: Path, identity: TokenizerIdentity) -> TokenizerFile:
-    """Read the tokenizer at ``path``, with the pattern and special tokens recorded in a corpus."""
+    """Read the tokenizer at ``path``, with the pattern and special tokens recorded in a corpus.
+
+    Raises:
+        UserError: if there is no tokenizer.
+    """
+    if not path.exists():
+        raise UserError(
+            f"the corpus's tokenizer {path} is missing; restore this file, or preprocess the text "
+            "again"
+        )
     return dataclasses.replace(
         _read(path), pattern=identity.pattern, special_tokens=identity.special_tokens
     )

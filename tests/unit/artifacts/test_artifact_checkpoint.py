@@ -35,8 +35,11 @@ def test_latest_checkpoint_of_a_run_is_found(tmp_path):
     step_folder(tmp_path, 100_000_000).mkdir()  # without a record, it is no checkpoint
     assert checkpoint_folders(tmp_path) == steps
     assert find_checkpoint(tmp_path) == find_checkpoint(steps[-1]) == steps[-1]
-    with pytest.raises(UserError, match=r"--checkpoint .*neither a checkpoint nor a run"):
+    with pytest.raises(UserError, match=r"--checkpoint .*nowhere: no such folder"):
         find_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"--checkpoint .*neither a checkpoint nor a run"):
+        find_checkpoint(tmp_path / "empty")
 
 
 def test_damaged_checkpoint_of_a_run_is_skipped_with_a_warning(run):
