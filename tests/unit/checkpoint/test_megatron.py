@@ -220,5 +220,5 @@ def test_other_folders_of_megatron_are_rejected(saved, tmp_path):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
         with pytest.raises(UserError, match=r"there is no checkpoint"):
             open_checkpoint(tmp_path)
-    with pytest.raises(UserError, match=r"neither a checkpoint nor a run"):
+    with pytest.raises(UserError, match=r"no such folder"):
         open_checkpoint(tmp_path / "nothing")
