@@ -30,7 +30,7 @@ _VERSION_NAMES = ("ETag", "etag", "blob_id")
 
 @dataclasses.dataclass(frozen=True)
 class FileState:
-    """What is known of a file's content without reading it.
+    """Size, modification time and version of a file.
 
     Attributes:
         bytes: size; 0 if unknown.
@@ -169,7 +169,7 @@ def file_state(path: Location, *, refresh: bool = False) -> FileState:
 
 
 def find_remote(pattern: str) -> list[tuple[str, list[str] | None]]:
-    """List what ``pattern``, a URL that may be a glob, matches; call it inside :func:`reading`.
+    """List the matches of ``pattern``, a URL or a glob; call it inside :func:`reading`.
 
     Returns:
         The URL of each match, sorted by path. A folder is listed with the URLs of all files below

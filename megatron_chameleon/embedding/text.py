@@ -167,7 +167,7 @@ class SampledText:
         sources: domain -> its files or shards of data sets.
         open_encoder: opens the proxy's tokenizer.
         recipe: number, length and seed of the windows to sample.
-        read: domain -> what was read of it, without the texts; on rank 0.
+        read: domain -> its sample, without the texts; on rank 0.
     """
 
     source: SourceOptions
@@ -256,7 +256,7 @@ def find_text(
 
 
 def _identity(source: Source) -> list[Any]:
-    """Return what changes when the text of ``source`` changes."""
+    """Return values of which at least one changes when the text of ``source`` changes."""
     if source.kind == "dataset":
         folder = Path(DatasetName.parse(source.path).path).expanduser()
         # A data set on the hub has its revision in its name.
