@@ -89,7 +89,7 @@ setup(
         "eval": ["lm-eval>=0.4.13,<0.5"],
         # Loads proxies in Hugging Face format, and the folders that tools/convert_checkpoint.py
         # writes; the tool itself needs no extra.
-        "hf": ["transformers>=4.46"],
+        "hf": ["transformers>=4.56"],
         # The report's map of windows, which uses PCA if umap-learn is not installed.
         "plots": ["umap-learn>=0.5.9", "threadpoolctl>=3.1"],
         # s3:// and gs://. fsspec is their common interface.

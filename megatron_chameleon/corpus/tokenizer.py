@@ -414,13 +414,32 @@ def recorded_tokenizer_file(path: Path, identity: TokenizerIdentity) -> Tokenize
     )
 
 
-def vocabulary(file: TokenizerFile) -> dict[str, int]:
-    """Token -> id of a tokenizer.json, added tokens included.
+def same_ids(own: TokenizerFile, folder: Path) -> bool:
+    """Return whether every token of a corpus has the same id in the tokenizer in ``folder``.
+
+    Files of a tokenizer.json with the same vocabulary may differ in format and added tokens, so
+    their ids are compared token by token. Other files must be identical.
+
+    Args:
+        own: tokenizer of the corpus.
+        folder: folder of a Hugging Face model, which may hold the same tokenizer in two formats.
 
     Raises:
-        UserError: if the file is damaged.
+        UserError: if a file is damaged, or there are several tokenizers and no tokenizer.json.
     """
-    file.open()
+    copy = folder / own.name
+    found = copy if copy.is_file() else tokenizer_file_in(folder)
+    if found is None:
+        return False
+    model = _read(found)
+    if own.content == model.content:
+        return True
+    return own.kind == model.kind == "tokenizers" and _ids(own).items() <= _ids(model).items()
+
+
+def _ids(file: TokenizerFile) -> dict[str, int]:
+    """Token -> id of a tokenizer.json, added tokens included."""
+    file.open()  # raises UserError for a damaged file
     return tokenizers.Tokenizer.from_buffer(file.content).get_vocab()
 
 

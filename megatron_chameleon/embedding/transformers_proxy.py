@@ -32,7 +32,7 @@ from megatron_chameleon.corpus.tokenizer import (
     LONGEST_PART,
     parts,
     recorded_tokenizer_file,
-    vocabulary,
+    same_ids,
 )
 from megatron_chameleon.embedding.proxy import Proxy
 from megatron_chameleon.errors import UserError, first_line
@@ -172,11 +172,7 @@ class TransformersProxy(Proxy):
             UserError: if the corpus has lost its tokenizer.
         """
         own = recorded_tokenizer_file(corpus.root / corpus.tokenizer.file, corpus.tokenizer)
-        if own.kind == "tokenizers":
-            theirs = HuggingFaceEncoder(self.where, trust_remote_code=self.trust_remote_code)
-            return vocabulary(own).items() <= theirs.vocabulary.items()
-        copy = self.where / own.name
-        return copy.is_file() and copy.read_bytes() == own.content
+        return same_ids(own, self.where)
 
     def open_encoder(self, choice: TokenizerChoice) -> HuggingFaceEncoder:
         """Open the folder's tokenizer."""
@@ -379,20 +375,15 @@ class HuggingFaceEncoder:
             )
 
     @functools.cached_property
-    def vocabulary(self) -> dict[str, int]:
-        """Token -> id, added tokens included."""
-        return dict(self._tokenizer.get_vocab())
-
-    @property
     def vocab_size(self) -> int:
         """The largest id plus one."""
-        return 1 + max(self.vocabulary.values(), default=-1)
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     @functools.cached_property
     def sha256(self) -> str:
         """Hex SHA-256 of the tokenizer's settings and vocabulary."""
         library = getattr(self._tokenizer, "backend_tokenizer", None)
-        return sha256_of_json(self.vocabulary if library is None else library.to_str())
+        return sha256_of_json(self._tokenizer.get_vocab() if library is None else library.to_str())
 
     @functools.cached_property
     def special_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -18,8 +18,8 @@ from megatron_chameleon.checkpoint.huggingface import (
 from megatron_chameleon.checkpoint.load import config_of, load_weights, open_checkpoint
 from megatron_chameleon.corpus.tokenizer import (
     recorded_tokenizer_file,
+    same_ids,
     tokenizer_file_in,
-    vocabulary,
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
@@ -126,23 +126,19 @@ def _from_huggingface(path: Path, options: PretrainOptions, data: TokenData) -> 
 def check_tokenizer(folder: Path, options: PretrainOptions, data: TokenData) -> None:
     """Check that the corpus tokenizer matches the Hugging Face model's.
 
-    Two tokenizer files with the same vocabulary may differ in format and added tokens, so the ids
-    are compared token by token. A folder without a tokenizer is not checked.
+    A folder without a tokenizer is not checked.
 
     Raises:
         UserError: if a token has another id.
     """
     found = tokenizer_file_in(folder)
-    if found is None:
+    if found is None or recorded_tokenizer_file(found, data.tokenizer).sha256 == (
+        data.tokenizer.sha256
+    ):
         return
-    model = recorded_tokenizer_file(found, data.tokenizer)
-    if model.sha256 == data.tokenizer.sha256:
+    own = options.data.tokenizer_model or Path(data.where) / data.tokenizer.file
+    if own.exists() and same_ids(recorded_tokenizer_file(own, data.tokenizer), folder):
         return
-    of_data = options.data.tokenizer_model or Path(data.where) / data.tokenizer.file
-    if data.tokenizer.kind == "tokenizers" and of_data.exists():
-        expected = vocabulary(recorded_tokenizer_file(of_data, data.tokenizer))
-        if expected.items() <= vocabulary(model).items():
-            return
     raise UserError(
         f"{found} has other token ids than the tokenizer of {data.where}; preprocess the text with "
         f"--tokenizer-model {folder}, or pass another {FLAG}"

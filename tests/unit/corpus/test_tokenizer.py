@@ -29,9 +29,11 @@ from megatron_chameleon.corpus.tokenizer import (
     PATTERNS,
     PUBLISHED,
     PublishedFile,
+    TokenizerFile,
     load_tokenizer,
     parts,
     recorded_tokenizer_file,
+    same_ids,
     tokenizer_json_of,
 )
 from megatron_chameleon.corpus.train_tokenizer import sentencepiece_bpe, train_tokenizer
@@ -305,3 +307,15 @@ def test_training_gives_the_same_file_in_another_process(jsonl, texts, tmp_path,
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAYON_NUM_THREADS": "3"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     assert output.read_bytes() == first
+
+
+def test_a_folder_may_hold_the_tokenizer_of_a_corpus_in_two_formats(tmp_path):
+    own = TokenizerFile(tmp_path / "tokenizer.model", "sentencepiece", b"a model")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert not same_ids(own, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    assert not same_ids(own, folder)
+    for content, expected in ((b"a model", True), (b"another", False)):
+        (folder / "tokenizer.model").write_bytes(content)
+        assert same_ids(own, folder) is expected
