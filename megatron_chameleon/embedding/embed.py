@@ -231,18 +231,20 @@ def fill_store(
     if isinstance(text, CorpusText):
         total = sum(len(entry.windows(tokens_of(entry.domain, entry.split))) for entry in entries)
     else:
-        total = sum(entry.recipe.num_windows for entry in entries)  # an upper bound
+        total = sum(entry.recipe.num_windows for entry in entries)  # corrected below
     spent = Cost()
     with progress_bar(total, " windows", quiet=not is_main) as progress:
         for entry in entries:
             progress.set_description(f"embedding {entry.key}")
             tokens = tokens_of(entry.domain, entry.split)
             windows = entry.windows(tokens)  # the windows of all entries may not fit in memory
+            expected = len(windows) if isinstance(text, CorpusText) else entry.recipe.num_windows
             if isinstance(text, DecodedCorpusText):
                 by_document = bool(entry.documents)
                 tokens = text.encode(tokens, windows, by_document=by_document)
                 in_memory = range(len(tokens)) if by_document else range(0)
                 windows = dataclasses.replace(entry, documents=in_memory).windows(tokens)
+            progress.total += len(windows) - expected
             vectors, cost = embed_by_recipe(
                 reader, tokens, windows, store.recipe, batch_size, progress, entry.domain
             )
