@@ -73,6 +73,9 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 class PlainModel(nn.Module):
     """A whole GPT-2 or Llama; :meth:`forward` returns the mean loss."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
         h = shape.hidden_size
