@@ -285,11 +285,13 @@ def build_trained_model(
         recompute=options.parallel.recompute,
         # On the CPU, which is always deterministic, the option must not change results.
         deterministic=options.deterministic and on_gpu,
-        # This is Megatron's default, except for compiled layers: the compiler cannot trace Apex's
-        # kernel.
+        # This is Megatron's default, except for compiled layers, since the compiler cannot trace
+        # Apex's kernel, and for a recomputed MLP, whose weights would get no gradient tensor, which
+        # an overlapped reduction requires.
         gradient_accumulation_fusion=layers._grad_accum_fusion_available
         and on_gpu
-        and not options.compile_layers,
+        and not options.compile_layers
+        and options.parallel.recompute.recompute_granularity != "selective",
     )
     if plan.pretrained and not checkpoint:
         # Load the weights before the optimizer is built, which copies its main weights from them.
