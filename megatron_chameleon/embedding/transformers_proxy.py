@@ -287,8 +287,8 @@ class TransformersReader:
         return states.transpose(0, 1)[len(before) : len(before) + width]
 
     def final_norm(self) -> tuple[torch.Tensor, float]:
-        """Raise NotImplementedError: ``TransformersProxy.check`` rejects --final-norm."""
-        raise NotImplementedError
+        """Never called, since ``TransformersProxy.check`` rejects --final-norm."""
+        raise AssertionError("--final-norm is not available for transformers models")
 
     def sum_over_ranks(self, values: torch.Tensor, *, has_result: bool) -> torch.Tensor:
         """Sum ``values`` over the ranks with a result, on every rank. Collective."""

@@ -145,7 +145,10 @@ def test_compiled_layers_share_one_graph_and_do_not_change_results(one_rank, tok
         losses.mean().backward()
         found.append([losses.detach(), *(p.grad for p in model.parameters())])
     for expected, result in zip(*found, strict=True):
-        torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
+        if config.is_rotary:  # the compiler rounds the rotation's fused multiply-add differently
+            torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-5)
+        else:
+            assert torch.equal(result, expected)
     assert graphs.frame_count == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     assert not torch._dynamo.utils.counters["recompiles"]
