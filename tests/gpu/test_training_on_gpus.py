@@ -29,6 +29,9 @@ OVERLAPPED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap
 VALIDATION = ("--eval-interval", "6", "--eval-iters", "2")
 EVERY_6 = ("--permutation", "epoch", "--online-interval", "6")
 ONLINE = (*EVERY_6, "--online", "chameleon", "--online-windows", "4")
+ODM = (*EVERY_6, "--online", "odm")
+ADO = (*EVERY_6, "--online", "ado", "--online-warmup-iters", "0")
+AIOLI = (*EVERY_6, "--online", "aioli", "--aioli-steps", "1", "--aioli-sweeps", "1")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
@@ -46,7 +49,9 @@ CASES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "selective-recomputation": (("--recompute-granularity", "selective"), 1, ()),
     "validation": (VALIDATION, 1, VALIDATION),
     "online": (ONLINE, 1, ONLINE),
-    "online-odm": ((*EVERY_6, "--online", "odm"), 1, (*EVERY_6, "--online", "odm")),
+    "online-odm": (ODM, 1, ODM),
+    "online-ado": (ADO, 1, ADO),
+    "online-aioli": (AIOLI, 1, AIOLI),
     "data-parallel": ((), 2, ()),
     "overlapped-async-save": ((*OVERLAPPED, "--async-save"), 2, ()),
     "bf16-overlapped": ((*BF16, *OVERLAPPED), 2, BF16),
