@@ -46,6 +46,7 @@ setup(
             "report/template/*",
         ]
     },
+    entry_points={"console_scripts": ["megatron-chameleon = megatron_chameleon.commands:main"]},
     install_requires=[
         # Model, parallelism, data files and checkpoints.
         "torch>=2.9.0a0",

@@ -75,7 +75,7 @@ def run_tool(
         prog: name of the tool in --help.
         prints_log: whether the output only repeats what is written to disk.
     """
-    rank = _start()
+    rank = start()
     options = parse_options(options_type, sys.argv[1:] if argv is None else argv, rank, prog)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     threading.excepthook = _thread_ended
@@ -89,7 +89,7 @@ def run_tool(
         check_text_and_paths(options)
         status = function(options) or 0
     except UserError as error:
-        _exit_with_error(str(error), rank)
+        exit_with_error(str(error), rank)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_STATUS)
     except Exception as error:
@@ -99,74 +99,97 @@ def run_tool(
         problem = system_error_message(error)
         if problem is None:
             raise
-        _exit_with_error(f"{problem}; fix it and run the same command again", rank)
+        exit_with_error(f"{problem}; fix it and run the same command again", rank)
     # torchrun would turn STOPPED_STATUS into a failure with a traceback and status 1, and
     # schedulers do not requeue failed jobs.
     keeps_status = status != STOPPED_STATUS or "TORCHELASTIC_RUN_ID" not in os.environ
-    _leave(status if keeps_status else 0, prints_log=prints_log)
+    leave(status if keeps_status else 0, prints_log=prints_log)
 
 
-def run_subcommand(
-    commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]],
-) -> NoReturn:
-    """Like :func:`run_tool` for a tool whose first argument names one of ``commands``."""
-    rank = _start()
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    tool = os.path.basename(sys.argv[0])
-    if name in ("-h", "--help"):
-        print(f"usage: {tool} {{{','.join(commands)}}} [options]; {tool} COMMAND --help shows them")
-        _leave(0)
-    if name not in commands:
-        problem = f"unknown command '{name}'" if name else "no command"
-        known = " or ".join(f"'{command}'" for command in commands)
-        _exit_with_error(f"{tool}: {problem}; the first argument is {known}", rank)
-    function, options_type = commands[name]
-    run_tool(function, options_type, sys.argv[2:], prog=f"{tool} {name}")
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A command with one set of options: ``function`` and its options dataclass; see run_tool."""
+
+    function: Callable[[Any], int | None]
+    options: type[Any]
+    prints_log: bool = False
+
+    def run(self, argv: Sequence[str] | None = None, prog: str | None = None) -> NoReturn:
+        """Parse the options, call the function and exit the process."""
+        run_tool(self.function, self.options, argv, prog, prints_log=self.prints_log)
 
 
-def run_choice(
-    flag: str,
-    commands: Mapping[str, tuple[Callable[[Any], int | None], type[Any]]],
-    default: str,
-    listing_flag: str,
-    listing: Callable[[], str],
-    unusable: Sequence[str] = (),
-) -> NoReturn:
-    """Like :func:`run_tool` for a tool with a flag that selects its function and other flags.
+@dataclasses.dataclass(frozen=True)
+class Subcommands:
+    """A command whose first argument names one of ``tools``."""
 
-    Args:
-        flag: the flag that selects the function, such as ``--method``.
-        commands: value of the flag -> function and its options dataclass.
+    tools: Mapping[str, Tool]
+
+    def run(self) -> NoReturn:
+        """Run the named tool with the other arguments, and exit the process."""
+        rank = start()
+        name = sys.argv[1] if len(sys.argv) > 1 else ""
+        prog = os.path.basename(sys.argv[0])
+        if name in ("-h", "--help"):
+            names = ",".join(self.tools)
+            print(f"usage: {prog} {{{names}}} [options]; {prog} COMMAND --help shows them")
+            leave(0)
+        if name not in self.tools:
+            problem = f"unknown command '{name}'" if name else "no command"
+            known = " or ".join(f"'{tool}'" for tool in self.tools)
+            exit_with_error(f"{prog}: {problem}; the first argument is {known}", rank)
+        self.tools[name].run(sys.argv[2:], prog=f"{prog} {name}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A command with a flag that selects its function and its other flags.
+
+    Attributes:
+        flag: the flag, such as ``--method``.
         default: default value of the flag.
+        find: returns the tool of each value, and a line for each value that is defined but not
+            usable, which the error for an unknown value contains.
         listing_flag: the flag that lists the values.
         listing: returns the text that ``listing_flag`` prints.
-        unusable: a line for each value that is defined but not usable, added to the error for an
-            unknown value.
     """
-    rank = _start()
-    values, argv = take_values(flag, sys.argv[1:])
-    if listing_flag in argv:
-        if rank == 0:
-            print(listing())
-        _leave(0)
-    if len(values) > 1:
-        _exit_with_error(
-            f"{flag} appears {len(values)} times ({', '.join(values)}): each value has its own "
-            "flags; pass one, and run the tool once per value",
-            rank,
-        )
-    name = values[0] if values else default
-    if name not in commands:
-        problem = f"{flag} {name}: unknown value; {listing_flag} describes {', '.join(commands)}"
-        _exit_with_error("; ".join([problem, *unusable]), rank)
-    if not values and rank == 0 and {"-h", "--help"} & set(argv):
-        print(
-            f"{flag} {{{','.join(commands)}}} (default: {default}): each value has its own flags, "
-            f"see {flag} NAME --help; {listing_flag} describes the values\n"
-        )
-    function, options_type = commands[name]
-    tool = os.path.basename(sys.argv[0])
-    run_tool(function, options_type, argv, prog=f"{tool} {flag} {name}")
+
+    flag: str
+    default: str
+    find: Callable[[], tuple[Mapping[str, Tool], Sequence[str]]]
+    listing_flag: str
+    listing: Callable[[], str]
+
+    def run(self) -> NoReturn:
+        """Run the selected tool with the other arguments, and exit the process."""
+        rank = start()
+        values, argv = take_values(self.flag, sys.argv[1:])
+        if self.listing_flag in argv:
+            if rank == 0:
+                print(self.listing())
+            leave(0)
+        if len(values) > 1:
+            exit_with_error(
+                f"{self.flag} appears {len(values)} times ({', '.join(values)}): each value has "
+                "its own flags; pass one, and run the tool once per value",
+                rank,
+            )
+        tools, unusable = self.find()
+        name = values[0] if values else self.default
+        names = ", ".join(tools)
+        if name not in tools:
+            problem = f"{self.flag} {name}: unknown value; {self.listing_flag} describes {names}"
+            exit_with_error("; ".join([problem, *unusable]), rank)
+        if not values and rank == 0 and {"-h", "--help"} & set(argv):
+            print(
+                f"{self.flag} {{{names.replace(', ', ',')}}} (default: {self.default}): each value "
+                f"has its own flags, see {self.flag} NAME --help; {self.listing_flag} describes "
+                "the values\n"
+            )
+        tools[name].run(argv, prog=f"{os.path.basename(sys.argv[0])} {self.flag} {name}")
+
+
+Command = Tool | Subcommands | Choice
 
 
 def take_values(flag: str, argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -206,10 +229,10 @@ def parse_options(
             )
     except SystemExit as left:
         if left.code in (0, None):
-            _leave(0)
-        _exit_with_error(_flatten(printed.getvalue()), rank)
+            leave(0)
+        exit_with_error(_flatten(printed.getvalue()), rank)
     except RejectedOptionsError as error:
-        _exit_with_error(str(error), rank)
+        exit_with_error(str(error), rank)
 
 
 class RejectedOptionsError(Exception):
@@ -301,7 +324,7 @@ def default_of(field: dataclasses.Field[Any], options: Any) -> Any:
     return MISSING_NONPROP if field.default is dataclasses.MISSING else field.default
 
 
-def _leave(status: int, *, prints_log: bool = False) -> NoReturn:
+def leave(status: int, *, prints_log: bool = False) -> NoReturn:
     """Exit with ``status``; lost output is reported and can change the status (see run_tool)."""
     lost = lost_output()
     if lost is not None and (prints_log or lost.errno != errno.EPIPE):  # EPIPE: tool | head
@@ -312,7 +335,7 @@ def _leave(status: int, *, prints_log: bool = False) -> NoReturn:
     sys.exit(status)
 
 
-def _exit_with_error(message: str, rank: int) -> NoReturn:
+def exit_with_error(message: str, rank: int) -> NoReturn:
     """Print ``message`` once for the whole job, and exit with the status of a user error."""
     if rank != 0:
         _wait_for_other_ranks()
@@ -339,7 +362,7 @@ def _flatten(box: str) -> str:
     return re.sub(r"([:,;]);", r"\1", flat)
 
 
-def _start() -> int:
+def start() -> int:
     """Open the standard streams, after a restart in UTF-8 mode if necessary; return the rank."""
     if sys.getfilesystemencoding() != "utf-8":
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])

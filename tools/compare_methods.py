@@ -1,28 +1,7 @@
 #!/usr/bin/env python3
-"""Compare methods in one table, as the last stage of examples/compare_methods.sh."""
+"""Run ``megatron-chameleon compare_methods`` from a checkout."""
 
-from __future__ import annotations
-
-from megatron_chameleon.cli import run_tool
-from megatron_chameleon.report.options import CompareMethodsOptions
-
-
-def main(options: CompareMethodsOptions) -> None:
-    """Write the comparison of methods, or only check that it is possible."""
-    from megatron_chameleon.methods.method import find_methods
-    from megatron_chameleon.report.compare_methods import (
-        compare_methods,
-        require_choice,
-        require_evaluations,
-    )
-
-    if options.check == "choice":
-        require_choice(options, find_methods())
-    elif options.check == "evaluations":
-        require_evaluations(options)
-    else:
-        compare_methods(options)
-
+from megatron_chameleon.commands.compare_methods import COMMAND
 
 if __name__ == "__main__":
-    run_tool(main, CompareMethodsOptions)
+    COMMAND.run()

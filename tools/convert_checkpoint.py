@@ -1,42 +1,7 @@
 #!/usr/bin/env python3
-"""Convert a checkpoint to a Hugging Face folder, or a folder of another trainer to a checkpoint."""
+"""Run ``megatron-chameleon convert_checkpoint`` from a checkout."""
 
-from __future__ import annotations
-
-from megatron_chameleon.checkpoint.options import (
-    FromHuggingFaceOptions,
-    FromMegatronOptions,
-    ToHuggingFaceOptions,
-)
-from megatron_chameleon.cli import run_subcommand
-
-
-def to_huggingface(options: ToHuggingFaceOptions) -> None:
-    """Convert a checkpoint to a Hugging Face folder."""
-    from megatron_chameleon.checkpoint.convert import convert_to_huggingface
-
-    convert_to_huggingface(options)
-
-
-def from_huggingface(options: FromHuggingFaceOptions) -> None:
-    """Convert a Hugging Face folder to a checkpoint."""
-    from megatron_chameleon.checkpoint.convert import convert_from_huggingface
-
-    convert_from_huggingface(options)
-
-
-def from_megatron(options: FromMegatronOptions) -> None:
-    """Convert a Megatron-LM checkpoint to a checkpoint."""
-    from megatron_chameleon.checkpoint.convert import convert_from_megatron
-
-    convert_from_megatron(options)
-
+from megatron_chameleon.commands.convert_checkpoint import COMMAND
 
 if __name__ == "__main__":
-    run_subcommand(
-        {
-            "to-huggingface": (to_huggingface, ToHuggingFaceOptions),
-            "from-huggingface": (from_huggingface, FromHuggingFaceOptions),
-            "from-megatron": (from_megatron, FromMegatronOptions),
-        }
-    )
+    COMMAND.run()

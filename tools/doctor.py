@@ -1,30 +1,7 @@
 #!/usr/bin/env python3
-"""Print which accelerating libraries are active, and which features have run on a CUDA device."""
+"""Run ``megatron-chameleon doctor`` from a checkout."""
 
-from __future__ import annotations
-
-import dataclasses
-import json
-from pathlib import Path
-
-from megatron_chameleon.cli import run_tool
-
-
-@dataclasses.dataclass(frozen=True)
-class DoctorOptions:
-    """Report which accelerating libraries are active, and the cost of missing libraries."""
-
-    json: bool = False
-    """Print one JSON object instead of text."""
-
-
-def main(options: DoctorOptions) -> None:
-    """Print the report; the exit status is always 0."""
-    from megatron_chameleon.parallel.acceleration import acceleration_report, format_report
-
-    report = acceleration_report(Path(__file__).resolve().parents[1])
-    print(json.dumps(dataclasses.asdict(report)) if options.json else format_report(report))
-
+from megatron_chameleon.commands.doctor import COMMAND
 
 if __name__ == "__main__":
-    run_tool(main, DoctorOptions)
+    COMMAND.run()

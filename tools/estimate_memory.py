@@ -1,18 +1,7 @@
 #!/usr/bin/env python3
-"""Estimate the memory of each rank of a training run, without starting it."""
+"""Run ``megatron-chameleon estimate_memory`` from a checkout."""
 
-from __future__ import annotations
-
-from megatron_chameleon.cli import run_tool
-from megatron_chameleon.training.options import EstimateMemoryOptions
-
-
-def main(options: EstimateMemoryOptions) -> int:
-    """Print the estimate; exit with 1 if the run does not fit in ``--device-memory-gb``."""
-    from megatron_chameleon.training.memory import print_estimate
-
-    return print_estimate(options)
-
+from megatron_chameleon.commands.estimate_memory import COMMAND
 
 if __name__ == "__main__":
-    run_tool(main, EstimateMemoryOptions)
+    COMMAND.run()

@@ -1,18 +1,7 @@
 #!/usr/bin/env python3
-"""Write a mixture in another trainer's format."""
+"""Run ``megatron-chameleon export_mixture`` from a checkout."""
 
-from __future__ import annotations
-
-from megatron_chameleon.cli import run_tool
-from megatron_chameleon.interchange import ExportOptions
-
-
-def main(options: ExportOptions) -> None:
-    """Write or print the mixture."""
-    from megatron_chameleon.interchange import export_mixture
-
-    export_mixture(options)
-
+from megatron_chameleon.commands.export_mixture import COMMAND
 
 if __name__ == "__main__":
-    run_tool(main, ExportOptions)
+    COMMAND.run()

@@ -1,18 +1,7 @@
 #!/usr/bin/env python3
-"""Describe existing Megatron .bin/.idx files as a corpus, without copying them."""
+"""Run ``megatron-chameleon import_corpus`` from a checkout."""
 
-from __future__ import annotations
-
-from megatron_chameleon.cli import run_tool
-from megatron_chameleon.corpus.options import ImportOptions
-
-
-def main(options: ImportOptions) -> None:
-    """Read the .idx files and samples of the tokens, and write corpus.json."""
-    from megatron_chameleon.corpus.import_corpus import import_corpus
-
-    import_corpus(options)
-
+from megatron_chameleon.commands.import_corpus import COMMAND
 
 if __name__ == "__main__":
-    run_tool(main, ImportOptions)
+    COMMAND.run()

@@ -1,24 +1,7 @@
 #!/usr/bin/env python3
-"""Turn text into a corpus of Megatron .bin/.idx files."""
+"""Run ``megatron-chameleon preprocess_data`` from a checkout."""
 
-from __future__ import annotations
-
-import gc
-
-from megatron_chameleon.cli import run_tool
-from megatron_chameleon.corpus.options import PreprocessOptions
-
-
-def main(options: PreprocessOptions) -> None:
-    """Read, split and tokenize text, and write the corpus."""
-    from megatron_chameleon.corpus.preprocess import preprocess_data
-
-    # Exclude the objects of imported modules, which never become garbage, from garbage collection:
-    # scanning them repeatedly, and twice at exit, would take a tenth of a second in total.
-    gc.freeze()
-    preprocess_data(options)
-    gc.freeze()
-
+from megatron_chameleon.commands.preprocess_data import COMMAND
 
 if __name__ == "__main__":
-    run_tool(main, PreprocessOptions)
+    COMMAND.run()

@@ -1,25 +1,7 @@
 #!/usr/bin/env python3
-"""Train a GPT on a mixture of domains: torchrun --nproc-per-node N tools/pretrain_gpt.py ..."""
+"""Run ``megatron-chameleon pretrain_gpt`` from a checkout."""
 
-from __future__ import annotations
-
-from megatron_chameleon.cli import run_tool
-from megatron_chameleon.training.options import PretrainOptions
-from megatron_chameleon.training.stopping import StopRequests
-
-
-def main(options: PretrainOptions) -> None:
-    """Train, or resume training."""
-    # Handle signals before torch is imported, and never restore the default: a signal may arrive at
-    # any time.
-    stops = StopRequests(options.stopping)
-    stops.install_handlers()
-    # Import this module here, so that --help does not import torch.
-    from megatron_chameleon.methods.online import hook_class
-    from megatron_chameleon.training.trainer import pretrain
-
-    pretrain(options, hook_factory=hook_class(options.online.online), stops=stops)
-
+from megatron_chameleon.commands.pretrain_gpt import COMMAND
 
 if __name__ == "__main__":
-    run_tool(main, PretrainOptions, prints_log=True)
+    COMMAND.run()

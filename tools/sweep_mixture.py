@@ -1,27 +1,7 @@
 #!/usr/bin/env python3
-"""Measure how stable a mixture is: torchrun --nproc-per-node N tools/sweep_mixture.py ..."""
+"""Run ``megatron-chameleon sweep_mixture`` from a checkout."""
 
-from __future__ import annotations
-
-import os
-
-from megatron_chameleon.cli import run_tool
-from megatron_chameleon.errors import STOPPED_STATUS
-from megatron_chameleon.methods.sweep import SweepOptions
-
-
-def main(options: SweepOptions) -> int | None:
-    """Compute the mixtures and report their distances; return the exit status."""
-    from megatron_chameleon.methods.sweep.sweep import sweep_mixture
-    from megatron_chameleon.report.page import report_stability
-
-    sweep = sweep_mixture(options)
-    if sweep is None:
-        return STOPPED_STATUS
-    if int(os.environ.get("RANK", "0")) == 0:
-        report_stability(sweep)
-    return None
-
+from megatron_chameleon.commands.sweep_mixture import COMMAND
 
 if __name__ == "__main__":
-    run_tool(main, SweepOptions)
+    COMMAND.run()

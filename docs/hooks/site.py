@@ -39,7 +39,7 @@ LOG = logging.getLogger("mkdocs.hooks.site")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the tools' pages to the navigation."""
-    pages: list[Any] = [name for name in tool_pages(ROOT) if name != "tools/index.md"]
+    pages: list[Any] = [name for name in tool_pages() if name != "tools/index.md"]
     for entry in config.nav or []:
         if TOOLS in entry:
             entry[TOOLS].extend({Path(page).stem: page} for page in pages)
@@ -48,7 +48,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    generated = {**tool_pages(ROOT), "performance.md": measurements_page(ROOT)}
+    generated = {**tool_pages(), "performance.md": measurements_page(ROOT)}
     for name, page in PAGES.items():
         if files.get_file_from_path(page) is None:
             generated[page] = with_site_links((ROOT / name).read_text(encoding="utf-8"), name, page)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
 import inspect
-import runpy
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
-from unittest import mock
 
 import tyro
 from tyro.constructors import MISSING_NONPROP
 
-from megatron_chameleon import cli
+from megatron_chameleon import cli, commands
 
-Commands = Mapping[str, tuple[Callable[[Any], int | None], type[Any]]]
 POSITIONAL: Any = tyro.conf.Positional
 PLAIN = {
     bool: "True|False",
@@ -32,11 +27,11 @@ PLAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class Tool:
-    """A tool, that is, a file of tools/.
+    """A command.
 
     Attributes:
-        name: name of the file without its suffix.
-        summary: docstring of the file, for the tool's page.
+        name: name of the command.
+        summary: docstring of the command's module, for the command's page.
         commands: maps each command ('perplexity', '--method doge'; '' if there is only one) to its
             options.
     """
@@ -65,31 +60,21 @@ class FlagGroup:
     flags: list[Flag]
 
 
-def find_tools(root: Path) -> dict[str, Tool]:
-    """Return every tool in ``root``/tools by name."""
-    return {path.stem: _tool_at(path) for path in sorted((root / "tools").glob("*.py"))}
+def find_tools() -> dict[str, Tool]:
+    """Return every command by name."""
+    return {
+        name: Tool(name, commands.documentation(name), _options_of(commands.load_command(name)))
+        for name in commands.command_names()
+    }
 
 
-def _tool_at(path: Path) -> Tool:
-    """Run a tool's file with a stub of :mod:`cli` that records commands without calling them."""
-    commands: dict[str, type[Any]] = {}
-
-    def run_tool(_function: object, options_type: type[Any], **_kwargs: object) -> None:
-        commands[""] = options_type
-
-    def run_subcommand(subcommands: Commands) -> None:
-        commands.update({name: options for name, (_, options) in subcommands.items()})
-
-    def run_choice(flag: str, choices: Commands, **_kwargs: object) -> None:
-        commands.update({f"{flag} {name}": options for name, (_, options) in choices.items()})
-
-    recorded = {"run_tool": run_tool, "run_subcommand": run_subcommand, "run_choice": run_choice}
-    with contextlib.ExitStack() as patches:
-        for name, recorder in recorded.items():
-            patches.enter_context(mock.patch.object(cli, name, recorder))
-        runpy.run_path(str(path), run_name="__main__")
-    summary = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return Tool(path.stem, summary, commands)
+def _options_of(command: cli.Command) -> dict[str, type[Any]]:
+    if isinstance(command, cli.Tool):
+        return {"": command.options}
+    if isinstance(command, cli.Subcommands):
+        return {name: tool.options for name, tool in command.tools.items()}
+    tools, _ = command.find()
+    return {f"{command.flag} {name}": tool.options for name, tool in tools.items()}
 
 
 def flag_groups(options_type: type[Any], options: Any = None, name: str = "") -> list[FlagGroup]:

@@ -29,9 +29,9 @@ _NAMED = re.compile(
 
 
 @functools.cache
-def tool_pages(root: Path) -> dict[str, str]:
-    """Return the Markdown of each page: tools/NAME.md for every tool, and tools/index.md."""
-    tools = find_tools(root)
+def tool_pages() -> dict[str, str]:
+    """Return the Markdown of each page: tools/NAME.md for every command, and tools/index.md."""
+    tools = find_tools()
     notes = examples_of_tools()
     pages = {f"tools/{name}.md": _page(tool, notes.get(name, {})) for name, tool in tools.items()}
     return {"tools/index.md": _index(tools), **pages}
@@ -44,18 +44,20 @@ def examples_of_tools() -> dict[str, Any]:
 
 def _index(tools: dict[str, Tool]) -> str:
     rows = [
-        f"| [`tools/{name}.py`]({name}.md) | {_escaped(_summary(tool)[0])} |"
-        for name, tool in tools.items()
+        f"| [`{name}`]({name}.md) | {_escaped(_summary(tool)[0])} |" for name, tool in tools.items()
     ]
     return "\n".join(
         [
-            "# Tools",
+            "# Commands",
             "",
             "Each stage is a command. Its page, like `--help`, is generated from its options when",
-            "the site is built. If a flag is repeated, the last value is used. `python` starts",
-            "one rank, and `torchrun --nproc-per-node N` starts N ranks.",
+            "the site is built. If a flag is repeated, the last value is used.",
+            "`megatron-chameleon COMMAND` and `python -m megatron_chameleon COMMAND` start one",
+            "rank, and `torchrun --nproc-per-node N -m megatron_chameleon COMMAND` starts N ranks.",
+            "From a checkout, `python tools/COMMAND.py` and `torchrun tools/COMMAND.py` do the",
+            "same.",
             "",
-            "| Tool | |",
+            "| Command | |",
             "|---|---|",
             *rows,
             "",
@@ -71,15 +73,14 @@ def _index(tools: dict[str, Tool]) -> str:
 
 
 def _page(tool: Tool, notes: dict[str, Any]) -> str:
-    summary, command = _summary(tool)
-    parts = [f"# {tool.name}.py", "", *_paragraphs(summary)]
-    parts += [f"    {command}", ""] if command else []
+    summary, details = _summary(tool)
+    parts = [f"# {tool.name}", "", *_paragraphs(summary), details, ""]
     if "about" in notes:
         parts += [notes["about"].strip(), ""]
     if "examples" in notes:
         parts += ["## Examples", "", "```bash", notes["examples"].strip(), "```", ""]
     for command, options_type in tool.commands.items():
-        title = f"{tool.name}.py {command}" if command else "Options"
+        title = f"{tool.name} {command}" if command else "Options"
         parts += [f"## {title}", "", *_options(options_type, f"{tool.name} {command}")]
     parts += ["## Exit status", "", *_statuses(notes.get("statuses", {})), ""]
     if "see" in notes:
@@ -89,10 +90,9 @@ def _page(tool: Tool, notes: dict[str, Any]) -> str:
 
 
 def _summary(tool: Tool) -> tuple[str, str]:
-    """Return the tool's summary, and the command after it in the docstring's first line, if any."""
-    first = tool.summary.partition("\n")[0]
-    shown = re.fullmatch(r"(.*?): ((?:torchrun|python) .*?)\.?", first.replace(" ...", " …"))
-    return (f"{shown[1]}.", shown[2].replace(" …", " ...")) if shown else (first, "")
+    """Return the first line of the command's docstring, and the other lines."""
+    first, _, others = tool.summary.partition("\n")
+    return first, others.strip("\n")
 
 
 def _options(options_type: type[Any], where: str) -> list[str]:

@@ -44,7 +44,7 @@ def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
         inputs: name of each input artifact -> its hash.
     """
     return Provenance(
-        command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        command=[*Path(sys.argv[0]).name.split(), *sys.argv[1:]],  # "megatron-chameleon COMMAND"
         options=json_values(options),
         inputs=dict(inputs),
         versions={"python": platform.python_version(), **package_versions(PACKAGES)},

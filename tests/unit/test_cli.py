@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from typing import Literal
 
 import pytest
 
-from megatron_chameleon import cli
-from megatron_chameleon.cli import parse_options, run_subcommand, run_tool
+from megatron_chameleon import __version__, cli, commands
+from megatron_chameleon.cli import Subcommands, Tool, parse_options, run_tool
 from megatron_chameleon.errors import UserError
 
 LOST_PEER = RuntimeError("[1] Connection closed by peer [127.0.0.1]:29500")
@@ -128,7 +129,7 @@ def test_rank_1_leaves_the_message_to_rank_0(capsys, monkeypatch, error):
 def test_bug_keeps_its_traceback_and_status_1():
     program = (
         "from megatron_chameleon.cli import run_tool\n"
-        "from tools.doctor import DoctorOptions\n"
+        "from megatron_chameleon.commands.doctor import DoctorOptions\n"
         "def tool(options): raise ValueError('a bug')\n"
         "run_tool(tool, DoctorOptions)\n"
     )
@@ -183,12 +184,59 @@ def test_subcommand_gets_the_flags_after_its_name(capsys, monkeypatch, argv, sta
 
     monkeypatch.setattr(sys, "argv", ["tools/x.py", *argv])
     with pytest.raises(SystemExit) as left:
-        run_subcommand(dict.fromkeys(("one", "two"), (tool, ToolOptions)))
+        Subcommands(dict.fromkeys(("one", "two"), Tool(tool, ToolOptions))).run()
     assert left.value.code == status
     printed = capsys.readouterr()
     assert out in printed.out
     assert err in printed.err
     assert len(printed.err.splitlines()) == bool(err)
+
+
+def test_tools_of_the_checkout_are_the_commands():
+    template = TOOLS[0].read_text(encoding="utf-8")
+    for tool, name in zip(TOOLS, commands.command_names(), strict=True):
+        expected = template.replace(TOOLS[0].stem, name)
+        assert (tool.name, tool.read_text("utf-8")) == (f"{name}.py", expected)
+
+
+@pytest.fixture
+def megatron_chameleon(capsys, monkeypatch):
+    """``megatron_chameleon(*argv)``: exit status, stdout and stderr of the command line."""
+
+    def run(*argv):
+        monkeypatch.setattr(sys, "argv", ["/bin/megatron-chameleon", *argv])
+        with pytest.raises(SystemExit) as left:
+            commands.main()
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_commands_are_listed_with_their_descriptions(megatron_chameleon):
+    status, printed, errors = megatron_chameleon("--help")
+    assert (status, errors) == (0, "")
+    listed = dict(re.findall(r"^  (\w+) +(\S.*)\.$", printed, re.MULTILINE))
+    assert list(listed) == commands.command_names()
+    assert max(map(len, printed.splitlines())) <= 110
+    assert megatron_chameleon("--version")[:2] == (0, f"{__version__}\n")
+
+
+@pytest.mark.parametrize("name", ["pretrain_gpt", "pretrain-gpt"])
+def test_command_gets_the_other_arguments(megatron_chameleon, name):
+    status, printed, _ = megatron_chameleon(name, "--help")
+    assert status == 0
+    assert "megatron-chameleon pretrain_gpt" in printed
+    assert "--train-iters" in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "closest"), [(["pretrain"], "pretrain_gpt"), (["xyz"], ""), ([], "")]
+)
+def test_unknown_command_is_one_line_with_the_closest_name(megatron_chameleon, argv, closest):
+    status, printed, errors = megatron_chameleon(*argv)
+    assert (status, printed, len(errors.splitlines())) == (2, "", 1)
+    assert closest in errors
+    assert ("did you mean" in errors) == bool(closest)
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)

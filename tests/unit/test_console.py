@@ -10,15 +10,15 @@ import sys
 import pytest
 
 from megatron_chameleon.cli import run_tool
+from megatron_chameleon.commands.doctor import DoctorOptions
 from megatron_chameleon.console import escaped, escaped_but_for_bars
 from tests.distributed.launch import REPOSITORY
-from tools.doctor import DoctorOptions
 
 # A tool that prints more than a pipe holds, and then writes a file.
 WORK = """
 import sys
 from megatron_chameleon.cli import run_tool
-from tools.doctor import DoctorOptions
+from megatron_chameleon.commands.doctor import DoctorOptions
 from megatron_chameleon.progress import progress_bar
 def work(options):
     with progress_bar(2, "B") as bar:
@@ -93,7 +93,7 @@ PRINT_HOSTILE = f"""
 import warnings
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
-from tools.doctor import DoctorOptions
+from megatron_chameleon.commands.doctor import DoctorOptions
 def work(options):
     print({HOSTILE!a})
     warnings.warn({HOSTILE!a})

@@ -11,6 +11,7 @@ from docs.hooks import repository_links
 from docs.hooks.tool_options import find_tools
 from docs.hooks.tool_pages import examples_of_tools, tool_pages
 from megatron_chameleon.cli import parse_options, take_values
+from megatron_chameleon.commands import command_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,20 +49,20 @@ def test_names_on_the_api_page_can_be_imported():
     assert not {name for name in documented if pydoc.locate(name) is None}
 
 
-TOOLS = find_tools(ROOT)
+TOOLS = find_tools()
 
 
 def test_every_tool_has_a_page_with_valid_examples():
-    assert {f"tools/{path.stem}.md" for path in (ROOT / "tools").glob("*.py")} < set(
-        tool_pages(ROOT)
-    )
+    assert {f"tools/{name}.md" for name in command_names()} < set(tool_pages())
     assert set(examples_of_tools()) == set(TOOLS)
     for tool, example in examples_of_tools().items():
         for line in example.get("examples", "").replace("\\\n", " ").splitlines():
             if not line.strip() or line.startswith("#"):
                 continue
             words = shlex.split(line)
-            arguments = words[words.index(f"tools/{tool}.py") + 1 :]
+            start = words.index(tool)
+            assert words[start - 1] in ("megatron-chameleon", "megatron_chameleon")
+            arguments = words[start + 1 :]
             commands = TOOLS[tool].commands
             if "" in commands:
                 parse_options(commands[""], arguments)

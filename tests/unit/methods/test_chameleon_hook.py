@@ -20,6 +20,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.checkpoint.state import random_states
+from megatron_chameleon.commands import pretrain_gpt
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
@@ -34,7 +35,6 @@ from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS, without_training_text
 from tests.unit.training.runs import before_steps
-from tools import pretrain_gpt
 
 WINDOWS, SEED = 12, 5
 ROUNDING = 1e-6

@@ -18,6 +18,7 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
     find_checkpoint,
 )
+from megatron_chameleon.commands.sweep_mixture import main
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.chameleon import (
     ExtractionOptions,
@@ -29,7 +30,6 @@ from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.methods.sweep import AxisOptions, SweepOptions
 from megatron_chameleon.methods.sweep.sweep import plan_sweep, point_of, sweep_mixture
 from megatron_chameleon.training.options import OptimizerOptions, StoppingOptions
-from tools.sweep_mixture import main
 
 SMALL = AxisOptions(sweep_train_iters=(4, 2), sweep_ridge=(1.0,), sweep_num_windows=(8,))
 SMALL_POINTS = [(4, 16, 10.0), (2, 16, 10.0), (4, 16, 1.0), (4, 8, 10.0)]
