@@ -74,7 +74,6 @@ from megatron_chameleon.mixture import (
     Recipe,
     WeightResult,
     bootstrap_weights,
-    chameleon_weight_fn,
     chameleon_weights,
 )
 from megatron_chameleon.mixture.bootstrap import (
@@ -433,16 +432,17 @@ def weigh_means(
         return chameleon_weights(means, mode, recipe, prior=prior and prior(means))
 
 
-def weigh_shrunk(
-    means: Array, mode: Mode, recipe: Recipe, prior: Callable[[Array], Array] | None = None
-) -> WeightResult:
-    """Call :func:`weigh_means`, and shrink the weights if the embeddings differ in few directions.
+def shrinkage_of(result: WeightResult) -> tuple[float, float]:
+    """Return the effective directions of the embeddings, and the shrinkage factor of the weights.
 
-    The arguments are those of :func:`weigh_means`.
+    Neither depends on the prior.
     """
-    result = weigh_means(means, mode, recipe, prior)
-    directions = effective_directions(means, result.effective_ridge)
-    factor = shrinkage_factor(directions, len(means))
+    directions = effective_directions(result.features, result.effective_ridge)
+    return directions, shrinkage_factor(directions, len(result.features))
+
+
+def shrunk(result: WeightResult, factor: float) -> WeightResult:
+    """Shrink the weights of ``result`` towards its prior by ``factor``."""
     weights = shrunk_weights(result.weights, factor, result.prior)
     return dataclasses.replace(result, weights=weights)
 
@@ -474,12 +474,12 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         resampled.append(grouped_windows(vectors, group, seed))
     means, fewest = np.stack(rows), min(windows.values())
     prior = target.prior if target else None
-    compute = weigh_shrunk if weighting.shrink else weigh_means
-    by_recipe = functools.partial(compute, means, options.mode)
-    result = by_recipe(plan.recipe, prior)
-    untargeted = by_recipe(plan.recipe) if target else result
-    directions = effective_directions(means, result.effective_ridge)
-    factor = shrinkage_factor(directions, len(names)) if weighting.shrink else 1.0
+    by_recipe = functools.partial(weigh_means, means, options.mode)
+    plain = by_recipe(plan.recipe, prior)
+    directions, factor = shrinkage_of(plain)
+    factor = factor if weighting.shrink else 1.0
+    result = shrunk(plain, factor)
+    untargeted = shrunk(by_recipe(plan.recipe), factor) if target else result
     limit, kept = plan.limit, plan.kept.weights if plan.kept else {}
     before = np.array([kept.get(name, 0.0) for name in names])
     is_old = np.array([name in kept for name in names])
@@ -487,28 +487,28 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     def place(weights: Array) -> Array:
         return placed_weights(weights, before, is_old) if plan.kept else weights
 
-    weigh_resample = chameleon_weight_fn(options.mode, plan.recipe, prior=prior)
     resamples = weighting.bootstrap_resamples
     bar = progress_bar(resamples, " resamples", "intervals", delay=PROGRESS_DELAY_SECONDS)
     with bar as progress:
 
         def constrained(embeddings: Array) -> Array:
             progress.update()
-            weights = shrunk_weights(weigh_resample(embeddings), factor, result.prior)
-            return limit.apply(place(weights))
+            eta = prior and prior(embeddings)
+            resample = chameleon_weights(embeddings, options.mode, plan.recipe, prior=eta)
+            # Noise of the resampling adds directions, so the factor is that of all windows.
+            return limit.apply(place(shrunk(resample, factor).weights))
 
         bootstrap = bootstrap_weights(resampled, constrained, resamples, seed, weighting.confidence)
     _warn_uninformative(plan, result, untargeted, bootstrap, is_shrunk=factor < 1.0)
     fields = limit.mixture_fields(place(result.weights))
     if factor < 1.0:
-        plain = weigh_means(means, options.mode, plan.recipe, prior).weights.max()
         most = min(len(names) - 1, MOST_DIRECTIONS)
+        largest = " -> ".join(format_weight(each.weights.max()) for each in (plain, result))
         warn(
             f"the domains' embeddings differ in {directions:.1f} of at most {most} effective "
             "directions, as with an undertrained proxy, whose weights depend on its seed: log "
-            f"weights are multiplied by {factor:.2f} (largest weight {format_weight(plain)} -> "
-            f"{format_weight(result.weights.max())}); train the proxy for longer, or pass "
-            "--no-shrink"
+            f"weights are multiplied by {factor:.2f} (largest weight {largest}); train the proxy "
+            "for longer, or pass --no-shrink"
         )
     order = np.argsort(-np.array(list(fields["weights"].values())), kind="stable").tolist()
     likely = outweighing_probability(bootstrap, order[:-1], order[1:]).tolist()
@@ -569,7 +569,11 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         f"domain{grouped}; +-{weighting.precision:g} needs about {needed:,} windows per domain"
     )
     if options.explain:
-        explained = functools.partial(by_recipe, prior=prior)
+
+        def explained(recipe: Recipe) -> WeightResult:
+            found = by_recipe(recipe, prior)
+            return shrunk(found, shrinkage_of(found)[1]) if weighting.shrink else found
+
         lines += ["", explain(names, plan.recipe, explained), ""]
     return mixture, lines
 

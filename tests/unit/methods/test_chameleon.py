@@ -179,6 +179,25 @@ def test_weights_of_a_proxy_that_hardly_separates_the_domains_are_shrunk(
     assert (np.diff(values(shrunk.intervals)) < np.diff(values(plain.intervals))).all()
 
 
+def test_with_factor_0_the_intervals_are_those_of_the_prior(
+    compute, text_corpus, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(compute_module, "shrinkage_factor", lambda _r, _k: 0.0)
+    settings = {"weighting": dataclasses.replace(SCALED, shrink=True)}
+    with pytest.warns(UserWarning, match="--no-shrink"):
+        uniform = compute(**settings)
+    assert values(uniform.intervals) == pytest.approx(1 / len(DOMAINS))
+    path = tmp_path / "target.txt"
+    path.write_text(" ".join(texts_of(text_corpus, "poems", 5)))
+    with pytest.warns(UserWarning, match="--no-shrink"):
+        targeted = compute(target=str(path), **settings)
+    prior = targeted.parameters["target"]["prior"]
+    assert values(targeted.weights) == pytest.approx(values(prior) / len(DOMAINS))
+    low, high = values(targeted.intervals).T
+    # The prior is computed from the resampled windows, so it differs between resamples.
+    assert (low < high).all()
+
+
 def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     compute(output=here / "mixture.json", store=None)
