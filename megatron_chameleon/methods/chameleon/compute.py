@@ -555,19 +555,22 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         provenance=plan.provenance,
     )
     lines = []
-    if outweighs:
+    half_width = float((bootstrap.high - bootstrap.low).max()) / 2
+    if outweighs and half_width > 0:
         heavier, lighter, share = min(outweighs, key=lambda pair: pair[2])
         lines.append(
             f"least certain order: {heavier} outweighs {lighter} in {share:.0%} of resamples"
         )
-    half_width = float((bootstrap.high - bootstrap.low).max()) / 2
-    # The standard error of a mean over n windows is proportional to n^-1/2.
-    needed = math.ceil(fewest * (half_width / weighting.precision) ** 2)
-    grouped = f" (bootstrap over means of {group} windows each)" if group > 1 else ""
-    lines.append(
-        f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
-        f"domain{grouped}; +-{weighting.precision:g} needs about {needed:,} windows per domain"
-    )
+    if half_width > 0:
+        # The standard error of a mean over n windows is proportional to n^-1/2.
+        needed = math.ceil(fewest * (half_width / weighting.precision) ** 2)
+        grouped = f" (bootstrap over means of {group} windows each)" if group > 1 else ""
+        lines.append(
+            f"widest interval: +-{format_weight(half_width)} with {fewest:,} windows per "
+            f"domain{grouped}; +-{weighting.precision:g} needs about {needed:,} windows per domain"
+        )
+    else:
+        lines.append("widest interval: +-0: resampling the windows does not change the weights")
     if options.explain:
 
         def explained(recipe: Recipe) -> WeightResult:

@@ -180,13 +180,14 @@ def test_weights_of_a_proxy_that_hardly_separates_the_domains_are_shrunk(
 
 
 def test_with_factor_0_the_intervals_are_those_of_the_prior(
-    compute, text_corpus, monkeypatch, tmp_path
+    compute, text_corpus, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(compute_module, "shrinkage_factor", lambda _r, _k: 0.0)
     settings = {"weighting": dataclasses.replace(SCALED, shrink=True)}
     with pytest.warns(UserWarning, match="--no-shrink"):
         uniform = compute(**settings)
     assert values(uniform.intervals) == pytest.approx(1 / len(DOMAINS))
+    assert "widest interval: +-0: " in capsys.readouterr().out
     path = tmp_path / "target.txt"
     path.write_text(" ".join(texts_of(text_corpus, "poems", 5)))
     with pytest.warns(UserWarning, match="--no-shrink"):
