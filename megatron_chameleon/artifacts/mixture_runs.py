@@ -209,14 +209,16 @@ def is_key(column: str) -> bool:
 
 
 def plain_names(columns: Sequence[str]) -> list[str]:
-    """Strip affixes such as train_ and _loss, and a common prefix, from ``columns``.
+    """Strip an affix that all ``columns`` have, such as train_ or _loss, and a common prefix.
 
-    If no column has an affix, or if two would get the same name, nothing is stripped.
+    An affix of some columns only, such as that of a domain called test_x, belongs to their names.
+    Without an affix of all columns, or if two would get the same name, nothing is stripped.
     """
-    names = [_without_affixes(column.strip()) for column in columns]
-    if names == list(columns):
-        return names
-    prefix = _common_prefix(names)
+    stripped = [column.strip() for column in columns]
+    names = _without_shared(_BEFORE, stripped)
+    while (shorter := _without_shared(_AFTER, names)) != names:
+        names = shorter
+    prefix = _common_prefix(names) if names != stripped else ""
     for found in ([name.removeprefix(prefix) for name in names], names):
         if len(set(found)) == len(found) and all(found):
             return found
@@ -244,6 +246,12 @@ def _by_simple_name(names: Sequence[str], *, with_prefix: bool) -> dict[str, str
     prefix = "" if with_prefix else _common_prefix(keys)
     keys = [key.removeprefix(prefix) for key in keys]
     return {key: name for key, name in zip(keys, names, strict=True) if keys.count(key) == 1}
+
+
+def _without_shared(affix: re.Pattern[str], names: list[str]) -> list[str]:
+    """Strip a match of ``affix`` from all names if all have the same match."""
+    found = {match and match[0].lower() for match in map(affix.search, names)}
+    return names if len(found) > 1 or None in found else [affix.sub("", name) for name in names]
 
 
 def _without_affixes(column: str) -> str:

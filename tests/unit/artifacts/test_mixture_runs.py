@@ -84,6 +84,14 @@ def test_written_tables_are_read_without_change(tmp_path):
     np.testing.assert_array_equal(found.losses, runs.losses)
 
 
+def test_an_affix_of_some_columns_belongs_to_their_names(read):
+    header = "index,train_x,train_test_x,train_notes_train\n"
+    runs = read(header + "1,0.5,0.3,0.2\n", "index,x_loss,test_x_loss\n1,4.0,5.0\n")
+    assert runs.domains == ["x", "test_x", "notes_train"]
+    assert runs.metrics == ["x", "test_x"]
+    assert matched(runs.domains, ["notes_train", "test_x", "x"]) == {n: n for n in runs.domains}
+
+
 def test_incomplete_runs_and_metrics_are_left_out(read):
     with pytest.warns(MixtureRunsWarning, match=r"ratios.csv: .*: leaving out 1: 4$"):
         assert read(REGMIX_RATIOS + "4,0.5,0.5\n").keys == ["1", "2", "3"]
