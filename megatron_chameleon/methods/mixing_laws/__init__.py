@@ -39,7 +39,7 @@ class LawOptions(CheckedOptions):
     """Seed of the starting points."""
     max_extrapolation: Share | None = None
     """Maximum distance of a domain's weight from the range of its weights in the runs; default:
-    unlimited."""
+    unlimited, but 0 upwards for a domain with less than 1% in all runs."""
     target_steps: Count | None = None
     """Before the laws are fitted, extrapolate the losses to this many steps, by a power law over
     the measurements taken every --eval-interval steps."""

@@ -18,7 +18,7 @@ from megatron_chameleon.methods.mixing_laws import (
     MixingLawsOptions,
     layer_parameters,
 )
-from megatron_chameleon.methods.output import by_name, warn
+from megatron_chameleon.methods.output import by_name, format_names, warn
 from megatron_chameleon.methods.swarm.fit import (
     SECONDS_WITHOUT_BAR,
     FitMethod,
@@ -37,6 +37,9 @@ from megatron_chameleon.progress import progress_bar
 
 MIN_RUNS = 4
 MAX_FOLDS = 128
+# Below this weight in all runs, a domain hardly changes the losses, so that noise and the ridge
+# determine its exponents: an optimum beyond the runs would be arbitrary.
+RARE_WEIGHT = 0.01
 
 
 class MixingLawsFit(FitMethod[MixingLawsOptions]):
@@ -115,11 +118,21 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
                 laws = fit_mixing_laws(table.mixtures, table.losses, settings, on_fit=bar.update)
             except ValueError as error:
                 raise UserError(f"{error}; leave such columns out of --metrics") from error
+        most = table.mixtures.max(axis=0)
         # Domains that no run sampled keep weight 0.
-        low, high = np.zeros(len(domains)), np.any(table.mixtures, axis=0).astype(np.float64)
+        low, high = np.zeros(len(domains)), (most > 0).astype(np.float64)
         if (margin := options.max_extrapolation) is not None:
             low = np.maximum(table.mixtures.min(axis=0) - margin, 0.0) * high
-            high = np.minimum(table.mixtures.max(axis=0) + margin, 1.0) * high
+            high = np.minimum(most + margin, 1.0) * high
+        elif (rare := (most > 0) & (most < RARE_WEIGHT)).any():
+            high[rare] = most[rare]
+            named = format_names([domains[position] for position in np.flatnonzero(rare)])
+            warn(
+                f"no run has a weight of {RARE_WEIGHT:.0%} or more for {named}, so the laws do not "
+                "determine the effect of larger weights, and each of these weights is at most the "
+                "largest of the runs: train proxies with more of this text, or pass "
+                "--max-extrapolation"
+            )
         optimum = law_optimum(laws, shares, low, high, start=np.mean(table.mixtures, axis=0))
 
         return Fitted(

@@ -452,6 +452,20 @@ def test_extrapolation_gives_a_warning_and_can_be_limited(compute, monkeypatch):
     assert (weights <= near.max(axis=0) + 1e-9).all()
 
 
+def test_laws_do_not_extrapolate_from_less_than_1_percent(compute):
+    """The best mixture is uniform, but the exponents of the rare domain are fitted to noise."""
+    rng = np.random.default_rng(0)
+    common, rare = rng.dirichlet(np.ones(2), 24), rng.uniform(0, 0.01, (24, 1))
+    mixtures = np.column_stack([common * (1 - rare), rare])
+    losses = 2 + np.exp(-2 * mixtures) + rng.normal(0, 0.02, mixtures.shape)
+    runs = dataclasses.replace(runs_of(bowls, 24), mixtures=mixtures, losses=losses)
+    with pytest.warns(MixtureWarning, match="for poems, .*--max-extrapolation"):
+        mixture = compute(MixingLawsOptions, runs)
+    assert mixture.weights["poems"] <= rare.max() + 1e-9
+    free = compute(MixingLawsOptions, runs, laws=dataclasses.replace(LAWS, max_extrapolation=1.0))
+    assert free.weights["poems"] > 0.2
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
 def test_swarms_of_every_size_are_trained_fitted_and_costed(compute, tmp_path):
