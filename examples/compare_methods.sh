@@ -112,8 +112,12 @@ online_method() {
 
 is_finished() { grep -qs '"status": "finished"' "$1/run.json"; }
 
-# Return whether a column is a mixture of Chameleon's, which embeds the domains with PROXY.
-uses_proxy() { [[ $1 == chameleon* && -z $(online_method "$1") ]]; }
+# Return whether a column is a mixture of Chameleon's, which embeds the domains with PROXY. The user's
+# own mixture may have such a name, too, so an existing mixture is judged by its method.
+uses_proxy() {
+  [[ $1 == chameleon* && -z $(online_method "$1") ]] || return
+  ! is_found "$1" || grep -Eqs '"method": *"chameleon-' "$RUN/4-mixture/$1.json"
+}
 
 is_found() { [ -e "$RUN/4-mixture/$1.json" ]; }
 
