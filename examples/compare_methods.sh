@@ -35,18 +35,21 @@
 #   BASELINE     the column that perplexities are compared with (uniform)
 #   PROXY_SEED   seed of the proxies (1)
 #   RUN          folder of the experiment (mini: runs/compare-mini; paper: runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus; mini creates it)
+#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus; mini and small create it)
+#   MAX_BYTES, VOCAB_SIZE   maximum bytes of text per domain, and entries of the tokenizer, of a corpus
+#                that the script creates (mini: 3500000 and 8192; small: 20000000 and 4096)
+#   TOKENIZER    tokenizer of such a corpus (trained; with PRETRAINED: PRETRAINED/tokenizer.json)
 #   JOBS_AT_ONCE number of concurrent jobs with one rank each; with 1, a job gets all ranks (mini: 2)
 #   RECORD       a .json file for the table with date, machine, versions and command; a Markdown
 #                file is written next to it
 #   BASE_STEPS, PROXY_STEPS, LONG_PROXY_STEPS, MEMBER_STEPS   steps, except with SIZE=paper
-#   REGMIX_MEMBERS   proxies of RegMix and the surrogate (mini: 48; small: 32)
+#   REGMIX_MEMBERS   proxies of RegMix and the surrogate (mini: 48; small: 32; tiny: 16)
 set -euo pipefail
 SIZE=${SIZE:-mini}
 COMMAND_LINE=
 for choice in SIZE CORPUS_NAME PRETRAINED VARIANT BASE METHODS SEEDS BASELINE PROXY_SEED RUN \
-  CORPUS JOBS_AT_ONCE BASE_STEPS PROXY_STEPS LONG_PROXY_STEPS MEMBER_STEPS \
-  REGMIX_MEMBERS TP PP NPROC; do
+  CORPUS MAX_BYTES VOCAB_SIZE TOKENIZER JOBS_AT_ONCE BASE_STEPS PROXY_STEPS LONG_PROXY_STEPS \
+  MEMBER_STEPS REGMIX_MEMBERS TP PP NPROC; do
   [ -z "${!choice:-}" ] || printf -v COMMAND_LINE '%s%s=%q ' "$COMMAND_LINE" "$choice" "${!choice}"
 done
 printf -v COMMAND_LINE '%sbash examples/compare_methods.sh%s' "$COMMAND_LINE" "${*:+ $*}"
@@ -146,13 +149,13 @@ small() {
   [ -e "$HERE/data/${CORPUS_NAME}_text.sh" ] ||
     refuse "CORPUS_NAME=$CORPUS_NAME: must be installed, registers or code"
   RUN=${RUN:-runs/compare-small/${PRETRAINED:+finetune-}$CORPUS_NAME}
-  export MAX_BYTES=20000000 VOCAB_SIZE=4096
+  export MAX_BYTES=${MAX_BYTES:-20000000} VOCAB_SIZE=${VOCAB_SIZE:-4096}
   STEPS_IN_10_S=${STEPS_IN_10_S:-110}
   if [ -n "$PRETRAINED" ]; then
     BASE_STEPS=${BASE_STEPS:-1000}
-    export TOKENIZER=$PRETRAINED/tokenizer.json
+    export TOKENIZER=${TOKENIZER:-$PRETRAINED/tokenizer.json}
     [ -n "${CORPUS:-}" ] || [ -e "$TOKENIZER" ] ||
-      refuse "PRETRAINED=$PRETRAINED: no tokenizer.json there; set CORPUS, or another PRETRAINED"
+      refuse "PRETRAINED=$PRETRAINED: no $TOKENIZER; set CORPUS, or another PRETRAINED"
     for seed in $SEEDS $PROXY_SEED; do
       is_finished "$PRETRAINED/5-base/uniform-seed$seed" ||
         refuse "PRETRAINED=$PRETRAINED: must be the RUN of a comparison with SIZE=small and seed $seed"
@@ -169,8 +172,9 @@ small() {
 tiny() {
   BASE_STEPS=${BASE_STEPS:-12} PROXY_STEPS=${PROXY_STEPS:-8}
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-12} MEMBER_STEPS=${MEMBER_STEPS:-4}
+  REGMIX_MEMBERS=${REGMIX_MEMBERS:-16}
   mini
-  SEQ_LENGTH=64 WARMUP=2 SWARM_WARMUP=1 REGMIX_MEMBERS=16 LAWS_MEMBERS=12 EVAL_TOKENS=512
+  SEQ_LENGTH=64 WARMUP=2 SWARM_WARMUP=1 LAWS_MEMBERS=12 EVAL_TOKENS=512
   # Weights of an untrained proxy would be shrunk to uniform, whose models are not trained again.
   EMBED=(--num-windows 32 --bootstrap-resamples 50 --no-shrink)
   EVALUATE=(--max-tokens 1024)
