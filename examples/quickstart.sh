@@ -15,7 +15,7 @@ SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread per process, since two processes run at a time
 export CUDA_VISIBLE_DEVICES=           # CPU only: one GPU could not hold both ranks
-export TORCHDYNAMO_DISABLE=1           # do not load the compiler, which only GPUs use
+export TORCHDYNAMO_DISABLE=1           # do not import TorchInductor: saves a second per process
 CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings

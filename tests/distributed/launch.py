@@ -85,7 +85,7 @@ def environment() -> Mapping[str, str]:
     """Return the environment for a new launch: one thread per rank, no GPU.
 
     It is this process's environment without the variables of a launcher. torch.compile is disabled,
-    since importing its modules takes a second and these ranks do not need it.
+    so that ranks do not import TorchInductor, which takes a second. (Dynamo is imported anyway.)
     """
     kept = {
         name: value
