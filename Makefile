@@ -33,7 +33,8 @@ test-numeric: export OMP_NUM_THREADS := 2
 NUMERIC_TESTS := $(addprefix tests/unit/,mixture model embedding training) \
   --ignore tests/unit/model/test_memory.py
 
-.PHONY: help setup quickstart test test-numeric test-slow test-gpu measure-gpu lint format docs doctor clean
+.PHONY: help setup quickstart test test-numeric test-slow test-gpu measure-gpu install-matrix lint
+.PHONY: format lock docs doctor clean
 
 help:
 	echo "make quickstart   the whole pipeline on real text, in minutes on 2 cores"
@@ -42,8 +43,10 @@ help:
 	echo "make test-slow    the long tests that 'make test' leaves out"
 	echo "make test-gpu     the tests that need a CUDA device"
 	echo "make measure-gpu  the GPU tests and benchmarks: 45 minutes, resumable"
+	echo "make install-matrix  the wheel in fresh environments: Python 3.11 to 3.13, pip and uv"
 	echo "make lint         ruff, mypy and the import rules"
 	echo "make format       ruff format and ruff's fixes"
+	echo "make lock         renew requirements.lock from setup.py and constraints.txt, with uv"
 	echo "make docs         the documentation, into site/index.html"
 	echo "make doctor       which acceleration is active here, and the cost of missing libraries"
 	echo "make setup        set up .venv (the other targets do so when needed)"
@@ -54,7 +57,7 @@ help:
 setup: $(STAMP)
 
 quickstart: $(STAMP)
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/quickstart.sh
+	$(BIN)/megatron-chameleon quickstart $(if $(RUN),--run-dir "$(RUN)")
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests --ignore tests/gpu -n 2
@@ -77,6 +80,10 @@ test-gpu: $(STAMP)
 measure-gpu: $(STAMP)
 	$(BIN)/python benchmarks/measure_gpu.py $(MEASURE_GPU)
 
+# INSTALL_MATRIX="--pythons 3.12 --installers uv" selects environments.
+install-matrix:
+	"$(PYTHON)" benchmarks/install_matrix.py $(INSTALL_MATRIX)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,13 +94,20 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Python 3.11.5 is the oldest one with the pinned versions. Without --emit-index-url, the lock names
+# no package index.
+lock:
+	uv pip compile setup.py --quiet --universal --python-version 3.11.5 --constraint constraints.txt \
+	  --no-annotate --extra data --extra dev --extra docs --extra eval --extra hf --extra plots \
+	  --output-file requirements.lock --custom-compile-command 'make lock' > /dev/null
+
 # Broken links and unlinked pages fail the build. With mkdocs's --quiet, they would not.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	echo "site/index.html is the first page."
 
 doctor: $(STAMP)
-	$(BIN)/python tools/doctor.py
+	$(BIN)/megatron-chameleon doctor
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -42,6 +42,7 @@ setup(
         "megatron_chameleon": [
             "py.typed",
             "artifacts/published_columns.json",
+            "commands/quickstart.sh",
             "report/paper_results.json",
             "report/template/*",
         ]

@@ -22,7 +22,7 @@
 #   VARIANT      2k: DoReMi and DoGE with proxies of 2,000 steps, next to uniform and Chameleon
 #   BASE         model size of the base models (mini: nano; paper: 684m)
 #   CORPUS_NAME  text of SIZE=small: installed, registers or code (installed)
-#   METHODS      columns of the table, named as by tools/compute_mixture.py --list-methods;
+#   METHODS      columns of the table, named as by compute_mixture --list-methods;
 #                doremi-2k and doge-2k use proxies with Chameleon's number of steps;
 #                chameleon-pretrain, -finetune, -paper and -scaled use that mode or recipe;
 #                odm, chameleon-online and other online methods train base models with
@@ -35,7 +35,7 @@
 #   BASELINE     the column that perplexities are compared with (uniform)
 #   PROXY_SEED   seed of the proxies (1)
 #   RUN          folder of the experiment (mini: runs/compare-mini; paper: runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus; mini and small create it)
+#   CORPUS       output of preprocess_data (RUN/1-corpus; mini and small create it)
 #   MAX_BYTES, VOCAB_SIZE   maximum bytes of text per domain, and entries of the tokenizer, of a corpus
 #                that the script creates (mini: 3500000 and 8192; small: 20000000 and 4096)
 #   TOKENIZER    tokenizer of such a corpus (trained; with PRETRAINED: PRETRAINED/tokenizer.json)
@@ -93,10 +93,10 @@ check_choice() {
   done
 }
 
-# comparison FLAGS...: run tools/compare_methods.py on METHODS and SEEDS.
+# comparison FLAGS...: run compare_methods on METHODS and SEEDS.
 comparison() {
   # shellcheck disable=SC2086   # names and seeds contain no spaces
-  python "$TOOLS/compare_methods.py" --run "$RUN" --mixtures $METHODS --seeds $SEEDS \
+  python -m megatron_chameleon compare_methods --run "$RUN" --mixtures $METHODS --seeds $SEEDS \
     --run-suffix="$SUFFIX" --baseline "$BASELINE" "$@"
 }
 
@@ -239,7 +239,7 @@ START=(python)
 train_proxy() {
   [ "$SIZE" != paper ] || launcher "$HERE/pretrain_82m_proxy.sh"
   limit_time
-  exec "${START[@]}" "$TOOLS/pretrain_gpt.py" "${PROXY_FLAGS[@]}" "${LIMIT[@]}" \
+  exec "${START[@]}" -m megatron_chameleon pretrain_gpt "${PROXY_FLAGS[@]}" "${LIMIT[@]}" \
     --train-iters "$PROXY_STEPS" --corpus "$CORPUS" --mixture uniform --run-dir "$PROXY"
 }
 
@@ -257,7 +257,7 @@ find_mixture() {
       chameleon-finetune) flags+=(--mode finetune) ;;
       chameleon-paper | chameleon-scaled) flags+=(--recipe "${name#chameleon-}") ;;
     esac
-    exec "${ENDED[@]}" "${START[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${flags[@]}" \
+    exec "${ENDED[@]}" "${START[@]}" -m megatron_chameleon compute_mixture "${EMBED[@]}" "${flags[@]}" \
       --checkpoint "$PROXY" --store "$RUN/3-embeddings/${PROXY##*/}"
   elif [ "$SIZE" = paper ]; then
     [ "$name" = "$method" ] || flags+=(--train-iters 2000)   # paper: tab:ppl_2k, "2k steps"
@@ -271,7 +271,7 @@ find_mixture() {
     surrogate) flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS" --work-dir "$REGMIX_SWARM") ;;
     mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS") ;;
   esac
-  exec "${ENDED[@]}" "${START[@]}" "$TOOLS/compute_mixture.py" --method "$method" --corpus "$CORPUS" \
+  exec "${ENDED[@]}" "${START[@]}" -m megatron_chameleon compute_mixture --method "$method" --corpus "$CORPUS" \
     --token-budget "$BUDGET" "${flags[@]}"
 }
 
@@ -281,7 +281,7 @@ train_base() {
   [ -z "$online" ] || mixture=(--mixture uniform --online "$online")
   [ -z "$PRETRAINED" ] || mixture+=(--pretrained-checkpoint "$PRETRAINED/5-base/uniform-seed$2")
   limit_time
-  exec "${START[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" --seed "$2" \
+  exec "${START[@]}" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" "${LIMIT[@]}" --seed "$2" \
     "${mixture[@]}" --run-dir "$RUN/5-base/$1$SUFFIX-seed$2"
 }
 
@@ -292,7 +292,7 @@ evaluate() {
     runs+=(--checkpoint "$RUN/5-base/$run" --output "$RUN/6-evaluation/$run.json")
   done
   limit_time
-  exec "${ENDED[@]}" "${START[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
+  exec "${ENDED[@]}" "${START[@]}" -m megatron_chameleon evaluate perplexity "${EVALUATE[@]}" "${runs[@]}"
 }
 
 # Return whether a job was stopped by STOP_AT. Training and the paper's launchers handle STOP_AT

@@ -20,7 +20,7 @@ pretrain_and_compare() {
   choose proxy "$1"
   say "Proxy, uniform weights"
   limit_time
-  torchrun "${RANKS[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" \
+  torchrun "${RANKS[@]}" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" "${LIMIT[@]}" \
     --mixture uniform --run-dir "$proxy"
   weigh_domains "$proxy" pretrain
   SIZE=$size
@@ -32,12 +32,12 @@ pretrain_and_compare() {
 weigh_domains() {
   say "Weights from the embeddings of $1"
   EMBED+=(--checkpoint "$1" --store "$RUN/3-embeddings")
-  within_limit torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --mode "$2" \
+  within_limit torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture "${EMBED[@]}" --mode "$2" \
     --output "$RUN/4-mixture/chameleon-$2.json"
   # The embeddings are stored now, so the other modes run no forward pass and need only one process.
   local mode
   for mode in "${@:3}"; do
-    on_first_node python "$TOOLS/compute_mixture.py" "${EMBED[@]}" "${ALONE[@]}" --mode "$mode" \
+    on_first_node python -m megatron_chameleon compute_mixture "${EMBED[@]}" "${ALONE[@]}" --mode "$mode" \
       --output "$RUN/4-mixture/chameleon-$mode.json"
   done
 }
@@ -49,12 +49,12 @@ train_and_compare() {
     mixture "$choice"
     limit_time
     say "Training, $NAME"
-    torchrun "${RANKS[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" \
+    torchrun "${RANKS[@]}" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" "${LIMIT[@]}" \
       --mixture "$WEIGHTS" --run-dir "$RUN/5-base/$NAME-seed$SEED" "${EXTRA[@]}"
     runs+=(--checkpoint "$RUN/5-base/$NAME-seed$SEED")
     runs+=(--output "$RUN/6-evaluation/$NAME-seed$SEED.json")
   done
   say "Comparison"
-  within_limit torchrun "${RANKS[@]}" "$TOOLS/evaluate.py" perplexity "${EVALUATE[@]}" "${runs[@]}"
-  on_first_node python "$TOOLS/make_report.py" "$RUN"
+  within_limit torchrun "${RANKS[@]}" -m megatron_chameleon evaluate perplexity "${EVALUATE[@]}" "${runs[@]}"
+  on_first_node python -m megatron_chameleon make_report "$RUN"
 }

@@ -41,6 +41,6 @@ RUNS=("$RUN"/5-base/*/)
 for CHECKPOINT in "${RUNS[@]}"; do
   NAME=$(basename "$CHECKPOINT")
   say "Downstream tasks, $NAME"
-  within_limit torchrun "${RANKS[@]}" "$TOOLS/evaluate.py" downstream "${PARALLEL[@]}" "${ASK[@]}" \
+  within_limit torchrun "${RANKS[@]}" -m megatron_chameleon evaluate downstream "${PARALLEL[@]}" "${ASK[@]}" \
     --checkpoint "${CHECKPOINT%/}" --output "$RUN/6-evaluation/$NAME-downstream.json" "${EXTRA[@]}"
 done

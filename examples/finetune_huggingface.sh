@@ -12,7 +12,7 @@
 # of perplexities is printed at the end. The same command resumes after an interruption.
 #
 #   INPUT        domains, "NAME=PATH NAME=PATH": files or folders of text, as for --input of
-#                tools/preprocess_data.py, which tokenizes them with the model's tokenizer
+#                preprocess_data, which tokenizes them with the model's tokenizer
 #   CORPUS       instead of INPUT, a corpus made with the model's tokenizer (RUN/1-corpus)
 #   RUN          folder of the experiment (runs/finetune-MODEL)
 #   MIXTURE      mixtures to fine-tune with ("uniform chameleon-finetune chameleon-pretrain")
@@ -37,7 +37,7 @@ if [ ! -e "$CORPUS/corpus.json" ]; then
   DOMAINS=()
   for domain in $INPUT; do DOMAINS+=(--input "$domain"); done
   say "Corpus, with the tokenizer of $MODEL"
-  python "$TOOLS/preprocess_data.py" "${DOMAINS[@]}" --tokenizer-model "$MODEL" --output "$CORPUS"
+  python -m megatron_chameleon preprocess_data "${DOMAINS[@]}" --tokenizer-model "$MODEL" --output "$CORPUS"
 fi
 
 source "$HERE/compare_mixtures.sh"
@@ -49,6 +49,6 @@ train_and_compare
 for choice in $MIXTURE; do
   mixture "$choice"
   say "Export, $NAME"
-  on_first_node python "$TOOLS/convert_checkpoint.py" to-huggingface --overwrite \
+  on_first_node python -m megatron_chameleon convert_checkpoint to-huggingface --overwrite \
     --checkpoint "$RUN/5-base/$NAME-seed$SEED" --output "$RUN/huggingface/$NAME-seed$SEED"
 done

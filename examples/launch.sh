@@ -9,10 +9,9 @@
 #   NNODES       number of nodes; start the launcher on each node with its NODE_RANK (set by SLURM)
 #                and with the first node's address as MASTER_ADDR (1)
 #   STOP_AT      Unix time at which to save and stop; the same command resumes (never)
-# Any flag of tools/pretrain_gpt.py may follow after --. Launchers that train nothing take the flags
+# Any flag of pretrain_gpt may follow after --. Launchers that train nothing take the flags
 # of the tool that they run.
 HERE=$(dirname "${BASH_SOURCE[0]}")
-TOOLS=$HERE/../tools
 LAUNCHER=$(basename "$0" .sh)
 
 refuse() {

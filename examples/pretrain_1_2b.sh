@@ -13,7 +13,7 @@
 #
 #   SIZE         model size (1.2b)
 #   RUN          folder of the experiment (runs/slimpajama-1.2b)
-#   CORPUS       output of tools/preprocess_data.py (runs/slimpajama/1-corpus)
+#   CORPUS       output of preprocess_data (runs/slimpajama/1-corpus)
 #   MIXTURE      uniform, or a name in RUN/4-mixture, or a file
 #                (runs/slimpajama/4-mixture/chameleon-pretrain.json)
 set -euo pipefail
@@ -26,5 +26,5 @@ MIXTURE=${MIXTURE:-runs/slimpajama/4-mixture/chameleon-pretrain.json}
 choose base slimpajama_627b.sh
 mixture "$MIXTURE"
 limit_time
-exec torchrun "${RANKS[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" \
+exec torchrun "${RANKS[@]}" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" "${LIMIT[@]}" \
   --mixture "$WEIGHTS" --run-dir "$RUN/5-base/$NAME-seed$SEED" "${EXTRA[@]}"

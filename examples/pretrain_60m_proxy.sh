@@ -7,13 +7,13 @@
 #   bash examples/pretrain_60m_proxy.sh -- --train-iters 5000 --micro-batch-size 16
 #
 # The same command resumes an interrupted run. Then compute the weights:
-#   torchrun tools/compute_mixture.py --corpus runs/slimpajama/1-corpus \
+#   torchrun -m megatron_chameleon compute_mixture --corpus runs/slimpajama/1-corpus \
 #     --checkpoint runs/slimpajama/2-proxy/60m-seed1 --store runs/slimpajama/3-embeddings/60m \
 #     --output runs/slimpajama/4-mixture/chameleon-60m.json
 #
 #   SIZE         model size (60m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 #   MIXTURE      uniform, as in the paper, or a name in RUN/4-mixture, or a file (uniform)
 set -euo pipefail
 SIZE=${SIZE:-60m}
@@ -25,5 +25,5 @@ MIXTURE=${MIXTURE:-uniform}
 choose proxy slimpajama_627b.sh
 mixture "$MIXTURE"
 limit_time
-exec torchrun "${RANKS[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" \
+exec torchrun "${RANKS[@]}" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" "${LIMIT[@]}" \
   --mixture "$WEIGHTS" --run-dir "$RUN/2-proxy/$SIZE-seed$SEED" "${EXTRA[@]}"

@@ -12,7 +12,7 @@
 #
 #   SIZE         model size (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 #   MIXTURE      uniform, or a name in RUN/4-mixture, or a file
 #                (chameleon-pretrain)
 set -euo pipefail
@@ -25,5 +25,5 @@ MIXTURE=${MIXTURE:-chameleon-pretrain}
 choose base slimpajama_627b.sh
 mixture "$MIXTURE"
 limit_time
-exec torchrun "${RANKS[@]}" "$TOOLS/pretrain_gpt.py" "${TRAIN[@]}" "${LIMIT[@]}" \
+exec torchrun "${RANKS[@]}" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" "${LIMIT[@]}" \
   --mixture "$WEIGHTS" --run-dir "$RUN/5-base/$NAME-seed$SEED" "${EXTRA[@]}"

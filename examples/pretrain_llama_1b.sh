@@ -13,7 +13,7 @@
 #   SIZE         model size (llama-1b)
 #   PROXY_SIZE   model size of the proxy (llama-30m)
 #   RUN          folder of the experiment (runs/llama-1b)
-#   CORPUS       output of tools/preprocess_data.py or tools/import_corpus.py (runs/slimpajama/1-corpus)
+#   CORPUS       output of preprocess_data or import_corpus (runs/slimpajama/1-corpus)
 #   MIXTURE      mixtures to train with: uniform, names in RUN/4-mixture, or files
 #                ("uniform chameleon-pretrain")
 set -euo pipefail

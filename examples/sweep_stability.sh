@@ -13,7 +13,7 @@
 #
 #   SIZE         model size of the central proxy (82m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/launch.sh"
@@ -22,5 +22,5 @@ CORPUS=${CORPUS:-$RUN/1-corpus}
 
 choose proxy slimpajama_627b.sh
 limit_time
-exec torchrun "${RANKS[@]}" "$TOOLS/sweep_mixture.py" "${TRAIN[@]}" "${EMBED[@]}" "${SWEEP[@]}" \
+exec torchrun "${RANKS[@]}" -m megatron_chameleon sweep_mixture "${TRAIN[@]}" "${EMBED[@]}" "${SWEEP[@]}" \
   "${LIMIT[@]}" --output "$RUN" "${EXTRA[@]}"

@@ -23,7 +23,7 @@ PROXY=${PROXY:-runs/slimpajama/2-proxy/$SIZE-seed$SEED}
 choose proxy pile.sh
 [ -d "$PROXY" ] || refuse "no run at $PROXY; create it with" \
   "'SIZE=$SIZE bash $HERE/pretrain_82m_proxy.sh', or set PROXY"
-WEIGH=(torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" "${EMBED[@]}" --checkpoint "$PROXY"
+WEIGH=(torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture "${EMBED[@]}" --checkpoint "$PROXY"
   --store "$RUN/3-embeddings" --output "$RUN/4-mixture/chameleon-pretrain.json" "${EXTRA[@]}")
 [ -n "${STOP_AT:-}" ] || exec "${WEIGH[@]}"
 within_limit "${WEIGH[@]}"

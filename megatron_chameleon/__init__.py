@@ -5,7 +5,7 @@ import warnings
 __version__ = "0.1.0"
 
 # Each module of megatron-core that would use Transformer Engine or Apex warns when it is imported,
-# a dozen times in total. tools/doctor.py reports once that the packages are missing, with the
+# a dozen times in total. The command doctor reports once that the packages are missing, with the
 # consequences.
 for _message in (
     "Transformer Engine and Apex are not installed",

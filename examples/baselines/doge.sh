@@ -10,7 +10,7 @@
 #
 #   SIZE         model size of the proxy (82m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/../launch.sh"
@@ -30,5 +30,5 @@ if [ "$SIZE" != tiny ]; then
   )
 fi
 limit_time
-exec torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" --method doge "${TRAIN[@]}" \
+exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method doge "${TRAIN[@]}" \
   "${DOGE[@]}" "${LIMIT[@]}" --output "$RUN/4-mixture/doge.json" "${EXTRA[@]}"

@@ -16,7 +16,7 @@
 #
 #   SIZE         model size of reference and proxy (82m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/../launch.sh"
@@ -33,5 +33,5 @@ if [ "$SIZE" != tiny ]; then
   )
 fi
 limit_time
-exec torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" --method doremi "${TRAIN[@]}" \
+exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method doremi "${TRAIN[@]}" \
   "${DOREMI[@]}" "${LIMIT[@]}" --output "$RUN/4-mixture/doremi.json" "${EXTRA[@]}"

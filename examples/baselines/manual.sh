@@ -12,7 +12,7 @@
 #
 #   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama, or that of the columns' dataset)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 #   PUBLISHED    columns of one dataset, slimpajama/, pile/, wiki40b/ or stack/; the error for an
 #                unknown name lists all columns (slimpajama/ doremi, doge, chameleon and regmix)
 set -euo pipefail
@@ -49,13 +49,13 @@ fi
 
 # given NAME FLAG...: write RUN/4-mixture/NAME.json with the weights that the flags specify.
 given() {
-  on_first_node python "$TOOLS/compute_mixture.py" --method manual --corpus "$CORPUS" \
+  on_first_node python -m megatron_chameleon compute_mixture --method manual --corpus "$CORPUS" \
     "${@:2}" "${MANUAL[@]}" --output "$RUN/4-mixture/$1.json" "${EXTRA[@]}"
 }
 
 choose "$EXPERIMENT" "$RECIPE"
 if [ "$SIZE" = tiny ]; then
-  on_first_node python "$TOOLS/compute_mixture.py" --method uniform --corpus "$CORPUS" \
+  on_first_node python -m megatron_chameleon compute_mixture --method uniform --corpus "$CORPUS" \
     --output "$RUN/4-mixture/uniform.json"
   given printed-uniform --weights "$RUN/4-mixture/uniform.json"
   exit

@@ -12,7 +12,7 @@
 #
 #   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"
@@ -55,5 +55,5 @@ fi
 
 choose base slimpajama_627b.sh
 limit_time
-exec torchrun "${RANKS[@]}" "$TOOLS/compute_mixture.py" --method mixing-laws --corpus "$CORPUS" \
+exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method mixing-laws --corpus "$CORPUS" \
   "${LAWS[@]}" --seed "$SEED" "${LIMIT[@]}" --output "$RUN/4-mixture/mixing-laws.json" "${EXTRA[@]}"

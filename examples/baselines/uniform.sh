@@ -8,7 +8,7 @@
 #
 #   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"
@@ -25,5 +25,5 @@ if [ "$SIZE" = tiny ]; then
 fi
 
 choose base slimpajama_627b.sh
-on_first_node python "$TOOLS/compute_mixture.py" --method uniform --corpus "$CORPUS" \
+on_first_node python -m megatron_chameleon compute_mixture --method uniform --corpus "$CORPUS" \
   "${UNIFORM[@]}" --output "$RUN/4-mixture/uniform.json" "${EXTRA[@]}"

@@ -10,7 +10,7 @@
 #
 #   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama)
-#   CORPUS       output of tools/preprocess_data.py (RUN/1-corpus)
+#   CORPUS       output of preprocess_data (RUN/1-corpus)
 set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"
@@ -28,5 +28,5 @@ if [ "$SIZE" = tiny ]; then
 fi
 
 choose base slimpajama_627b.sh
-on_first_node python "$TOOLS/compute_mixture.py" --method unimax --corpus "$CORPUS" \
+on_first_node python -m megatron_chameleon compute_mixture --method unimax --corpus "$CORPUS" \
   "${UNIMAX[@]}" --output "$RUN/4-mixture/unimax.json" "${EXTRA[@]}"

@@ -5,17 +5,16 @@
 #   OUTPUT=corpora/installed-text bash examples/data/installed_text.sh
 set -euo pipefail
 
-COLLECTION=${COLLECTION:-installed}                   # --collection of tools/gather_installed_text.py
+COLLECTION=${COLLECTION:-installed}                   # --collection of gather_installed_text
 [ "$COLLECTION" = installed ] || OUTPUT=${OUTPUT:-corpora/$COLLECTION/corpus}
 OUTPUT=${OUTPUT:-corpora/installed-text}              # output corpus
 INPUT=${INPUT:-$(dirname "$OUTPUT")/text}             # text folder, created if missing
 TOKENIZER=${TOKENIZER:-$(dirname "$OUTPUT")/tokenizer.json}   # trained if missing
 MAX_BYTES=${MAX_BYTES:-3500000}                       # maximum bytes of text per domain
 VOCAB_SIZE=${VOCAB_SIZE:-8192}                        # entries of a new tokenizer
-TOOLS=$(dirname "$0")/../../tools
 
 [ -e "$INPUT/gathered.json" ] ||
-  python "$TOOLS/gather_installed_text.py" --output-dir "$INPUT" --collection "$COLLECTION" \
+  python -m megatron_chameleon gather_installed_text --output-dir "$INPUT" --collection "$COLLECTION" \
     --max-bytes-per-domain "$MAX_BYTES"
 FOUND=$(sed -n 's/.*"collection": "\([a-z]*\)".*/\1/p' "$INPUT/gathered.json")
 if [ "${FOUND:-installed}" != "$COLLECTION" ]; then
@@ -28,6 +27,6 @@ for file in "$INPUT"/*.jsonl; do
   DOMAINS+=(--input "${name%.jsonl}=$file")
 done
 [ -e "$TOKENIZER" ] ||
-  python "$TOOLS/train_tokenizer.py" "${DOMAINS[@]}" --output "$TOKENIZER" --vocab-size "$VOCAB_SIZE"
-python "$TOOLS/preprocess_data.py" "${DOMAINS[@]}" --output "$OUTPUT" \
+  python -m megatron_chameleon train_tokenizer "${DOMAINS[@]}" --output "$TOKENIZER" --vocab-size "$VOCAB_SIZE"
+python -m megatron_chameleon preprocess_data "${DOMAINS[@]}" --output "$OUTPUT" \
   --tokenizer-model "$TOKENIZER" --split 80,10,10 --min-tokens-per-split 20000 "$@"

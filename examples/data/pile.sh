@@ -12,7 +12,7 @@ set -euo pipefail
 
 INPUT=${INPUT:-data/pile}              # the folder that holds train, val.jsonl.zst, test.jsonl.zst
 OUTPUT=${OUTPUT:-corpora/pile}         # output corpus
-TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of tools/preprocess_data.py
+TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of preprocess_data
 WORKERS=${WORKERS:-}                   # processes; default: one fewer than cores
 SHARD=${SHARD:-}                       # i/n: machine i of n
 
@@ -24,7 +24,7 @@ NAMES=("ArXiv=arxiv" "DM Mathematics=dm_mathematics" "Enron Emails=enron_emails"
   "Wikipedia (en)=wikipedia_en"
   "Books3=" "BookCorpus2=" "OpenSubtitles=" "OpenWebText2=" "YoutubeSubtitles=")
 
-python "$(dirname "$0")/../../tools/preprocess_data.py" --input "$INPUT/train" \
+python -m megatron_chameleon preprocess_data --input "$INPUT/train" \
   --valid-input "$INPUT/val.jsonl.zst" --test-input "$INPUT/test.jsonl.zst" --output "$OUTPUT" \
   --tokenizer-model "$TOKENIZER" --domain-key meta.pile_set_name \
   --rename-domain "${NAMES[@]}" ${WORKERS:+--workers "$WORKERS"} ${SHARD:+--shard "$SHARD"} "$@"

@@ -13,14 +13,14 @@ set -euo pipefail
 
 INPUT=${INPUT:-data/slimpajama-627b}      # the folder that holds train, validation and test
 OUTPUT=${OUTPUT:-corpora/slimpajama-627b} # output corpus
-TOKENIZER=${TOKENIZER:-tokenizer.json}    # --tokenizer-model of tools/preprocess_data.py
+TOKENIZER=${TOKENIZER:-tokenizer.json}    # --tokenizer-model of preprocess_data
 WORKERS=${WORKERS:-}                      # processes; default: one fewer than cores
 SHARD=${SHARD:-}                          # i/n: machine i of n
 
 NAMES=(RedPajamaArXiv=arxiv RedPajamaBook=book RedPajamaCommonCrawl=cc RedPajamaC4=c4
   RedPajamaGithub=github RedPajamaStackExchange=stackexchange RedPajamaWikipedia=wikipedia)
 
-python "$(dirname "$0")/../../tools/preprocess_data.py" --input "$INPUT/train" \
+python -m megatron_chameleon preprocess_data --input "$INPUT/train" \
   --valid-input "$INPUT/validation" --test-input "$INPUT/test" --output "$OUTPUT" \
   --tokenizer-model "$TOKENIZER" --domain-key meta.redpajama_set_name \
   --rename-domain "${NAMES[@]}" ${WORKERS:+--workers "$WORKERS"} ${SHARD:+--shard "$SHARD"} "$@"

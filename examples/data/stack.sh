@@ -15,12 +15,12 @@ set -euo pipefail
 
 INPUT=${INPUT:-data/the-stack-dedup}   # the folder that holds data/<language>
 OUTPUT=${OUTPUT:-corpora/stack}        # output corpus
-TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of tools/preprocess_data.py
+TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of preprocess_data
 WORKERS=${WORKERS:-}                   # processes; default: one fewer than cores
 SHARD=${SHARD:-}                       # i/n: machine i of n
 
 NAMES=(python=python java=java c=c "c++=cpp" go=go ruby=ruby php=php "*=")
 
-python "$(dirname "$0")/../../tools/preprocess_data.py" --input "$INPUT" --output "$OUTPUT" \
+python -m megatron_chameleon preprocess_data --input "$INPUT" --output "$OUTPUT" \
   --tokenizer-model "$TOKENIZER" --text-key content --domain-from-path 'data/([^/]+)/[^/]+$' \
   --rename-domain "${NAMES[@]}" ${WORKERS:+--workers "$WORKERS"} ${SHARD:+--shard "$SHARD"} "$@"

@@ -11,13 +11,13 @@ set -euo pipefail
 
 INPUT=${INPUT:-hf:google/wiki40b}      # hf: and the dataset's name or folder
 OUTPUT=${OUTPUT:-corpora/wiki40b}      # output corpus
-TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of tools/preprocess_data.py
+TOKENIZER=${TOKENIZER:-tokenizer.json} # --tokenizer-model of preprocess_data
 WORKERS=${WORKERS:-}                   # processes; default: one fewer than cores
 SHARD=${SHARD:-}                       # i/n: machine i of n
 
 NAMES=(fr=french de=german it=italian es=spanish pt=portuguese nl=dutch pl=polish)
 CONFIGS=("${NAMES[@]%=*}")
 
-python "$(dirname "$0")/../../tools/preprocess_data.py" --input "${CONFIGS[@]/#/$INPUT:}" \
+python -m megatron_chameleon preprocess_data --input "${CONFIGS[@]/#/$INPUT:}" \
   --output "$OUTPUT" --tokenizer-model "$TOKENIZER" --domain-from-config \
   --rename-domain "${NAMES[@]}" ${WORKERS:+--workers "$WORKERS"} ${SHARD:+--shard "$SHARD"} "$@"

@@ -93,7 +93,7 @@ class CheckpointRecord(HashedFolderRecord):
     FILE_NAME = "checkpoint.json"
     # Version 2 added domain_samples and mixture_phases.
     FORMAT_VERSION = 2
-    MADE_BY = "tools/pretrain_gpt.py writes it"
+    MADE_BY = "megatron-chameleon pretrain_gpt writes it"
     RESTORE = "use an earlier checkpoint"
 
     model: dict[str, Any]

@@ -174,7 +174,7 @@ class Corpus(HashedFolderRecord):
 
     KIND = "corpus"
     FILE_NAME = "corpus.json"
-    MADE_BY = "tools/preprocess_data.py and tools/import_corpus.py write it"
+    MADE_BY = "megatron-chameleon preprocess_data or import_corpus writes it"
     RESTORE = "restore it, or preprocess or import the data again"
 
     tokenizer: TokenizerIdentity

@@ -74,7 +74,7 @@ class DiscoveredDomains(FolderRecord):
 
     KIND = "discovered domains"
     FILE_NAME = "discovered.json"
-    MADE_BY = "tools/discover_domains.py writes it"
+    MADE_BY = "megatron-chameleon discover_domains writes it"
 
     num_clusters: Positive
     silhouettes: dict[int, float]

@@ -146,7 +146,7 @@ class DownstreamResult(FileRecord):
     """Downstream scores of one checkpoint."""
 
     KIND = "downstream evaluation"
-    MADE_BY = "tools/evaluate.py downstream writes it"
+    MADE_BY = "megatron-chameleon evaluate downstream writes it"
 
     checkpoint: str
     checkpoint_hash: str
@@ -250,7 +250,7 @@ class DownstreamPart(FileRecord):
     KIND = "downstream evaluation's part"
     # Version 2 added the identity of the data, version 3 the bits per byte.
     FORMAT_VERSION = 3
-    MADE_BY = "delete it, and tools/evaluate.py downstream writes it again"
+    MADE_BY = "delete it, and megatron-chameleon evaluate downstream writes it again"
 
     settings: PartSettings
     metric: str

@@ -81,7 +81,7 @@ class EmbeddingStore(FolderRecord):
 
     KIND = "embedding store"
     FILE_NAME = "store.json"
-    MADE_BY = "tools/compute_mixture.py writes it"
+    MADE_BY = "megatron-chameleon compute_mixture writes it"
 
     recipe: EmbeddingRecipe
     hidden_size: Positive

@@ -196,7 +196,7 @@ class EvaluationResult(FileRecord):
 
     KIND = "evaluation"
     FORMAT_VERSION = 2  # version 2 added packing to the protocol, clusters, and bytes
-    MADE_BY = "tools/evaluate.py perplexity writes it"
+    MADE_BY = "megatron-chameleon evaluate perplexity writes it"
 
     checkpoint: str
     checkpoint_hash: str

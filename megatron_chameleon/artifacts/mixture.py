@@ -52,7 +52,7 @@ class Mixture(FileRecord):
     """
 
     KIND = "mixture"
-    MADE_BY = "tools/compute_mixture.py writes it"
+    MADE_BY = "megatron-chameleon compute_mixture writes it"
     EDITABLE = True
     # Reject misspelt fields.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

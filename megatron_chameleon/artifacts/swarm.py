@@ -20,7 +20,7 @@ class SwarmRecord(FolderRecord):
 
     KIND = "swarm"
     FILE_NAME = "swarm.json"
-    MADE_BY = "tools/compute_mixture.py writes it"
+    MADE_BY = "megatron-chameleon compute_mixture writes it"
 
     settings: dict[str, Any]
     corpus_hash: str
@@ -54,7 +54,7 @@ class MemberRecord(FileRecord):
     """
 
     KIND = "swarm-member"
-    MADE_BY = "tools/compute_mixture.py writes it"
+    MADE_BY = "megatron-chameleon compute_mixture writes it"
 
     member: Count
     steps: list[Count]

@@ -45,7 +45,7 @@ class Sweep(FolderRecord):
 
     KIND = "sweep"
     FILE_NAME = "sweep.json"
-    MADE_BY = "tools/sweep_mixture.py writes it"
+    MADE_BY = "megatron-chameleon sweep_mixture writes it"
 
     method: str
     axes: dict[str, list[SettingValue]]

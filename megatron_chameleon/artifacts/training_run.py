@@ -79,7 +79,7 @@ class TrainingRun(FolderRecord):
     KIND = "training run"
     FILE_NAME = "run.json"
     FORMAT_VERSION = 2  # version 2 added mixture_phases
-    MADE_BY = "tools/pretrain_gpt.py writes it"
+    MADE_BY = "megatron-chameleon pretrain_gpt writes it"
 
     status: Status
     step: Count

@@ -29,9 +29,9 @@ class DataOptions(CheckedOptions):
     tokenizer_model: Path | None = None
     """The tokenizer of the data sets of --data-path; a --corpus records its own tokenizer."""
     tiktoken_pattern: str | None = None
-    """Pre-tokenization pattern of a tiktoken --tokenizer-model, as in tools/preprocess_data.py."""
+    """Pre-tokenization pattern of a tiktoken --tokenizer-model, as in preprocess_data."""
     eod_token: str | None = None
-    """The end-of-document token of --tokenizer-model; default as in tools/preprocess_data.py."""
+    """The end-of-document token of --tokenizer-model; default as in preprocess_data."""
     mixture_change: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """STEP=MIXTURE: sample by another mixture ('uniform', or a file) from that step on.
     FIRST..LAST=MIXTURE: move there linearly, from the weights in force at step FIRST to the mixture

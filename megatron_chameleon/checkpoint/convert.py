@@ -123,8 +123,8 @@ def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
         *weights.left_out,
         f"{describe(weights.config)}, from {options.model}\n"
         f"written to {options.output}, a checkpoint of step 0\n"
-        f"next: preprocess a corpus for it with tools/preprocess_data.py --tokenizer-model "
-        f"{tokenizer_path}",
+        "next: preprocess a corpus for it with megatron-chameleon preprocess_data "
+        f"--tokenizer-model {tokenizer_path}",
         sep="\n",
     )
 
@@ -153,7 +153,7 @@ def convert_from_megatron(options: FromMegatronOptions) -> None:
     print(
         f"{describe(config_of(found))}, step {found.step} of {found.root}\n"
         f"written to {options.output}, without the state of the optimizer\n"
-        f"next: torchrun tools/compute_mixture.py --checkpoint {options.output} ..."
+        f"next: torchrun -m megatron_chameleon compute_mixture --checkpoint {options.output} ..."
     )
 
 
@@ -201,7 +201,7 @@ def _one_rank() -> Iterator[Layout]:
     with distributed(ParallelOptions(), seed=0) as layout:
         if layout.world_size > 1:
             raise UserError(
-                "tools/convert_checkpoint.py runs on one rank, whatever layout wrote the "
-                "checkpoint; start it with python, not with torchrun"
+                "convert_checkpoint runs on one rank, whatever layout wrote the checkpoint; "
+                "start it without torchrun"
             )
         yield layout

@@ -178,7 +178,7 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
             raise UserError(
                 f"{folder} has its weights only in {_PICKLED}, a pickle, which can contain code; "
                 f"pass a folder with {_SAFETENSORS}, or convert its tensors to a checkpoint with "
-                "tools/convert_checkpoint.py from-huggingface --allow-pickle"
+                "megatron-chameleon convert_checkpoint from-huggingface --allow-pickle"
             )
         files = [folder / name for name in names]
         missing = next((path for path in files if not path.is_file()), None)

@@ -73,8 +73,8 @@ def open_checkpoint(
         return megatron_record(folder, tokenizer or TokenizerChoice())
     if is_huggingface_folder(path):
         raise UserError(
-            f"{flag} {path} is a Hugging Face folder; convert it with tools/convert_checkpoint.py "
-            "from-huggingface, and pass the result"
+            f"{flag} {path} is a Hugging Face folder; convert it with megatron-chameleon "
+            "convert_checkpoint from-huggingface, and pass the result"
         )
     return CheckpointRecord.load(find_checkpoint(path, flag))
 

@@ -145,8 +145,9 @@ def _find_tokenizer(
     if path is None or not path.exists():
         problem = f"is not at {path}" if path else "is not recorded"
         raise UserError(
-            f"{where}: the tokenizer {problem}; pass it with --tokenizer-model, where the tool has "
-            "this flag, or to tools/convert_checkpoint.py from-megatron, and use the result"
+            f"{where}: the tokenizer {problem}; pass it with --tokenizer-model, where the command "
+            "has this flag, or to megatron-chameleon convert_checkpoint from-megatron, and use the "
+            "result"
         )
     choice = TokenizerChoice(
         tokenizer_model=path,

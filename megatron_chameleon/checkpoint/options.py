@@ -1,4 +1,4 @@
-"""Options of tools/convert_checkpoint.py and of the tokenizer of a checkpoint."""
+"""Options of convert_checkpoint and of the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FromHuggingFaceOptions(CheckedOptions):
     to use the checkpoint."""
     tiktoken_pattern: str | None = None
     """Pattern by which a tiktoken file passed as --tokenizer-model splits text into words, as in
-    tools/preprocess_data.py."""
+    preprocess_data."""
     eod_token: str | None = None
     """The tokenizer's end-of-document token; default: the end-of-text token of the folder, or else
     <|endoftext|>."""

@@ -1,4 +1,4 @@
-"""tools/import_corpus.py: a corpus.json over existing Megatron .bin/.idx files.
+"""import_corpus: a corpus.json over existing Megatron .bin/.idx files.
 
 Of each .bin, only blocks are read, for its identity and to check its token ids.
 """
@@ -208,9 +208,9 @@ def _summary(corpus: Corpus, options: ImportOptions, *, has_weights: bool) -> st
     if has_weights:
         lines.append(f"the weights of --data-path are in {mixture}, a mixture")
     lines += [
-        f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus {folder} --run-dir RUN "
-        f"--model MODEL --mixture {mixture}",
-        f"or:   torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {folder} "
+        f"next: megatron-chameleon pretrain_gpt --corpus {folder} --run-dir RUN --model MODEL "
+        f"--mixture {mixture}",
+        f"or:   megatron-chameleon compute_mixture --corpus {folder} "
         "--checkpoint RUN_OR_HUGGING_FACE_FOLDER --output MIXTURE.json",
     ]
     return "\n".join(lines)

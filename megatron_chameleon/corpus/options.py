@@ -290,10 +290,10 @@ class ImportOptions(CheckedOptions):
     split: str = "969,30,1"
     """Shares of train, valid and test in each .bin/.idx pair, in file order, as in Megatron-LM."""
     eod_token: str | None = None
-    """The token that ends every document; default as in tools/preprocess_data.py."""
+    """The token that ends every document; default as in preprocess_data."""
     tiktoken_pattern: str | None = None
     """The pattern that splits text into words, for a tiktoken file, as in
-    tools/preprocess_data.py."""
+    preprocess_data."""
     overwrite: bool = False
     """Replace the corpus in the output folder."""
 

@@ -95,7 +95,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
     reused = f"; {len(found)} of {total} shards were finished before" if found else ""
     print(
         f"wrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{reused}\n"
-        f"next: torchrun --nproc-per-node 1 tools/pretrain_gpt.py --corpus "
+        f"next: megatron-chameleon pretrain_gpt --corpus "
         f"{shlex.quote(str(corpus.root))} --run-dir RUN --model MODEL --mixture uniform"
     )
 
@@ -261,7 +261,7 @@ class _SourceHashes(FileRecord):
     """Contents of sources.json: name, bytes and chunks of each source."""
 
     KIND = "sources of a corpus"
-    MADE_BY = "tools/preprocess_data.py writes it"
+    MADE_BY = "megatron-chameleon preprocess_data writes it"
 
     sources: list[dict[str, Any]]
 

@@ -97,7 +97,7 @@ class Shard(FolderRecord):
     FILE_NAME = "shard.json"
     # Version 5 changed the counts in `malformed`.
     FORMAT_VERSION = 5
-    MADE_BY = "remove the folder, and run tools/preprocess_data.py again"
+    MADE_BY = "remove the folder, and run megatron-chameleon preprocess_data again"
 
     plan: str
     dtype: TokenType

@@ -352,7 +352,7 @@ def _num_threads() -> int:
 
 
 def _unreadable(path: Path, what: str, error: object) -> UserError:
-    hint = "create one with tools/train_tokenizer.py"
+    hint = "create one with megatron-chameleon train_tokenizer"
     return UserError(f"{path} is not a {what} ({one_line(error)}); {hint}")
 
 
@@ -495,7 +495,9 @@ def _read(path: Path) -> TokenizerFile:
             )
         file = found
     if not file.is_file():
-        raise UserError(f"{path} does not exist; create a tokenizer with tools/train_tokenizer.py")
+        raise UserError(
+            f"{path} does not exist; create a tokenizer with megatron-chameleon train_tokenizer"
+        )
     if file.name.endswith(tuple(_GPT2_NAMES)):
         return TokenizerFile(file, "tokenizers", tokenizer_json_of(file))
     content = file.read_bytes()
@@ -508,7 +510,8 @@ def _read(path: Path) -> TokenizerFile:
         return TokenizerFile(file, "sentencepiece", content)
     raise UserError(
         f"{file}: a tokenizer must be a tokenizer.json, a vocab.json with its merges.txt, a "
-        "tiktoken file or a SentencePiece .model; create one with tools/train_tokenizer.py"
+        "tiktoken file or a SentencePiece .model; create one with megatron-chameleon "
+        "train_tokenizer"
     )
 
 

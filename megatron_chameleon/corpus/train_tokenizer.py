@@ -64,8 +64,8 @@ def train_tokenizer(options: TrainTokenizerOptions) -> None:
         )
     print(
         f"{output}: {tokenizer.vocab_size} entries, sha256 {tokenizer.sha256[:12]}\n"
-        f"next: python tools/preprocess_data.py --tokenizer-model {output} --input NAME=PATH ... "
-        "--output CORPUS"
+        f"next: megatron-chameleon preprocess_data --tokenizer-model {output} "
+        "--input NAME=PATH ... --output CORPUS"
     )
 
 

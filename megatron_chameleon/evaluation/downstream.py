@@ -1,4 +1,4 @@
-"""Measure scores on downstream tasks by tools/evaluate.py downstream or lm-eval's own command.
+"""Measure scores on downstream tasks by `evaluate downstream` or lm-eval's own command.
 
     python -m megatron_chameleon.evaluation.downstream run \
       --model megatron_chameleon --model_args checkpoint=runs/mine/5-base/uniform-seed1 --tasks sciq

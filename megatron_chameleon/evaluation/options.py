@@ -1,4 +1,4 @@
-"""Options of tools/evaluate.py perplexity and downstream. Importing this module loads no torch."""
+"""Options of evaluate perplexity and downstream. Importing this module loads no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HeldOutOptions(CheckedOptions):
     """
 
     corpus: Path
-    """Folder written by tools/preprocess_data.py."""
+    """Folder written by preprocess_data."""
     split: Literal["valid", "test"] = "test"
     """The held-out split."""
     packing: Literal["packed", "documents"] = "packed"

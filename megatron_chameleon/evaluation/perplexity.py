@@ -1,4 +1,4 @@
-"""Evaluate held-out loss, perplexity and bits per byte of every domain (tools/evaluate.py)."""
+"""Evaluate held-out loss, perplexity and bits per byte of every domain."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _evaluate(
     if layout.is_main:
         result.save(plan.options.output)
         print(result_table(result))
-        print(f"written to {plan.options.output}; next: tools/make_report.py with the run's folder")
+        print(f"written to {plan.options.output}; next: megatron-chameleon make_report RUN_FOLDER")
     return result
 
 

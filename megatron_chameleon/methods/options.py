@@ -35,7 +35,7 @@ class MethodOptions(OutputOptions):
     """Options of a method that reads a corpus."""
 
     corpus: Path
-    """Folder written by tools/preprocess_data.py."""
+    """Folder written by preprocess_data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ChosenDomainsOptions(MethodOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProxyOptions(TrainingOptions):
-    """Training of a proxy as in tools/pretrain_gpt.py, from random weights on a uniform mixture."""
+    """Training of a proxy as in pretrain_gpt, from random weights on a uniform mixture."""
 
     model: str = "82m"
     """Name of the proxy's model, or folder of a Hugging Face config.json; the error for an unknown

@@ -312,7 +312,7 @@ def write_and_print(
         return
     folder, file = shlex.quote(str(corpus.root)), shlex.quote(str(options.output))
     print(
-        f"written to {options.output}; next: tools/pretrain_gpt.py --corpus {folder} "
+        f"written to {options.output}; next: megatron-chameleon pretrain_gpt --corpus {folder} "
         f"--mixture {file} --run-dir RUN"
     )
 

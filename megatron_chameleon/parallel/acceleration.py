@@ -1,4 +1,4 @@
-"""Acceleration report of tools/doctor.py: active and missing features, and GPU test coverage."""
+"""Acceleration report of the command doctor: active and missing features, and GPU test coverage."""
 
 from __future__ import annotations
 

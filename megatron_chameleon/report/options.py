@@ -1,4 +1,4 @@
-"""Options of tools/make_report.py and tools/compare_methods.py."""
+"""Options of make_report and compare_methods."""
 
 from __future__ import annotations
 

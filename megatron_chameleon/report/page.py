@@ -50,7 +50,7 @@ from megatron_chameleon.report.tables import (
 PAGE_NAME, TABLES_NAME = "report.html", "tables.md"
 # Folder with a CSV file for each table.
 TABLES_FOLDER = "tables"
-# Tables of the evaluated base runs, for --ratios and --metrics of tools/compute_mixture.py.
+# Tables of the evaluated base runs, for --ratios and --metrics of compute_mixture.
 RATIOS_NAME, METRICS_NAME = "ratios.csv", "metrics.csv"
 # This file lists a report's files. The next report removes listed files that it does not replace.
 LIST_NAME = "report_files.json"
@@ -59,7 +59,7 @@ PACKAGES_OF_A_REPORT = ("megatron-chameleon", "numpy", "pandas", "matplotlib")
 HASH_DIGITS = 12
 NOT_EVALUATED = (
     f"{EVALUATION} holds no perplexity evaluation, so the report does not compare runs. Run "
-    "tools/evaluate.py perplexity for each base run, then make the report again."
+    "megatron-chameleon evaluate perplexity for each base run, then make the report again."
 )
 # Name of a section -> its heading and introduction, in the order of the page.
 SECTIONS = {
@@ -193,7 +193,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
             choices = f"choose from {', '.join(evaluated)}, or " if evaluated else ""
             raise UserError(
                 f"--baseline {baseline}: no result of this run in {folder.root / EVALUATION}; "
-                f"{choices}run tools/evaluate.py perplexity for each base run first"
+                f"{choices}run megatron-chameleon evaluate perplexity for each base run first"
             )
     swept = [] if folder.sweep is None else weights.swept_axes(folder.sweep)
     mixtures = figures.charted_mixtures(folder)
@@ -441,6 +441,7 @@ def report_stability(sweep: Sweep) -> None:
         f"{len(sweep.points)} mixtures took {sweep.cost.flops:.2e} FLOPs and {hours:.3g} "
         "device-hours, including existing proxies\n"
         f"written to {sweep.root / sweep.FILE_NAME}, {stem}.png and {stem}.pdf\n"
-        f"next: tools/pretrain_gpt.py --mixture {centre}, or another file in {centre.parent}",
+        f"next: megatron-chameleon pretrain_gpt --mixture {centre}, or another file in "
+        f"{centre.parent}",
         flush=True,
     )

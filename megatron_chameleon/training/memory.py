@@ -108,7 +108,8 @@ def explain_out_of_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"out of memory: {MEMORY_HINT}; tools/estimate_memory.py prints the memory by component"
+            f"out of memory: {MEMORY_HINT}; megatron-chameleon estimate_memory prints the memory "
+            "by component"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Options of tools/pretrain_gpt.py and tools/estimate_memory.py."""
+"""Options of pretrain_gpt and estimate_memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StoppingOptions(CheckedOptions):
     """When to stop a run early, after saving a checkpoint to resume from; the exit status is 0.
 
     SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, sent to any rank, stops the run in this way at any time.
-    tools/compute_mixture.py exits with status 75 if it was stopped, but with 0 under torchrun.
+    compute_mixture exits with status 75 if it was stopped, but with 0 under torchrun.
     """
 
     exit_duration_in_mins: Positive | None = None
@@ -155,7 +155,7 @@ class OnlineOptions(CheckedOptions):
     default, after half of the layers."""
     online_recipe: Literal["reference", "paper", "scaled"] | None = None
     """How weights are computed from embeddings (chameleon, default reference); see --recipe of
-    tools/compute_mixture.py."""
+    compute_mixture."""
     ado_min_weight: BelowOne | None = None
     """Smallest preference of a domain (default 0.01, as in the paper; at most 1 / (2 k) for k
     domains)."""
@@ -297,7 +297,7 @@ class ModelOptions(CheckedOptions):
 class EstimateMemoryOptions(ModelOptions):
     """Estimate the memory of each rank of a training run, without starting it.
 
-    The flags are those of tools/pretrain_gpt.py, plus flags for values that training reads from
+    The flags are those of pretrain_gpt, plus flags for values that training reads from
     files.
     """
 
@@ -359,7 +359,7 @@ class RunOptions(CheckedOptions):
     run_dir: Path
     """Folder of this run, to which run.json, metrics.jsonl and checkpoints are written."""
     corpus: Path | None = None
-    """Folder written by tools/preprocess_data.py; alternatively, pass --data-path."""
+    """Folder written by preprocess_data; alternatively, pass --data-path."""
     mixture: str | None = None
     """Path of a mixture.json, or 'uniform' (default)."""
 

@@ -285,7 +285,7 @@ class RunRecords:
             f"stopped by {self.stopped_by} at step {self.step} of {options.train_iters}; "
             "run the same command again to resume"
             if self.stopped_by
-            else "next: tools/compute_mixture.py or tools/evaluate.py perplexity, with "
+            else "next: megatron-chameleon compute_mixture, or evaluate perplexity, with "
             f"--corpus {options.corpus or 'CORPUS'} --checkpoint {options.run_dir}",
         ]
         return "\n".join(lines)

@@ -18,7 +18,7 @@ from megatron_chameleon.parallel.layout import from_main
 LOCK_NAME = "run.lock"
 FRESH_START = (
     "choose another folder (--run-dir, --work-dir or --output), or delete it to start from scratch "
-    "(tools/pretrain_gpt.py: --overwrite)"
+    "(megatron-chameleon pretrain_gpt: --overwrite)"
 )
 """Hint at the end of messages about a run folder that holds another run."""
 # --overwrite moves the old run to this folder inside the run folder, since the run folder itself

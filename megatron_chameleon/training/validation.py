@@ -31,7 +31,7 @@ class Validation:
     """Loss on fixed windows of every domain's valid split.
 
     Windows are numbered and batched like training samples. They ignore document boundaries, and
-    tokens are scored as in tools/evaluate.py. Validation uses no random numbers and reads no
+    tokens are scored as in `evaluate perplexity`. Validation uses no random numbers and reads no
     training samples.
 
     Args:

@@ -15,32 +15,16 @@ from typing import Any
 
 from torch.distributed.run import get_args_parser
 
-from megatron_chameleon.checkpoint.options import ToHuggingFaceOptions
-from megatron_chameleon.cli import parse_options, take_values
-from megatron_chameleon.corpus.options import PreprocessOptions
-from megatron_chameleon.evaluation.options import DownstreamOptions, PerplexityToolOptions
-from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
-from megatron_chameleon.methods.sweep import SweepOptions
-from megatron_chameleon.report.options import CompareMethodsOptions, ReportOptions
+from megatron_chameleon.cli import Choice, Subcommands, parse_options, take_values
+from megatron_chameleon.commands import load_command
 from megatron_chameleon.training.options import PretrainOptions
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WEIGHING = ["mixture_stack", "mixture_wiki40b", "transfer_pile"]
 COMPARING = ["finetune_stack", "finetune_wiki40b", "finetune_huggingface"]
 COMPARING += [f"pretrain_llama_{size}" for size in ("130m", "350m", "1b")]
-TOOLS = {
-    "preprocess_data.py": PreprocessOptions,
-    "pretrain_gpt.py": PretrainOptions,
-    "make_report.py": ReportOptions,
-    "compare_methods.py": CompareMethodsOptions,
-    "sweep_mixture.py": SweepOptions,
-}
-SUBCOMMANDS = {
-    "perplexity": PerplexityToolOptions,
-    "downstream": DownstreamOptions,
-    "to-huggingface": ToHuggingFaceOptions,
-}
-RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\n\' >> "$CALLS"\n'
+# bash writes a line at a time; concurrent calls do not mix, since a record is a single line.
+RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\x1e\' >> "$CALLS"\n'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +40,20 @@ class Call:
         """Parse the program and its arguments with the real parsers."""
         program, *arguments = words
         ranks = None
+        if arguments[:2] == ["-m", "torch.distributed.run"]:
+            program, arguments = "torchrun", arguments[2:]
         if program == "torchrun":
             ranks = get_args_parser().parse_args(arguments)
-            arguments = [ranks.training_script, *ranks.training_script_args]
-        tool, *flags = arguments
-        assert Path(tool).is_file(), tool
-        name = Path(tool).name
-        if name in ("evaluate.py", "convert_checkpoint.py"):
-            return cls(program, ranks, parse_options(SUBCOMMANDS[flags[0]], flags[1:]))
-        if name == "compute_mixture.py":
-            methods, flags = take_values("--method", flags)
-            chosen = find_methods()[methods[-1] if methods else DEFAULT_METHOD].options
-            return cls(program, ranks, parse_options(chosen, flags))
-        return cls(program, ranks, parse_options(TOOLS[name], flags))
+            assert ranks.module
+            arguments = ["-m", ranks.training_script, *ranks.training_script_args]
+        assert arguments[:2] == ["-m", "megatron_chameleon"]
+        command, flags = load_command(arguments[2]), arguments[3:]
+        if isinstance(command, Choice):
+            values, flags = take_values(command.flag, flags)
+            command = command.find()[0][values[-1] if values else command.default]
+        elif isinstance(command, Subcommands):
+            command, flags = command.tools[flags[0]], flags[1:]
+        return cls(program, ranks, parse_options(command.options, flags))
 
 
 class Launched:
@@ -77,7 +62,7 @@ class Launched:
     def __init__(self, done: subprocess.CompletedProcess[str], calls: Path) -> None:
         self.status, self.printed, self.errors = done.returncode, done.stdout, done.stderr
         text = calls.read_text() if calls.exists() else ""
-        self.calls = [Call.read(line.split("\0")) for line in text.split("\0\n\0")[:-1]]
+        self.calls = [Call.read(line.split("\0")) for line in text.split("\0\x1e\0")[:-1]]
 
     def training(self) -> list[PretrainOptions]:
         return [call.options for call in self.calls if isinstance(call.options, PretrainOptions)]

@@ -62,7 +62,8 @@ def test_every_tool_has_a_page_with_valid_examples():
             words = shlex.split(line)
             start = words.index(tool)
             assert words[start - 1] in ("megatron-chameleon", "megatron_chameleon")
-            arguments = words[start + 1 :]
+            arguments = [*words[start + 1 :], ">"]
+            arguments = arguments[: arguments.index(">")]
             commands = TOOLS[tool].commands
             if "" in commands:
                 parse_options(commands[""], arguments)

@@ -49,6 +49,29 @@ def test_requirements_are_ranges_and_constraints_pin_them(setup_arguments):
     assert torch.contains("2.9.0a0+145a3a7bda.nv25.10", prereleases=True)
 
 
+def test_uv_lock_agrees_with_the_constraints():
+    constraints, lock = (
+        read_requirements((ROOT / name).read_text(encoding="utf-8").splitlines())
+        for name in ("constraints.txt", "requirements.lock")
+    )
+    assert {name: lock[name].specifier for name in constraints} == {
+        name: pin.specifier for name, pin in constraints.items()
+    }
+    # The other packages belong to CUDA builds of torch, or to other systems than Linux.
+    for name in set(lock) - set(constraints):
+        marker = lock[name].marker
+        assert marker is not None
+        assert name.startswith(("cuda-", "nvidia-")) or not marker.evaluate(
+            {"sys_platform": "linux"}
+        )
+    assert "://" not in (ROOT / "requirements.lock").read_text(encoding="utf-8")
+
+
+def test_citation_has_the_version_of_the_package(setup_arguments):
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {setup_arguments['version']}\n" in citation
+
+
 def test_every_file_is_installed(setup_arguments):
     package = ROOT / "megatron_chameleon"
     folders = {path.parent for path in package.rglob("*.py")}

@@ -119,7 +119,7 @@ class ChameleonOptions(OutputOptions):
     """
 
     corpus: Path | None = None
-    """Folder written by tools/preprocess_data.py or tools/import_corpus.py. Pass either --corpus or
+    """Folder written by preprocess_data or import_corpus. Pass either --corpus or
     --input; --text-key and the other source and tokenizer options apply only to --input."""
     source: SourceOptions = dataclasses.field(default_factory=lambda: SourceOptions(()))
     tokenizer: TokenizerChoice = dataclasses.field(default_factory=TokenizerChoice)

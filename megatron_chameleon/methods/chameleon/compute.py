@@ -1,7 +1,7 @@
 """Chameleon: proxy -> domain embeddings -> kernel ridge leverage scores -> mixture.
 
 Xie, Tonin, Cevher: Chameleon, ICML 2025, Algorithm 1. The proxy is trained beforehand by
-tools/pretrain_gpt.py with uniform weights; for fine-tuning, the proxy is the model that will be
+pretrain_gpt with uniform weights; for fine-tuning, the proxy is the model that will be
 fine-tuned.
 """
 

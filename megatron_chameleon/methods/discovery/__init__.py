@@ -1,4 +1,4 @@
-"""Options of tools/discover_domains.py. Importing this module does not import torch."""
+"""Options of discover_domains. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DiscoverOptions(CheckedOptions):
     """
 
     corpus: Path
-    """Folder written by tools/preprocess_data.py; all of its text may be in a single domain."""
+    """Folder written by preprocess_data; all of its text may be in a single domain."""
     checkpoint: Path
     """Proxy model: a run folder (its latest checkpoint), a checkpoint folder (also of Megatron-LM),
     a Hugging Face folder, or a model OWNER/NAME on the Hugging Face hub."""

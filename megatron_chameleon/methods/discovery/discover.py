@@ -1,4 +1,4 @@
-"""tools/discover_domains.py: domains for unlabelled text, as clusters of document embeddings.
+"""discover_domains: domains for unlabelled text, as clusters of document embeddings.
 
 A document's vector is the mean over a few of its windows. The embedding store holds the vectors in
 blocks of documents, so that memory is bounded and an interrupted run loses at most one block.
@@ -496,7 +496,7 @@ def _summary(plan: DiscoverPlan, made: DiscoveredDomains) -> str:
             "",
             f"wrote {output}; {plan.options.store_folder} holds the embeddings, which other "
             "numbers of clusters reuse; delete that folder if you do not need it",
-            f"next: torchrun --nproc-per-node 1 tools/compute_mixture.py --corpus {corpus} "
+            f"next: megatron-chameleon compute_mixture --corpus {corpus} "
             f"--checkpoint {proxy} --output MIXTURE.json",
         ]
     )

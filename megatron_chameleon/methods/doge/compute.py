@@ -1,7 +1,7 @@
 """DoGE: train the proxy with the DoGE hook, and write the mixture.
 
 Fan, Pagliardini, Jaggi: DoGE, ICML 2024, Algorithm 1. The base model is trained with the mixture
-afterwards, by tools/pretrain_gpt.py.
+afterwards, by pretrain_gpt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DoReMi: train the reference, then the proxy with its hook, and write the mixture.
 
 Xie et al.: DoReMi, NeurIPS 2023, Algorithm 1. The base model is trained with the mixture
-afterwards, by tools/pretrain_gpt.py.
+afterwards, by pretrain_gpt.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class SwarmOptions(CheckedOptions):
     seed: Seed = 1234
     """Seed of all members; each derives its initial weights and sample order from it."""
     permutation: Permutation = "feistel"
-    """Sample order within a domain, as in tools/pretrain_gpt.py; 'feistel' stores no order in
+    """Sample order within a domain, as in pretrain_gpt; 'feistel' stores no order in
     memory."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""

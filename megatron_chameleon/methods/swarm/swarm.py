@@ -1,4 +1,4 @@
-"""A swarm of small proxies: an ordinary run of tools/pretrain_gpt.py for each mixture.
+"""A swarm of small proxies: an ordinary run of pretrain_gpt for each mixture.
 
 swarm.json              settings, corpus and mixtures, see artifacts/swarm.py
 members/00012/          member 12's run (run.json, metrics.jsonl, mixture.json, log.txt)
@@ -173,7 +173,7 @@ class Swarm:
     max_loss: float
 
     def member_run(self, member: int) -> PretrainOptions:
-        """Return the options with which tools/pretrain_gpt.py would train a member."""
+        """Return the options with which pretrain_gpt would train a member."""
         options, folder = self.options, member_path(self.folder, member).with_suffix("")
         digest = hashlib.sha256(f"{options.seed}/member/{member}".encode()).digest()
         return PretrainOptions(

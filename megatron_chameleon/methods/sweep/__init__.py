@@ -1,4 +1,4 @@
-"""Options of tools/sweep_mixture.py."""
+"""Options of sweep_mixture."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SweepOptions(CheckedOptions):
     """
 
     corpus: Path
-    """Folder written by tools/preprocess_data.py."""
+    """Folder written by preprocess_data."""
     output: Path
     """Run folder. Proxies, embeddings, mixtures and the report are written to its stage folders,
     and sweep.json lists the results."""

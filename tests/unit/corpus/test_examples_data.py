@@ -29,9 +29,9 @@ def test_the_command_of_a_recipe_parses(tmp_path, recipe):
     own["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     command = ["bash", str(RECIPES[recipe]), "--shard-bytes", "1000"]
     subprocess.run(command, env={**os.environ, **own}, check=True)
-    tool, *arguments = (tmp_path / "call").read_text().split("\0")[:-1]
-    assert Path(tool).resolve() == ROOT / "tools" / "preprocess_data.py"
-    options = parse_options(PreprocessOptions, arguments)
+    command_line = (tmp_path / "call").read_text().split("\0")[:-1]
+    assert command_line[:3] == ["-m", "megatron_chameleon", "preprocess_data"]
+    options = parse_options(PreprocessOptions, command_line[3:])
     assert (options.output, options.shard_bytes) == (Path("corpus"), 1000)
     assert str(tmp_path) in options.source.input[0][0]
     if recipe in ("installed_text", "registers_text", "code_text"):

@@ -104,4 +104,7 @@ def test_stability_report_has_figures_tables_and_cost(sweep, capsys):
     assert "Weights over ridge" in printed
     assert "Weights over layer" in printed
     assert "4 mixtures took 3.00e+12 FLOPs and 2 device-hours" in printed
-    assert f"next: tools/pretrain_gpt.py --mixture {sweep.root / sweep.centre.mixture}" in printed
+    assert (
+        f"next: megatron-chameleon pretrain_gpt --mixture {sweep.root / sweep.centre.mixture}"
+        in printed
+    )

@@ -1,0 +1,44 @@
+"""Run the whole pipeline on text of the installed packages, in minutes on two CPU cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from megatron_chameleon.cli import Tool
+from megatron_chameleon.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class QuickstartOptions:
+    """Run the whole pipeline: text, tokens, proxy, mixture, two models, perplexity, report.
+
+    The text comes from the installed packages, so nothing is downloaded. The same command resumes
+    after an interruption. Sizes and steps are environment variables: SIZE (nano), PROXY_STEPS
+    (500), BASE_STEPS (650), WARMUP (160) and SEED (1).
+    """
+
+    run_dir: Path = Path("runs/quickstart")
+    """Output folder."""
+
+
+def main(options: QuickstartOptions) -> None:
+    """Replace this process by the script, which runs the other commands.
+
+    Raises:
+        UserError: if bash is not installed.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise UserError(
+            "bash is not on the PATH; install it, since the quickstart is a bash script"
+        )
+    script = str(Path(__file__).with_suffix(".sh"))
+    environment = {**os.environ, "RUN": str(options.run_dir), "PYTHON": sys.executable}
+    os.execve(bash, ["bash", script], environment)
+
+
+COMMAND = Tool(main, QuickstartOptions)
