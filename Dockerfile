@@ -2,7 +2,7 @@
 # kept as they are. setup.py needs torch 2.9 or newer: release 25.10 of the image, or a later one.
 #
 #   docker build -t megatron-chameleon .
-#   docker run --rm --gpus all --ipc host megatron-chameleon python tools/doctor.py
+#   docker run --rm --gpus all --ipc host megatron-chameleon megatron-chameleon doctor
 ARG PYTORCH_TAG=25.10-py3
 FROM nvcr.io/nvidia/pytorch:${PYTORCH_TAG}
 
@@ -30,4 +30,4 @@ COPY . .
 RUN python -m pip install --no-cache-dir --no-build-isolation --no-deps --editable . \
     && python -m pip list --format freeze | grep -Fxf /etc/container-pins.txt \
     | diff /etc/container-pins.txt - \
-    && python tools/doctor.py
+    && megatron-chameleon doctor

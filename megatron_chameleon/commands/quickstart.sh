@@ -84,7 +84,7 @@ megatron-chameleon make_report "$RUN"
 
 say "Written to $RUN"
 cat << END
-  1-corpus      the text as tokens, in 8 domains
+  1-corpus      the text as tokens, in named domains
   2-proxy       the proxy model, trained with uniform weights
   4-mixture     Chameleon's weights: chameleon-pretrain.json, chameleon-finetune.json
   5-base        two models, trained with uniform and with Chameleon's weights

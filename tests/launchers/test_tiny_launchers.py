@@ -10,6 +10,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.model.huggingface_config import config_fields, read_model_config
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.run_folder import RunFolder
-from tests.distributed.launch import finish, start
+from tests.distributed.launch import REPOSITORY, finish, start
 from tests.families import FAMILIES
 from tests.small_corpus import DOMAINS, write_small_corpus
 
@@ -99,6 +100,14 @@ class Launchers:
         printed = log.read_text(errors="replace")
         assert status == 0, printed
         return printed
+
+
+@pytest.mark.slow
+def test_quickstart_runs_from_an_empty_folder(tmp_path):
+    steps = {"PROXY_STEPS": "4", "BASE_STEPS": "4", "WARMUP": "2", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "megatron_chameleon", "quickstart", "--run-dir", "first"]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, **steps}, check=True)
+    assert (tmp_path / "first/7-report/report.html").is_file()
 
 
 def free_port() -> int:
