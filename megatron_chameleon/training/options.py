@@ -105,6 +105,7 @@ ONLINE_DEFAULTS: dict[OnlineMethod, dict[str, Any]] = {
         "online_windows": 256,
         "online_layer": None,
         "online_recipe": "reference",
+        "online_shrink": True,
     },
     "odm": {"online_interval": 100, "online_smoothing": 0.9, "online_warmup_iters": None},
     "ado": {
@@ -156,6 +157,9 @@ class OnlineOptions(CheckedOptions):
     online_recipe: Literal["reference", "paper", "scaled"] | None = None
     """How weights are computed from embeddings (chameleon, default reference); see --recipe of
     compute_mixture."""
+    online_shrink: bool = True
+    """Shrink weights towards Uniform if the domains' embeddings differ in few directions only, as
+    early in training (chameleon)."""
     ado_min_weight: BelowOne | None = None
     """Smallest preference of a domain (default 0.01, as in the paper; at most 1 / (2 k) for k
     domains)."""

@@ -238,6 +238,7 @@ ONLINE_OPTIONS = {
         online_windows=3,
         online_layer=ONLINE_LAYER,
         online_recipe="scaled",
+        online_shrink=False,  # the barely trained model would give Uniform
     ),
     "ado": OnlineOptions(
         online="ado",

@@ -92,8 +92,9 @@ TRAINING = {
     "kernels-bf16": Case(BF16, reference=BF16, environment=INTERPRETED),
 }
 EVERY_3 = ("--permutation", "epoch", "--online-interval", "3")
+CHAMELEON = ("--online", "chameleon", "--online-windows", "4", "--no-online-shrink")
 ONLINE = {
-    "chameleon": (*EVERY_3, "--online", "chameleon", "--online-windows", "4"),
+    "chameleon": (*EVERY_3, *CHAMELEON),
     # ODM reads the same losses as ADO.
     "ado": (*EVERY_3, "--online", "ado", "--online-warmup-iters", "0"),
 }

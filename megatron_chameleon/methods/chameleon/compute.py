@@ -447,6 +447,19 @@ def shrunk(result: WeightResult, factor: float) -> WeightResult:
     return dataclasses.replace(result, weights=weights)
 
 
+def explain_shrinkage(
+    plain: WeightResult, result: WeightResult, directions: float, factor: float
+) -> str:
+    """Return why and by how much the weights ``plain`` were shrunk to ``result``."""
+    most = min(len(plain.weights) - 1, MOST_DIRECTIONS)
+    largest = " -> ".join(format_weight(each.weights.max()) for each in (plain, result))
+    return (
+        f"the domains' embeddings differ in {directions:.1f} of at most {most} effective "
+        "directions, as with an undertrained proxy, whose weights depend on its seed: log "
+        f"weights are multiplied by {factor:.2f} (largest weight {largest})"
+    )
+
+
 def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]:
     """Compute the mixture, without its cost. Runs on one rank, in float64.
 
@@ -502,14 +515,8 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     _warn_uninformative(plan, result, untargeted, bootstrap, is_shrunk=factor < 1.0)
     fields = limit.mixture_fields(place(result.weights))
     if factor < 1.0:
-        most = min(len(names) - 1, MOST_DIRECTIONS)
-        largest = " -> ".join(format_weight(each.weights.max()) for each in (plain, result))
-        warn(
-            f"the domains' embeddings differ in {directions:.1f} of at most {most} effective "
-            "directions, as with an undertrained proxy, whose weights depend on its seed: log "
-            f"weights are multiplied by {factor:.2f} (largest weight {largest}); train the proxy "
-            "for longer, or pass --no-shrink"
-        )
+        explanation = explain_shrinkage(plain, result, directions, factor)
+        warn(f"{explanation}; train the proxy for longer, or pass --no-shrink")
     order = np.argsort(-np.array(list(fields["weights"].values())), kind="stable").tolist()
     likely = outweighing_probability(bootstrap, order[:-1], order[1:]).tolist()
     outweighs = [

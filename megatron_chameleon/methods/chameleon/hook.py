@@ -15,7 +15,13 @@ import torch
 from megatron_chameleon.embedding.embed import embed_windows, windows_flops
 from megatron_chameleon.embedding.windows import load_windows
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon.compute import warn_degenerate, weigh_means
+from megatron_chameleon.methods.chameleon.compute import (
+    explain_shrinkage,
+    shrinkage_of,
+    shrunk,
+    warn_degenerate,
+    weigh_means,
+)
 from megatron_chameleon.methods.online.hook import OnlineHook
 from megatron_chameleon.methods.output import warn
 from megatron_chameleon.mixture import RECIPES
@@ -69,7 +75,7 @@ class OnlineChameleon(OnlineHook):
             return None
         # All ranks need equal weights, but the last digits may differ between processors. So rank 0
         # computes the weights and broadcasts them.
-        weights = from_main(lambda: self._smoothed(means))
+        weights = from_main(lambda: self._smoothed(step, means))
         count = sum(len(windows) for _tokens, windows in self._windows.values())
         seconds = time.perf_counter() - start
         return self.change(step, weights, f"; {count:,} windows embedded in {seconds:.2f} s")
@@ -105,11 +111,21 @@ class OnlineChameleon(OnlineHook):
                 chunk.train()
         return np.stack(means)
 
-    def _smoothed(self, means: Array) -> Array:
-        """Smooth the weights of the weighted domains; ``means`` are their embeddings."""
+    def _smoothed(self, step: int, means: Array) -> Array:
+        """Smooth the weights of the weighted domains; ``means`` are their embeddings.
+
+        Early in training, the model is like an undertrained proxy, so weights are shrunk like those
+        of a proxy.
+        """
         recipe = RECIPES[self.online.setting("online_recipe")]
-        result = weigh_means(means, "pretrain", recipe)
+        plain = weigh_means(means, "pretrain", recipe)
         hint = "try --online-recipe scaled, or a longer --online-interval"
-        warn_degenerate(self.names, result, hint)
+        warn_degenerate(self.names, plain, hint)
+        directions, factor = shrinkage_of(plain)
+        factor = factor if self.online.setting("online_shrink") else 1.0
+        result = shrunk(plain, factor)
+        if factor < 1.0:
+            explanation = explain_shrinkage(plain, result, directions, factor)
+            warn(f"step {step}: {explanation}; see --no-online-shrink")
         kept: float = self.online.setting("online_smoothing")
         return kept * self.weights + (1 - kept) * result.weights

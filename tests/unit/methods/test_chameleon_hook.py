@@ -27,6 +27,7 @@ from megatron_chameleon.methods.chameleon import (
     ExtractionOptions,
     RecipeOptions,
 )
+from megatron_chameleon.methods.chameleon import compute as compute_module
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
 from megatron_chameleon.model.gpt import unwrap
@@ -44,6 +45,7 @@ ONLINE = OnlineOptions(
     online_interval=3,
     online_windows=WINDOWS,
     online_recipe="scaled",
+    online_shrink=False,  # the barely trained model would give Uniform
     online_smoothing=0.0,
 )
 
@@ -70,7 +72,7 @@ def weigh(corpus, tmp_path):
             checkpoint=checkpoint,
             output=folder / "mixture.json",
             extraction=ExtractionOptions(num_windows=WINDOWS, extraction_seed=SEED, layer=layer),
-            weighting=RecipeOptions("scaled", shrink=False, bootstrap_resamples=2),
+            weighting=RecipeOptions("scaled", bootstrap_resamples=2),
         )
         compute_mixture(options)
         flops = EmbeddingStore.load(folder / "embeddings").cost.flops
@@ -94,14 +96,18 @@ def figures_of(run_dir):
     ]
 
 
-def test_weights_and_cost_are_those_of_the_checkpoint_of_that_step(options, weigh, tmp_path):
+def test_weights_and_cost_are_those_of_the_checkpoint_of_that_step(
+    options, weigh, monkeypatch, tmp_path
+):
     """New weights are averaged with the current weights; the cost of each update is recorded."""
+    monkeypatch.setattr(compute_module, "shrinkage_factor", lambda _directions, _count: 0.5)
     Mixture(dict(zip(DOMAINS, [0.5, 0.3, 0.2], strict=True))).save(tmp_path / "start.json")
     settings = {"mixture": str(tmp_path / "start.json"), "save_interval": 2}
-    every_two = online(online_interval=2, online_layer=1, online_smoothing=0.75)
+    every_two = online(online_interval=2, online_layer=1, online_smoothing=0.75, online_shrink=True)
     made = options(online=every_two, **settings)
     plain = options("plain", online=OnlineOptions(), **settings)
-    pretrain(made, OnlineChameleon)
+    with pytest.warns(MixtureWarning, match="step 2: .* multiplied by 0.50"):
+        pretrain(made, OnlineChameleon)
     pretrain(plain)
     phases = phases_of(made.run_dir)
     for step, before, after in zip((2, 4), phases[:-1], phases[1:], strict=True):
