@@ -1,6 +1,6 @@
 """Mutate one file of a workspace, run a tool that reads it, and classify the outcome.
 
-    python -m tests.mutations.attack --cases 2000 [--seed 0]
+    OMP_NUM_THREADS=1 python -m tests.mutations.attack --cases 2000 [--seed 0]
 
 builds a small workspace with the project's own tools (corpus, proxy, store, mixtures, runs,
 evaluation, swarm, sweep, Hugging Face folder). Each case copies it, mutates one file and runs a
@@ -228,7 +228,11 @@ def build_workspace(folder: Path) -> None:
 
 
 def run_tool(command: str, folder: Path) -> CompletedProcess[str]:
-    """Run ``tools/COMMAND`` in ``folder``, in a fork of this process, which has imported torch."""
+    """Run ``tools/COMMAND`` in ``folder``, in a fork of this process.
+
+    This process has imported torch, which saves seconds per tool. A fork copies only one thread, so
+    this process has no other than that of pyarrow's allocator (jemalloc), which handles forks.
+    """
     with tempfile.TemporaryDirectory() as logs:
         out, err = Path(logs, "out"), Path(logs, "err")
         child = multiprocessing.get_context("fork").Process(
@@ -249,8 +253,6 @@ def _become_tool(command: Sequence[str], folder: Path, out: Path, err: Path) -> 
     os.setsid()
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    # pytest has replaced the streams, which must use the redirected descriptors.
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     os.chdir(folder)
     tool = ROOT / "tools" / command[0]
@@ -334,7 +336,7 @@ def expected_results(workspace: Path) -> dict[str, Any]:
 
 def preload() -> None:
     """Import the modules of all tools once, before any fork. This must not start a thread."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # loading the compiler takes longer than a case
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # importing TorchInductor takes a second
     import megatron_chameleon.checkpoint.convert
     import megatron_chameleon.evaluation.perplexity
     import megatron_chameleon.methods.discovery.discover
@@ -368,7 +370,7 @@ def main() -> int:
         if verdict["outcome"] not in OUTCOMES:
             print(f"FAILED {verdict}", flush=True)
     table = pd.DataFrame(verdicts)
-    print(pd.crosstab(table["kind"], table["outcome"]))
+    print(pd.crosstab(table["kind"], table["outcome"]).to_string())
     return int(not table["outcome"].isin(OUTCOMES).all())
 
 
