@@ -19,6 +19,7 @@ from megatron_chameleon.artifacts.record import (
     Count,
     FolderRecord,
     InnerPath,
+    Positive,
     reads_old_name,
 )
 from megatron_chameleon.errors import UserError
@@ -58,6 +59,15 @@ class FailedSave:
 
 
 @dataclasses.dataclass(frozen=True)
+class BatchLayout:
+    """How the global batch is sharded over ranks after ``first_step`` steps are done."""
+
+    first_step: Count
+    data_parallel_size: Positive
+    micro_batch_size: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingRun(FolderRecord):
     """Content of ``run.json``; ``root`` is its folder.
 
@@ -74,6 +84,9 @@ class TrainingRun(FolderRecord):
         skipped_steps: number of steps, out of ``step``, that did not update the model.
         stopped_by: signal or option that stopped the run before its last step, after a save.
         failed_saves: checkpoints that could not be written, over all resumptions.
+        batch_layouts: how batches were sharded, in order of steps; a resumed run may change it.
+            Runs of earlier releases do not record the layouts before their last resumption.
+        order_version: version of the sample order; None in runs of earlier releases.
     """
 
     KIND = "training run"
@@ -97,6 +110,8 @@ class TrainingRun(FolderRecord):
     skipped_steps: Count = 0
     stopped_by: str | None = None
     failed_saves: list[FailedSave] = dataclasses.field(default_factory=list)
+    batch_layouts: list[BatchLayout] = dataclasses.field(default_factory=list)
+    order_version: Count | None = None
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl, ordered by step."""

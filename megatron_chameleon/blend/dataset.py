@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,6 +54,23 @@ class _BlendedPhase:
     def counts(self, samples: int) -> NDArray[np.int64]:
         """Count each domain's samples among the run's first ``samples``, [num_domains]."""
         return self.before + self.order.counts(samples - self.phase.first_sample)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRanges:
+    """Tokens of some samples of a domain, in the order in which the samples hold them.
+
+    Attributes:
+        domain: position of the domain in ``data.domains``.
+        rows: [r] position in the list of samples of the sample that holds each range.
+        starts: [r] first token of each range in the domain's .bin file.
+        lengths: [r] number of tokens of each range.
+    """
+
+    domain: int
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
 
 
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
@@ -274,6 +291,28 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Read samples as windows [b, s + 1] that include the token after each sample."""
         windows = np.empty((len(domains), self.seq_length + 1), np.int64)
+        for _, view, rows in self._views_of(domains, numbers):
+            view.read(numbers[rows], rows, windows)
+        return windows
+
+    def token_ranges(self, samples: NDArray[np.int64]) -> Iterator[TokenRanges]:
+        """List the tokens that :meth:`batch` reads for ``samples`` [b], without reading them.
+
+        Yields:
+            The ranges of some samples of one domain; all of them hold each sample once.
+
+        Raises:
+            IndexError: for a sample beyond the end of the run.
+        """
+        domains, numbers = self.locate(samples)
+        for domain, view, rows in self._views_of(domains, numbers):
+            counts, ranges = view.ranges(numbers[rows], self.seq_length + 1)
+            yield TokenRanges(domain, np.repeat(rows, counts), ranges[:, 0], ranges[:, 1])
+
+    def _views_of(
+        self, domains: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> Iterator[tuple[int, View, NDArray[np.int64]]]:
+        """Yield each domain, a view of it, and the rows of ``numbers`` [b] that the view holds."""
         for domain in np.unique(domains).tolist():
             rows = np.flatnonzero(domains == domain)
             while len(rows):
@@ -282,6 +321,5 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
                     # No view is open, or the open view covers another epoch.
                     view = self._streams[domain].view_of(int(numbers[rows[0]]))
                     self._views[domain], inside = view, view.holds(numbers[rows])
-                view.read(numbers[rows[inside]], rows[inside], windows)
+                yield domain, view, rows[inside]
                 rows = rows[~inside]
-        return windows

@@ -73,6 +73,30 @@ class View:
             # The last sample was copied before its blocks were fetched.
             done -= bool(unchecked) and file.tokens.is_remote
 
+    def ranges(
+        self, numbers: NDArray[np.int64], size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """List the ranges of tokens that :meth:`read` copies, without reading the tokens.
+
+        Args:
+            numbers: [n] numbers of samples of this view, within the domain.
+            size: tokens of a window (s + 1).
+
+        Returns:
+            counts [n], the number of ranges of each sample, and their concatenated ranges [r, 2]:
+            first token in the .bin file, and number of tokens.
+        """
+        file, done, found = self.file, 0, []
+        counts = np.empty(len(numbers), np.int64)
+        buffer = np.empty((size + 4 * len(numbers), 2), np.int64)
+        while done < len(numbers):
+            done, used = _LISTING[self.kernel](
+                *(file.lengths, file.pointers, file.dtype.itemsize, *self.order),
+                *(numbers - self.first, done, size, counts, buffer),
+            )
+            found.append(buffer[:used].copy())
+        return counts, np.concatenate([np.empty((0, 2), np.int64), *found])
+
 
 def permutation_key(*numbers: int) -> int:
     """Hash ``numbers`` to a pseudorandom number from 0 to 2**64 - 1."""
@@ -148,8 +172,85 @@ def documents_with(
     return documents
 
 
-# Both kernels read the samples rows[done:] up to the first one with unchecked blocks. They return
-# the new value of ``done``, and the number of unchecked blocks, which they write to ``blocks``.
+# A window of ``size`` tokens consists of ranges of the .bin file. The functions below write them as
+# pairs of first token and number of tokens to ``ranges`` [>= size, 2], and return their number.
+# Reading copies the tokens of these ranges; tracing only lists them.
+
+
+@njit(cache=True, nogil=True)
+def _document_ranges(
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    token_bytes: int,
+    documents: NDArray[np.int32],
+    keys: NDArray[np.uint64],
+    position: int,
+    offset: int,
+    size: int,
+    ranges: NDArray[np.int64],
+) -> int:
+    """Ranges from a position in the document order on.
+
+    The order is ``documents``; if ``documents`` is empty, the order is computed from ``keys``.
+    """
+    filled, count, num_documents = 0, 0, lengths.size
+    while filled < size:
+        if documents.size:
+            document = np.int64(documents[position])
+        elif position < num_documents:
+            document = permuted(position, num_documents, keys[1])
+        else:  # only the last window of an epoch continues in the next one
+            document = permuted(position - num_documents, num_documents, keys[2])
+        if offset < lengths[document]:
+            ranges[count, 0] = pointers[document] // token_bytes + offset
+            ranges[count, 1] = min(lengths[document] - offset, size - filled)
+            filled += ranges[count, 1]
+            count += 1
+            offset = 0
+        else:
+            offset -= lengths[document]
+        position += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _epoch_ranges(
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    token_bytes: int,
+    num_windows: int,
+    num_tokens: int,
+    phase: int,
+    keys: NDArray[np.uint64],
+    ends: NDArray[np.int64],
+    number: int,
+    size: int,
+    ranges: NDArray[np.int64],
+) -> int:
+    """Ranges of one window of an epoch; see :func:`read_epoch` for the arguments."""
+    token = phase + permuted(number, num_windows, keys[0]) * (size - 1)
+    if ends.size:
+        end = np.searchsorted(ends, token, side="right")
+        position = np.int64(end) * DOCUMENTS_PER_END
+        offset = np.int64(token - (ends[end - 1] if end > 0 else 0))
+        no_index = np.empty(0, np.int32)
+        return _document_ranges(
+            *(lengths, pointers, token_bytes, no_index, keys, position, offset, size, ranges)
+        )
+    begin, filled, count = pointers[0] // token_bytes, 0, 0
+    token %= num_tokens
+    while filled < size:  # continue at the beginning of the domain
+        ranges[count, 0] = begin + token
+        ranges[count, 1] = min(num_tokens - token, size - filled)
+        filled += ranges[count, 1]
+        count += 1
+        token = 0
+    return count
+
+
+# The kernels that read write the samples rows[done:] up to the first one with unchecked blocks.
+# They return the new value of ``done``, and the number of unchecked blocks, which they write to
+# ``blocks``.
 
 
 @njit(cache=True, nogil=True)
@@ -168,14 +269,15 @@ def read_indexed(
     blocks: NDArray[np.int64],
 ) -> tuple[int, int]:
     """Read windows by Megatron's document, sample and shuffle index."""
-    keys = np.empty(0, np.uint64)
+    keys, size = np.empty(0, np.uint64), out.shape[1]
+    ranges = np.empty((size, 2), np.int64)
     for sample in range(done, rows.size):
-        window, target = shuffle[numbers[sample]], out[rows[sample]]
+        window = shuffle[numbers[sample]]
         position, offset = np.int64(windows[window, 0]), np.int64(windows[window, 1])
-        unchecked = _read_documents(
-            *(tokens, checked, lengths, pointers, documents, keys),
-            *(position, offset, target, blocks),
+        count = _document_ranges(
+            *(lengths, pointers, tokens.itemsize, documents, keys, position, offset, size, ranges)
         )
+        unchecked = _copy(tokens, checked, ranges, count, out[rows[sample]], blocks)
         if unchecked:
             return sample + 1, unchecked
     return rows.size, 0
@@ -216,91 +318,106 @@ def read_epoch(
         out: [b, s + 1] output.
         blocks: receives the unchecked blocks of the last sample.
     """
-    begin = pointers[0] // tokens.itemsize
-    no_index = np.empty(0, np.int32)
+    order = (num_windows, num_tokens, phase, keys, ends)
+    size = out.shape[1]
+    ranges = np.empty((size, 2), np.int64)
     for sample in range(done, rows.size):
-        target, filled, unchecked = out[rows[sample]], 0, 0
-        window = permuted(numbers[sample], num_windows, keys[0])
-        token = phase + window * (target.size - 1)
-        if ends.size == 0:
-            token %= num_tokens
-            while filled < target.size:  # continue at the beginning of the domain
-                count = min(num_tokens - token, target.size - filled)
-                part = target[filled : filled + count]
-                unchecked = _copy(tokens, checked, begin + token, part, blocks, unchecked)
-                filled += count
-                token = 0
-        else:
-            end = np.searchsorted(ends, token, side="right")
-            position = np.int64(end) * DOCUMENTS_PER_END
-            offset = np.int64(token - (ends[end - 1] if end > 0 else 0))
-            unchecked = _read_documents(
-                *(tokens, checked, lengths, pointers, no_index, keys),
-                *(position, offset, target, blocks),
-            )
+        count = _epoch_ranges(
+            lengths, pointers, tokens.itemsize, *order, numbers[sample], size, ranges
+        )
+        unchecked = _copy(tokens, checked, ranges, count, out[rows[sample]], blocks)
         if unchecked:
             return sample + 1, unchecked
     return rows.size, 0
 
 
+# The kernels that list ranges write those of numbers[done:] to ``ranges`` [m, 2] and their number
+# to ``counts`` [n], until less than a window fits into ``ranges``. They return the new value of
+# ``done``, and the number of ranges.
+
+
 @njit(cache=True, nogil=True)
-def _read_documents(
-    tokens: NDArray[np.integer],
-    checked: NDArray[np.uint8],
+def list_indexed(
     lengths: NDArray[np.int32],
     pointers: NDArray[np.int64],
+    token_bytes: int,
     documents: NDArray[np.int32],
-    keys: NDArray[np.uint64],
-    position: int,
-    offset: int,
-    target: NDArray[np.int64],
-    blocks: NDArray[np.int64],
-) -> int:
-    """Fill ``target`` from a position in the document order, and list unchecked blocks.
+    windows: NDArray[np.integer],
+    shuffle: NDArray[np.integer],
+    numbers: NDArray[np.int64],
+    done: int,
+    size: int,
+    counts: NDArray[np.int64],
+    ranges: NDArray[np.int64],
+) -> tuple[int, int]:
+    """List the ranges of windows of ``size`` tokens by Megatron's indices."""
+    keys, used = np.empty(0, np.uint64), 0
+    while done < numbers.size and used + size <= len(ranges):
+        window = shuffle[numbers[done]]
+        position, offset = np.int64(windows[window, 0]), np.int64(windows[window, 1])
+        counts[done] = _document_ranges(
+            *(lengths, pointers, token_bytes, documents, keys, position, offset, size),
+            ranges[used:],
+        )
+        used += counts[done]
+        done += 1
+    return done, used
 
-    The order is ``documents``; if ``documents`` is empty, the order is computed from ``keys``.
-    Returns the number of unchecked blocks.
-    """
-    filled, unchecked, num_documents = 0, 0, lengths.size
-    while filled < target.size:
-        if documents.size:
-            document = np.int64(documents[position])
-        elif position < num_documents:
-            document = permuted(position, num_documents, keys[1])
-        else:  # only the last window of an epoch continues in the next one
-            document = permuted(position - num_documents, num_documents, keys[2])
-        if offset < lengths[document]:
-            start = pointers[document] // tokens.itemsize + offset
-            count = min(lengths[document] - offset, target.size - filled)
-            part = target[filled : filled + count]
-            unchecked = _copy(tokens, checked, start, part, blocks, unchecked)
-            filled += count
-            offset = 0
-        else:
-            offset -= lengths[document]
-        position += 1
-    return unchecked
+
+@njit(cache=True, nogil=True)
+def list_epoch(
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    token_bytes: int,
+    num_windows: int,
+    num_tokens: int,
+    phase: int,
+    keys: NDArray[np.uint64],
+    ends: NDArray[np.int64],
+    numbers: NDArray[np.int64],
+    done: int,
+    size: int,
+    counts: NDArray[np.int64],
+    ranges: NDArray[np.int64],
+) -> tuple[int, int]:
+    """List the ranges of windows of ``size`` tokens of an epoch."""
+    order, used = (num_windows, num_tokens, phase, keys, ends), 0
+    while done < numbers.size and used + size <= len(ranges):
+        counts[done] = _epoch_ranges(
+            lengths, pointers, token_bytes, *order, numbers[done], size, ranges[used:]
+        )
+        used += counts[done]
+        done += 1
+    return done, used
 
 
 @njit(cache=True, nogil=True)
 def _copy(
     tokens: NDArray[np.integer],
     checked: NDArray[np.uint8],
-    start: int,
+    ranges: NDArray[np.int64],
+    count: int,
     out: NDArray[np.int64],
     blocks: NDArray[np.int64],
-    unchecked: int,
 ) -> int:
-    """Copy tokens, and append unchecked blocks to the ``unchecked`` entries of ``blocks``."""
-    if out.size == 0:
-        return unchecked
-    first = start * tokens.itemsize // BLOCK_BYTES
-    last = ((start + out.size) * tokens.itemsize - 1) // BLOCK_BYTES
-    for block in range(first, last + 1):
-        if checked[block] == 0:
-            blocks[unchecked] = block
-            unchecked += 1
-    part = tokens[start : start + out.size]
-    for i in range(out.size):
-        out[i] = part[i]
+    """Copy the tokens of the first ``count`` ranges; write their unchecked blocks to ``blocks``.
+
+    Returns the number of unchecked blocks.
+    """
+    filled, unchecked = 0, 0
+    for number in range(count):
+        start, length = ranges[number, 0], ranges[number, 1]
+        first = start * tokens.itemsize // BLOCK_BYTES
+        last = ((start + length) * tokens.itemsize - 1) // BLOCK_BYTES
+        for block in range(first, last + 1):
+            if checked[block] == 0:
+                blocks[unchecked] = block
+                unchecked += 1
+        part, target = tokens[start : start + length], out[filled : filled + length]
+        for i in range(length):
+            target[i] = part[i]
+        filled += length
     return unchecked
+
+
+_LISTING = {read_indexed: list_indexed, read_epoch: list_epoch}

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.ranges import CheckedOptions
 
 Permutation = Literal["megatron", "epoch", "feistel"]
@@ -73,3 +74,61 @@ class DocumentBoundaryOptions(CheckedOptions):
     """Mask attention across documents; slower, since it needs a mask per sample."""
     eod_mask_loss: bool = False
     """Mask the loss of predictions from an end-of-document token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceOptions(CheckedOptions):
+    """List the documents that each step of a training run read, from the run's record.
+
+    Every line of the table is a range of a document's tokens in one sample. The samples are those
+    of the run's own order, mixture changes and parallel layouts, which are recorded in run.json.
+    """
+
+    run: Path
+    """The run folder."""
+    steps: str | None = None
+    """FIRST:LAST, both included, or a single step. Steps are numbered from 1, as in the log.
+    Default with --counts and --find: all steps of the run."""
+    counts: bool = False
+    """Count for each document how many samples and tokens of it the steps read."""
+    find: str | None = None
+    """Only list documents whose text contains this string. The text of all documents is decoded."""
+    text: bool = False
+    """Add the text of each range of tokens; with --counts, of each document."""
+    source_lines: bool = False
+    """Add the file and the line (or row) from which each document was read. The raw text of the
+    corpus is read again, and searched for the texts of the documents."""
+    corpus: Path | None = None
+    """The corpus of the run, if it was moved."""
+    data_path: str | None = None
+    """The --data-path of the run, if its files were moved."""
+    output: Path | None = None
+    """A .jsonl or .csv file to write; the table that is printed shows only the first lines."""
+    overwrite: bool = False
+    """Replace an existing output file."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for invalid steps, or another suffix of the output."""
+        super().__post_init__()
+        _ = self.step_range  # raises for an invalid value
+        if self.steps is None and not self.counts and self.find is None:
+            raise UserError("pass --steps FIRST:LAST, --counts or --find TEXT")
+        if self.find == "":
+            raise UserError("--find is empty; pass a part of the document's text")
+        if self.output is not None and self.output.suffix not in (".jsonl", ".csv"):
+            raise UserError(f"--output {self.output}: must end in .jsonl or .csv")
+
+    @property
+    def step_range(self) -> tuple[int, int] | None:
+        """First and last step; None for all steps."""
+        if self.steps is None:
+            return None
+        first, colon, last = self.steps.partition(":")
+        numbers = first, last if colon else first
+        if not all(number.isdecimal() for number in numbers) or not (
+            1 <= int(numbers[0]) <= int(numbers[1])
+        ):
+            raise UserError(
+                f"--steps {self.steps}: must be FIRST:LAST with 1 <= FIRST <= LAST, or one step"
+            )
+        return int(numbers[0]), int(numbers[1])

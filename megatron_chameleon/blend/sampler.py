@@ -9,7 +9,9 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron_chameleon.errors import UserError
 
@@ -82,6 +84,25 @@ def micro_batches(
         first = step * global_batch_size + data_parallel_rank * micro_batch_size
         for start in range(first, (step + 1) * global_batch_size, stride):
             yield dataset.batch(range(start, start + micro_batch_size))
+
+
+def place_in_step(
+    positions: NDArray[np.int64], micro_batch_size: int, data_parallel_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return where :func:`micro_batches` yields the samples of a step.
+
+    Args:
+        positions: [n] positions of samples in their global batch.
+        micro_batch_size: samples per micro-batch.
+        data_parallel_size: ranks over which the samples are sharded.
+
+    Returns:
+        The data-parallel rank, the number of the micro-batch on that rank, and the row in that
+        micro-batch; all [n].
+    """
+    batches, rows = np.divmod(positions, micro_batch_size)
+    numbers, ranks = np.divmod(batches, data_parallel_size)
+    return ranks, numbers, rows
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ class DomainData:
         Raises:
             UserError: if it is damaged, has changed, or has an unsupported token type.
         """
-        file = self._open_whole().part(self.first, self.stop)
+        file = self.open_whole().part(self.first, self.stop)
         if not self.is_cut:
             return file
         kept = documents_with(
@@ -114,9 +114,14 @@ class DomainData:
         """
         if self.expected or self.is_cut:
             return self.open()
-        return self._open_whole().documents(self.first, self.stop)
+        return self.open_whole().documents(self.first, self.stop)
 
-    def _open_whole(self) -> TokenFile:
+    def open_whole(self) -> TokenFile:
+        """Open the whole pair of files that holds the sequences.
+
+        Raises:
+            UserError: as :meth:`open`.
+        """
         file = open_token_file(self.prefix, self.expected, self.vocab_size, self.cache)
         check_sequences(file, self.first, self.stop, self.uncut_tokens or self.tokens)
         return file

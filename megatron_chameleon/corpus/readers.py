@@ -161,6 +161,14 @@ class DocumentReader:
 
     def read(self, chunk: Chunk) -> Iterator[Document]:
         """Yield the documents of ``chunk`` in the order of the source."""
+        for _, document in self.read_numbered(chunk):
+            yield document
+
+    def read_numbered(self, chunk: Chunk) -> Iterator[tuple[int, Document]]:
+        """Yield each document of ``chunk`` with its line or row, counted from 1.
+
+        Lines are counted from the beginning of the chunk, and rows from that of the source.
+        """
         source = self._sources[chunk.source]
         parser = _Parser(source, self._options, self._domains, self.malformed)
         digest = hashlib.sha256()
@@ -176,7 +184,7 @@ class DocumentReader:
 
     def _from_lines(
         self, source: Source, chunk: Chunk, parser: _Parser, digest: hashlib._Hash
-    ) -> Iterator[list[Document]]:
+    ) -> Iterator[list[tuple[int, Document]]]:
         def on_block(block: bytes) -> None:
             digest.update(block)
             self._on_bytes(len(block))
@@ -191,7 +199,7 @@ class DocumentReader:
         for begin, lines in read_lines(source.path, on_block, longest, chunk.start, chunk.stop):
             if begin == 0 and not isinstance(lines[0], int):
                 lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
-            documents = parser.parse(lines, place)
+            documents = parser.parse(lines, place, number)
             number += len(lines)
             # Free the lines before the texts are used: a single text may take most of the memory.
             lines.clear()
@@ -199,7 +207,7 @@ class DocumentReader:
 
     def _from_tables(
         self, source: Source, chunk: Chunk, parser: _Parser, digest: hashlib._Hash
-    ) -> Iterator[list[Document]]:
+    ) -> Iterator[list[tuple[int, Document]]]:
         def place(position: int) -> str:
             return f"row {first_row + position}"
 
@@ -217,8 +225,8 @@ class DocumentReader:
                 rows = batch.to_pylist()
             except UnicodeDecodeError:
                 rows = [_row(batch, position) for position in range(batch.num_rows)]
-            documents = parser.parse(rows, place)
-            for document in documents:
+            documents = parser.parse(rows, place, first_row)
+            for _, document in documents:
                 head = f"{len(document.domain)} {len(document.text)} "
                 digest.update(f"{head}{document.domain}{document.text}".encode())
             yield documents
@@ -292,13 +300,19 @@ class _Parser:
         if domains is not None and domains.domain_key is not None and source.domain is None:
             self.keys["--domain-key"] = domains.domain_key
 
-    def parse(self, found: Sequence[Any], place: Callable[[int], str]) -> list[Document]:
+    def parse(
+        self, found: Sequence[Any], place: Callable[[int], str], first_number: int = 1
+    ) -> list[tuple[int, Document]]:
         """Parse the lines of a file or the rows of a table; count malformed lines and rows.
 
         Args:
             found: lines as :func:`read_lines` yields them, or the rows of a table, with an error in
                 place of an unreadable row.
             place: returns the location of the line or row at a position in ``found``.
+            first_number: number of the first line or row.
+
+        Returns:
+            Each document, with the number of its line or row.
 
         Raises:
             UserError: if the source begins with many lines that all lack the key.
@@ -325,7 +339,7 @@ class _Parser:
                 self._counts.add(MalformedLines(0, 1, by_domain, first))
                 continue
             if document is not None:
-                documents.append(document)
+                documents.append((first_number + position, document))
         self._lines += lines
         self._counts.lines += lines
         self.check_keys(_LINES_BEFORE_GIVING_UP)

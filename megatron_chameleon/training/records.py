@@ -17,7 +17,7 @@ from megatron_chameleon.artifacts.checkpoint import (
     checkpoint_folders,
     step_folder,
 )
-from megatron_chameleon.artifacts.training_run import Status
+from megatron_chameleon.artifacts.training_run import BatchLayout, Status
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.token_data import describe_cut
 from megatron_chameleon.errors import UserError
@@ -88,6 +88,15 @@ class RunRecords:
         self.validation_flops = 0.0
         self.meter = IntervalMeter(plan.data.names, layout)
         self.phases = PhaseTimers(layout.device)
+        micro_batch_size = plan.options.micro_batch_size
+        self._batch_layouts = [
+            *(
+                earlier
+                for earlier in (progress.run.batch_layouts if progress.run else ())
+                if earlier.first_step < progress.step
+            ),
+            BatchLayout(progress.step, layout.data_size, micro_batch_size),
+        ]
         self._stopwatch = Stopwatch()
         self._cost_before = progress.run.cost if progress.run else Cost()
         self._sampled = Counter(progress.checkpoint.domain_tokens if progress.checkpoint else {})
@@ -341,6 +350,8 @@ class RunRecords:
             skipped_steps=self.guard.skipped,
             stopped_by=self.stopped_by,
             failed_saves=self.failed_saves,
+            batch_layouts=self._batch_layouts,
+            order_version=self.samples.order_version,
         )
         try:
             run.save()

@@ -97,6 +97,10 @@ def test_windows_match_plain_slices(lengths, seq_length, dtype, kind, first, see
     view.read(view.first + rows, rows, windows)
     assert view.holds(view.first + np.array([-1, 0, len(rows)])).tolist() == [False, True, False]
     np.testing.assert_array_equal(windows, expected(view, documents, begins, seq_length))
+    counts, ranges = view.ranges(view.first + rows, seq_length + 1)
+    assert counts.sum() == len(ranges)
+    tokens = [view.file.tokens[start : start + length] for start, length in ranges.tolist()]
+    np.testing.assert_array_equal(np.concatenate(tokens), windows[rows].reshape(-1))
 
 
 WORD = 2**64 - 1

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from megatron_chameleon.blend import sampler
 from megatron_chameleon.blend.sampler import (
     Batch,
     micro_batches,
+    place_in_step,
     prefetch,
     read_ahead,
     steps_between_changes,
@@ -56,6 +58,9 @@ def test_ranks_partition_the_samples_of_each_step(size, micro_batch_size):
     # Taking one micro-batch of each rank in turn gives the same order in every layout.
     in_order = [index for turn in zip(*ranks, strict=True) for part in turn for index in part]
     assert in_order == list(range(24, 96))
+    places = place_in_step(np.arange(24), micro_batch_size, size)
+    for number, (rank, micro_batch, row) in enumerate(zip(*places, strict=True)):
+        assert ranks[rank][micro_batch][row] == 24 + number
 
 
 def test_batch_sizes_that_cannot_be_partitioned_are_rejected():

@@ -1,0 +1,588 @@
+"""List the documents that the steps of a training run read, from the run's record alone.
+
+Training computes the order of its samples from the options and the mixture weights, both of which
+run.json records. The same order functions list the token ranges of every sample here, without
+reading tokens; the documents follow from the .idx files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts import Corpus, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
+from megatron_chameleon.artifacts.files import replacing, require_new, require_writable
+from megatron_chameleon.artifacts.record import check_values
+from megatron_chameleon.blend.dataset import BlendedTokens, TokenRanges
+from megatron_chameleon.blend.options import DataOptions, TraceOptions
+from megatron_chameleon.blend.sampler import place_in_step
+from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.token_data import (
+    DomainData,
+    TokenData,
+    corpus_tokens,
+    data_path_tokens,
+)
+from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.corpus.indexed import TokenFile
+from megatron_chameleon.corpus.source_lines import in_folder, source_lines
+from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.storage import is_remote
+
+# Samples whose ranges are listed at a time.
+_BLOCK_SAMPLES = 1 << 17
+_ROWS_PRINTED = 40
+_TEXT_PRINTED = 60
+_STEPS_PRINTED = 12
+_HINT = "pass another --run; tools/pretrain_gpt.py writes this file"
+
+# (domain, document): the position of a domain in the data, and the number of a document in its file
+Documents = Mapping[int, NDArray[np.int64]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """The options in run.json that determine the samples."""
+
+    seq_length: int
+    global_batch_size: int
+    train_iters: int
+    seed: int
+    data: DataOptions
+    corpus: str | None = None
+    target_tokens: int | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.train_iters * self.global_batch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentIndex:
+    """Documents of a pair of .bin/.idx files.
+
+    Attributes:
+        file: the whole files.
+        edges: [num_documents + 1] first token of each document in the .bin, and the end.
+    """
+
+    file: TokenFile
+    edges: NDArray[np.int64]
+
+    @classmethod
+    def open(cls, domain: DomainData) -> DocumentIndex:
+        """Open the files of ``domain``; without document boundaries, sequences are documents.
+
+        Raises:
+            UserError: if the files are damaged.
+        """
+        file = domain.open_whole()
+        edges = np.append(file.starts, file.tokens.size)
+        return cls(file, edges[file.document_boundaries] if file.has_documents else edges)
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    def split(
+        self, starts: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Divide ranges of tokens [r] at the documents' boundaries.
+
+        Returns:
+            For each part, [p]: its range, its document, and the first token and one past the last
+            token in that document.
+        """
+        ends = starts + lengths
+        firsts = np.searchsorted(self.edges, starts, side="right") - 1
+        counts = np.searchsorted(self.edges, ends - 1, side="right") - firsts
+        index = np.repeat(np.arange(len(starts)), counts)
+        documents = firsts[index] + np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
+        begins = self.edges[documents]
+        first = np.maximum(starts[index], begins)
+        stop = np.minimum(ends[index], self.edges[documents + 1])
+        held = stop > first  # documents without tokens
+        return index[held], documents[held], (first - begins)[held], (stop - begins)[held]
+
+    def tokens(self, document: int, first: int = 0, stop: int | None = None) -> NDArray[np.integer]:
+        """Return the tokens of a document, or a range of them.
+
+        Raises:
+            UserError: if the tokens are damaged.
+        """
+        begin, end = self.edges[document : document + 2].tolist()
+        return self.file.tokens[begin + first : end if stop is None else begin + stop]
+
+
+class RunTrace:
+    """The samples of a training run, in the run's order.
+
+    Args:
+        run: record of the run.
+        corpus: folder of the corpus, if it was moved.
+        data_path: value of ``--data-path``, if the files were moved.
+
+    Raises:
+        UserError: if the run does not record its options, or if its data were changed or are not
+            found.
+    """
+
+    def __init__(
+        self, run: TrainingRun, corpus: Path | None = None, data_path: str | None = None
+    ) -> None:
+        self.run = run
+        where = f"{run.root / run.FILE_NAME}: provenance.options"
+        self.options = options = check_values(where, _Recorded, run.provenance.options, _HINT)
+        self.corpus: Corpus | None = None
+        uses_data_path = options.data.uses_data_path
+        if (corpus if uses_data_path else data_path) is not None:
+            flags = ("--corpus", "--data-path")
+            raise UserError(
+                f"{flags[not uses_data_path]}: the run was trained with {flags[uses_data_path]}; "
+                "pass that instead, if the files were moved"
+            )
+        # New paths are relative to the current folder, and recorded ones to that of the run.
+        moved = _absolute(DataPath.parse(data_path)) if data_path is not None else None
+        corpus = corpus and corpus.absolute()
+        with in_folder(run.provenance.working_folder):
+            if uses_data_path:
+                data, by_size = self._open_data_path(moved)
+            else:
+                data, by_size = self._open_corpus(corpus)
+            recorded = run.provenance.inputs.get("corpus")
+            if data.hash != recorded or {*data.names} != {*run.mixture}:
+                raise UserError(
+                    f"{data.where} is not the data of {run.root}, or has changed (SHA-256 "
+                    f"{data.hash[:8]}, not {str(recorded)[:8]}); restore it, or pass --corpus or "
+                    "--data-path if it was moved"
+                )
+            run_tokens = options.num_samples * options.seq_length
+            self.data = data.cut(run_tokens, options.target_tokens)
+            phases = (
+                Phase(
+                    phase.first_sample,
+                    tuple(phase.weights[name] for name in self.data.names),
+                    phase.ramp_samples,
+                )
+                for phase in run.mixture_phases
+            )
+            self.samples = BlendedTokens(
+                data=self.data,
+                schedule=MixtureSchedule(tuple(phases)),
+                num_samples=options.num_samples,
+                seq_length=options.seq_length,
+                seed=options.seed,
+                permutation=options.data.permutation,
+                by_size=by_size,
+            )
+        self._indices: dict[int, DocumentIndex] = {}
+        self._check_order()
+
+    def _open_corpus(self, moved: Path | None) -> tuple[TokenData, bool]:
+        folder = moved or Path(self.options.corpus or "").absolute()
+        if not Corpus.exists(folder):
+            raise UserError(
+                f"{folder}: no corpus here, from which {self.run.root} was trained; pass --corpus "
+                "if it was moved"
+            )
+        self.corpus = Corpus.load(folder)
+        data = corpus_tokens(self.corpus, cache=self.options.data.object_storage_cache_path)
+        return data, len(data.domains) == 1
+
+    def _open_data_path(self, moved: DataPath | None) -> tuple[TokenData, bool]:
+        options = self.options.data
+        path = moved or _absolute(DataPath.read(options.data_path, options.data_args_path))
+        cache, identity = options.object_storage_cache_path, self.tokenizer.identity
+        data = data_path_tokens(path, options.split, identity, cache=cache)
+        return data, path.weights is None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the tokens."""
+        if self.corpus:
+            return corpus_tokenizer(self.corpus)
+        data = self.options.data
+        assert data.tokenizer_model is not None
+        return load_tokenizer(data.tokenizer_model, data.eod_token, data.tiktoken_pattern)
+
+    def _check_order(self) -> None:
+        """Check that this release has the run's order, by its version and the domains' counts."""
+        run, version = self.run, self.run.order_version
+        if version is None and (folders := checkpoint_folders(run.root)):
+            version = CheckpointRecord.load(folders[-1]).order_version
+        if version not in (None, self.samples.order_version):
+            raise UserError(
+                f"{run.root} has version {version} of the sample order, but this release has "
+                f"version {self.samples.order_version}; use the release that trained it"
+            )
+        actual = {name: tokens.actual for name, tokens in run.domain_tokens.items()}
+        num_samples = sum(actual.values()) // self.options.seq_length
+        counts = (self.samples.counts(num_samples) * self.options.seq_length).tolist()
+        for name, count in zip(self.data.names, counts, strict=True):
+            if actual.get(name) != count:
+                raise UserError(
+                    f"{run.root / run.FILE_NAME} records {actual.get(name)} tokens of '{name}', "
+                    f"but the order implies {count}; use the release that trained the run"
+                )
+
+    def steps(self, wanted: tuple[int, int] | None) -> tuple[int, int]:
+        """Return the first and last of the ``wanted`` steps; None stands for all steps so far.
+
+        Raises:
+            UserError: if the run has not done all of them.
+        """
+        first, last = wanted or (1, self.run.step)
+        if last > self.run.step or self.run.step == 0:
+            raise UserError(
+                f"--steps {first}:{last}: {self.run.root} is at step {self.run.step} of "
+                f"{self.run.train_iters}; pass steps from 1 to {self.run.step}"
+            )
+        return first, last
+
+    def index(self, domain: int) -> DocumentIndex:
+        """The documents of a domain's files."""
+        if domain not in self._indices:
+            self._indices[domain] = DocumentIndex.open(self.data.domains[domain])
+        return self._indices[domain]
+
+    def text(self, domain: int, document: int, first: int = 0, stop: int | None = None) -> str:
+        """Decode a document, or a range of its tokens, without end-of-document tokens.
+
+        Raises:
+            UserError: if the tokens are damaged, or the tokenizer is missing.
+        """
+        tokens = self.index(domain).tokens(document, first, stop)
+        return self.tokenizer.decode(tokens[tokens != self.data.tokenizer.eod_id].tolist())
+
+    def rows(self, first: int, last: int, only: Documents | None = None) -> pd.DataFrame:
+        """List the tokens that the steps ``first`` to ``last`` read, from 1 and both included.
+
+        Args:
+            first: first step.
+            last: last step.
+            only: domain -> sorted documents to list; None lists all.
+
+        Returns:
+            A row for each range of a document's tokens in a sample, in the order of the samples:
+            step; sample, its number in the run, from 0; the data-parallel ``rank`` that read it,
+            the ``micro_batch`` of that rank, and the ``row`` in the micro-batch (missing if the run
+            does not record its layout); domain; document, its number in ``file``;
+            ``document_tokens``, its length; and its tokens from ``first_token`` to ``stop_token``,
+            exclusive. A sample of s tokens has s + 1 tokens here: the last one is only predicted.
+        """
+        domains, columns = [], []
+        for begin, ranges in self._ranges(first, last):
+            if only is not None and ranges.domain not in only:
+                continue
+            index = self.index(ranges.domain)
+            part, documents, starts, stops = index.split(ranges.starts, ranges.lengths)
+            if only is not None:
+                found = np.isin(documents, only[ranges.domain])
+                part, documents = part[found], documents[found]
+                starts, stops = starts[found], stops[found]
+            samples = begin + ranges.rows[part]
+            sizes = np.diff(index.edges)[documents] if len(documents) else documents
+            domains.append(np.full(len(part), ranges.domain))
+            columns.append(np.stack([samples, documents, sizes, starts, stops]))
+        domain = np.concatenate([np.empty(0, np.int64), *domains])
+        samples, documents, sizes, starts, stops = np.concatenate(
+            [np.empty((5, 0), np.int64), *columns], axis=1
+        )
+        order = np.argsort(samples, kind="stable")
+        samples, domain = samples[order], domain[order]
+        steps = samples // self.options.global_batch_size + 1
+        ranks, batches, rows = self._places(samples, steps)
+        return pd.DataFrame(
+            {
+                "step": steps,
+                "rank": ranks,
+                "micro_batch": batches,
+                "row": rows,
+                "sample": samples,
+                "domain": _named(domain, self.data.names),
+                "document": documents[order],
+                "first_token": starts[order],
+                "stop_token": stops[order],
+                "document_tokens": sizes[order],
+                "file": _named(domain, self._files),
+            }
+        )
+
+    def counts(self, first: int, last: int) -> pd.DataFrame:
+        """Count how often the steps ``first`` to ``last`` read each document that they read.
+
+        Returns:
+            A row per document, by domain and document: ``samples`` that hold tokens of the
+            document, ``tokens`` of it that were predicted, ``epochs``, the predicted tokens divided
+            by ``document_tokens``; and ``file``.
+        """
+        samples: dict[int, NDArray[np.int64]] = {}
+        tokens: dict[int, NDArray[np.int64]] = {}
+        for _, ranges in self._ranges(first, last):
+            index = self.index(ranges.domain)
+            size = len(index)
+            if ranges.domain not in samples:
+                samples[ranges.domain] = np.zeros(size, np.int64)
+                tokens[ranges.domain] = np.zeros(size, np.int64)
+            # The first token of a sample is not predicted.
+            is_first = np.diff(ranges.rows, prepend=-1) != 0
+            lengths = ranges.lengths - is_first
+            held = lengths > 0
+            part, documents, starts, stops = index.split(
+                (ranges.starts + is_first)[held], lengths[held]
+            )
+            tokens[ranges.domain] += np.bincount(documents, stops - starts, size).astype(np.int64)
+            # A sample at the end of an epoch may hold a document twice.
+            pairs = np.unique(ranges.rows[held][part] * size + documents)
+            samples[ranges.domain] += np.bincount(pairs % size, minlength=size)
+        found = {domain: np.flatnonzero(count) for domain, count in sorted(tokens.items())}
+        lengths = [len(documents) for documents in found.values()]
+        domains = np.repeat(np.array([*found], np.int64), lengths)
+        sizes = [np.diff(self.index(domain).edges)[rows] for domain, rows in found.items()]
+
+        def joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+            return np.concatenate([np.empty(0, np.int64), *parts])
+
+        read = joined([tokens[domain][rows] for domain, rows in found.items()])
+        return pd.DataFrame(
+            {
+                "domain": _named(domains, self.data.names),
+                "document": joined([*found.values()]),
+                "samples": joined([samples[domain][rows] for domain, rows in found.items()]),
+                "tokens": read,
+                "epochs": read / joined(sizes),
+                "document_tokens": joined(sizes),
+                "file": _named(domains, self._files),
+            }
+        )
+
+    def find(self, text: str) -> dict[int, NDArray[np.int64]]:
+        """Find the training documents whose decoded text contains ``text``, by domain.
+
+        Domains without samples are not searched.
+
+        Raises:
+            UserError: if the tokens are damaged, or the tokenizer is missing.
+        """
+        sampled = np.flatnonzero(self.samples.counts(self.options.num_samples)).tolist()
+        found: dict[int, NDArray[np.int64]] = {}
+        total = sum(self.data.domains[domain].stop for domain in sampled)
+        with progress_bar(total, "document", "searching", delay=1) as bar:
+            for domain in sampled:
+                index, data = self.index(domain), self.data.domains[domain]
+                starts = index.file.starts
+                # The documents that hold the sequences of the training split.
+                begin = int(np.searchsorted(index.edges, starts[data.first], side="right")) - 1
+                last = int(np.searchsorted(index.edges, starts[data.stop - 1], side="right"))
+                documents = [n for n in range(begin, last) if text in self._seen(bar, domain, n)]
+                if documents:
+                    found[domain] = np.array(documents, np.int64)
+        return found
+
+    def _seen(self, bar: Any, domain: int, document: int) -> str:
+        bar.update()
+        return self.text(domain, document)
+
+    def skipped(self, first: int, last: int) -> list[int]:
+        """Steps that read their batch, but did not update the model."""
+        lines = (line.get("skipped") or () for line in self.run.metrics())
+        steps = (skipped["step"] for skips in lines for skipped in skips)
+        return [step for step in steps if first <= step <= last]
+
+    def _ranges(self, first: int, last: int) -> Iterator[tuple[int, TokenRanges]]:
+        """Yield the ranges of all samples, with the number of the sample in row 0."""
+        size = self.options.global_batch_size
+        begin, end = (first - 1) * size, last * size
+        with progress_bar(end - begin, "sample", "tracing", delay=1) as bar:
+            for start in range(begin, end, _BLOCK_SAMPLES):
+                stop = min(start + _BLOCK_SAMPLES, end)
+                for ranges in self.samples.token_ranges(np.arange(start, stop)):
+                    yield start, ranges
+                bar.update(stop - start)
+
+    @property
+    def _files(self) -> list[str]:
+        return [str(domain.prefix) for domain in self.data.domains]
+
+    def _places(self, samples: NDArray[np.int64], steps: NDArray[np.int64]) -> list[Any]:
+        """Rank, micro-batch and row of samples, as nullable integers."""
+        places = np.zeros((3, len(samples)), np.int64)
+        known = np.zeros(len(samples), np.bool_)
+        for layout in self.run.batch_layouts:
+            later = steps > layout.first_step
+            positions = samples[later] % self.options.global_batch_size
+            sizes = layout.micro_batch_size, layout.data_parallel_size
+            places[:, later] = place_in_step(positions, *sizes)
+            known |= later
+        return [pd.arrays.IntegerArray(place, ~known) for place in places]
+
+
+def _named(numbers: NDArray[np.int64], names: list[str]) -> Any:
+    """Column of the names of domains or files, stored once each; two domains may share a file."""
+    unique = list(dict.fromkeys(names))
+    codes = np.array([unique.index(name) for name in names], np.int64)
+    return pd.Categorical.from_codes(codes[numbers], categories=unique)
+
+
+def _absolute(path: DataPath) -> DataPath:
+    prefixes = (name if is_remote(name) else os.path.abspath(name) for name in path.prefixes)
+    return dataclasses.replace(path, prefixes=tuple(prefixes))
+
+
+def trace_samples(options: TraceOptions) -> None:
+    """Print, and write with ``--output``, which documents the steps of a run read.
+
+    Raises:
+        UserError: if the run, its data or its steps do not exist, or the output exists.
+    """
+    if options.output is not None:
+        if not options.overwrite:
+            require_new([options.output], "choose another --output or pass --overwrite")
+        require_writable(options.output.parent, f"--output {options.output}")
+    trace = RunTrace(TrainingRun.load(options.run), options.corpus, options.data_path)
+    first, last = trace.steps(options.step_range)
+    if options.source_lines and trace.corpus is None:
+        raise UserError("--source-lines: Megatron data sets do not record their raw text")
+    found = trace.find(options.find) if options.find is not None else None
+    lines = [
+        f"steps {first} to {last} of {trace.run.step}: "
+        f"{(last - first + 1) * trace.options.global_batch_size:,} samples of "
+        f"{trace.options.seq_length} tokens in the order {trace.options.data.permutation}"
+    ]
+    if found is not None:
+        count = sum(len(documents) for documents in found.values())
+        lines.append(f"{count} training documents contain {options.find!r}")
+    if options.counts:
+        table = trace.counts(first, last)
+        if found is not None:
+            table = _only(table, trace, found)
+        else:
+            lines += ["", _summary(trace, table)]
+        table = table.sort_values("epochs", ascending=False, kind="stable", ignore_index=True)
+    else:
+        table = trace.rows(first, last, found)
+        if found is not None:
+            lines += _when(trace, table, found)
+    if skipped := trace.skipped(first, last):
+        lines.append(
+            f"steps {', '.join(map(str, skipped[:_STEPS_PRINTED]))}"
+            f"{' ...' if len(skipped) > _STEPS_PRINTED else ''} read their samples, but did not "
+            "update the model"
+        )
+    if not options.counts and table["rank"].isna().any():
+        lines.append("the run does not record the ranks of all of these steps")
+    shown = table if options.output is not None else table.head(_ROWS_PRINTED)
+    if options.source_lines:
+        shown = _with_source_lines(trace, shown)
+    if options.text:
+        shown = _with_text(trace, shown)
+    print("\n".join(lines))
+    if len(shown):
+        print(f"\n{_printed(shown.head(_ROWS_PRINTED))}")
+    if len(table) > _ROWS_PRINTED:
+        rest = f"... {len(table) - _ROWS_PRINTED:,} more lines"
+        print(rest if options.output else f"{rest}; --output FILE.jsonl writes all of them")
+    if options.output is not None:
+        with replacing(options.output) as temporary:
+            if options.output.suffix == ".csv":
+                shown.to_csv(temporary, index=False)
+            else:
+                shown.to_json(temporary, orient="records", lines=True, force_ascii=False)
+        print(f"written to {options.output}")
+
+
+def _only(table: pd.DataFrame, trace: RunTrace, found: Documents) -> pd.DataFrame:
+    """The lines of ``found``, also of those that were not read."""
+    wanted = pd.DataFrame(
+        [
+            (trace.data.names[domain], document)
+            for domain, documents in found.items()
+            for document in documents.tolist()
+        ],
+        columns=["domain", "document"],
+    )
+    table = table.astype({"domain": str, "file": str})
+    merged = wanted.merge(table, how="left", on=["domain", "document"])
+    for domain, documents in found.items():
+        index, of_domain = trace.index(domain), merged["domain"] == trace.data.names[domain]
+        merged.loc[of_domain, "document_tokens"] = np.diff(index.edges)[documents]
+        merged.loc[of_domain, "file"] = str(trace.data.domains[domain].prefix)
+    whole = dict.fromkeys(("samples", "tokens", "epochs"), 0)
+    types = dict.fromkeys(("samples", "tokens", "document_tokens"), np.int64)
+    return merged.fillna(whole).astype(types)
+
+
+def _summary(trace: RunTrace, table: pd.DataFrame) -> str:
+    """Per domain: documents and tokens that were read, and the largest number of epochs."""
+    rows = {}
+    for name, read in table.groupby("domain", observed=True):
+        tokens = int(read["tokens"].sum())
+        rows[name] = {
+            "documents read": f"{len(read):,}",
+            "tokens": f"{tokens:,}",
+            "epochs": f"{tokens / max(trace.data.tokens[str(name)], 1):.3f}",
+            "most epochs": f"{read['epochs'].max():.3f}",
+        }
+    return str(pd.DataFrame.from_dict(rows, orient="index").to_string())
+
+
+def _when(trace: RunTrace, table: pd.DataFrame, found: Documents) -> list[str]:
+    """One line per document with the steps that read it."""
+    lines = []
+    by_document = table.groupby(["domain", "document"], observed=True)
+    read = {key: part["step"].unique() for key, part in by_document}
+    for domain, documents in found.items():
+        for document in documents.tolist()[:_ROWS_PRINTED]:
+            name = trace.data.names[domain]
+            steps = read.get((name, document), [])
+            when = ", ".join(map(str, steps[:_STEPS_PRINTED])) or "none"
+            more = f" and {len(steps) - _STEPS_PRINTED} more" if len(steps) > _STEPS_PRINTED else ""
+            lines.append(f"  {name} document {document}: steps {when}{more}")
+    return lines
+
+
+def _with_text(trace: RunTrace, table: pd.DataFrame) -> pd.DataFrame:
+    """Add the text of each line's range of tokens, or else of the whole document."""
+    numbers = {name: number for number, name in enumerate(trace.data.names)}
+    columns = ["domain", "document"]
+    columns += ["first_token", "stop_token"] if "first_token" in table else []
+    rows = table[columns].itertuples(index=False, name=None)
+    return table.assign(text=[trace.text(numbers[name], *place) for name, *place in rows])
+
+
+def _with_source_lines(trace: RunTrace, table: pd.DataFrame) -> pd.DataFrame:
+    """Add the file and line of each document; None if its text is not found."""
+    assert trace.corpus is not None
+    numbers = {name: number for number, name in enumerate(trace.data.names)}
+    keys = [*zip(table["domain"], table["document"], strict=True)]
+    texts = {key: trace.text(numbers[key[0]], key[1]) for key in dict.fromkeys(keys)}
+    wanted: dict[str, set[str]] = {}
+    for (name, _), text in texts.items():
+        wanted.setdefault(name, set()).add(text)
+    lines = source_lines(trace.corpus, wanted)
+    found = {key: lines.get((key[0], text)) for key, text in texts.items()}
+    return table.assign(source=[found[key] for key in keys])
+
+
+def _printed(table: pd.DataFrame) -> str:
+    """Format a table for the terminal; texts are shortened."""
+    table = table.drop(columns="file").astype({"domain": str})
+    if "text" in table:
+        texts = (" ".join(text.split()) for text in table["text"])
+        table["text"] = [
+            text if len(text) <= _TEXT_PRINTED else f"{text[:_TEXT_PRINTED]}..." for text in texts
+        ]
+    if "source" in table:
+        table["source"] = table["source"].fillna("unknown")
+    formats = {"epochs": "{:.3f}".format}
+    return str(table.to_string(index=False, na_rep="?", formatters=formats))

@@ -1,0 +1,88 @@
+"""Find the lines of raw text from which documents of a corpus were read.
+
+A corpus records its sources, but not the line of each document. The sources are read again, and
+their texts are compared with the documents' by hash. A line is thus reported only if it holds
+exactly the text of the document.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts.record import check_values
+from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
+from megatron_chameleon.corpus.readers import DocumentReader
+from megatron_chameleon.corpus.shards import text_digest
+from megatron_chameleon.corpus.sources import Chunk, find_sources
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.progress import progress_bar
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    """Options of tools/preprocess_data.py in a corpus.json."""
+
+    source: SourceOptions
+    domains: DomainOptions = dataclasses.field(default_factory=DomainOptions)
+    drop_duplicates: bool = True
+
+
+def source_lines(corpus: Corpus, texts: Mapping[str, Set[str]]) -> dict[tuple[str, str], str]:
+    """Find texts in the sources of ``corpus``.
+
+    Args:
+        corpus: corpus that tools/preprocess_data.py wrote.
+        texts: domain -> the texts to find.
+
+    Returns:
+        (domain, text) -> 'FILE:LINE' of the first line with this text, counted from 1; of a table,
+        'FILE:ROW'. If the corpus keeps duplicates, all lines with the text, separated by commas.
+        Texts that are not found are missing: the file has changed, or the tokenizer does not decode
+        tokens to exactly the text that was encoded.
+
+    Raises:
+        UserError: if the corpus does not record its sources, or a source cannot be read.
+    """
+    options: dict[str, Any] = corpus.provenance.options
+    if not options.get("source", {}).get("input"):
+        raise UserError(
+            f"--source-lines: {corpus.root} does not record the raw text of its documents; only "
+            "corpora of tools/preprocess_data.py do"
+        )
+    where = f"{corpus.root / corpus.FILE_NAME}: provenance.options"
+    recorded = check_values(where, _Recorded, options, corpus.RESTORE)
+    wanted = {
+        (domain, text_digest(text.encode())): (domain, text)
+        for domain, found in texts.items()
+        for text in found
+    }
+    lines: dict[tuple[str, str], str] = {}
+    with in_folder(corpus.provenance.working_folder):
+        sources = find_sources(recorded.source, recorded.domains)
+        needed = [n for n, source in enumerate(sources) if source.domain in (None, *texts)]
+        total = sum(sources[number].bytes for number in needed)
+        with progress_bar(total, "B", "finding source lines") as bar:
+            reader = DocumentReader(recorded.source, sources, recorded.domains, bar.update)
+            for number in needed:
+                for line, document in reader.read_numbered(Chunk(number)):
+                    key = wanted.get((document.domain, text_digest(document.text.encode())))
+                    if key is None:
+                        continue
+                    place = f"{sources[number].name}:{line}"
+                    if key not in lines:
+                        lines[key] = place
+                    elif not recorded.drop_duplicates:
+                        lines[key] += f", {place}"
+    return lines
+
+
+@contextlib.contextmanager
+def in_folder(folder: str | None) -> Iterator[None]:
+    """Resolve relative paths in the block as in a command that ran in ``folder``, if it exists."""
+    with contextlib.chdir(folder) if folder and os.path.isdir(folder) else contextlib.nullcontext():
+        yield

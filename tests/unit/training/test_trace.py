@@ -1,0 +1,270 @@
+"""Compare traced samples with the batches that training runs read."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from megatron_chameleon.artifacts import Corpus, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.artifacts.training_run import BatchLayout
+from megatron_chameleon.blend.options import DataOptions, TraceOptions
+from megatron_chameleon.blend.trace import DocumentIndex, RunTrace, trace_samples
+from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
+from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.online import hook_class
+from megatron_chameleon.training.options import OnlineOptions, PretrainOptions
+from megatron_chameleon.training.step import BatchShape
+from megatron_chameleon.training.trainer import pretrain
+
+STEPS, SAVE_INTERVAL, BATCH = 8, 4, 4
+WORDS = 90
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A corpus of two domains; every second line of domain a is blank, and its texts repeat."""
+    root = tmp_path_factory.mktemp("traced")
+    vocabulary = {f"w{word}": word for word in range(WORDS)} | {"<|endoftext|>": WORDS}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(root / "tokenizer.json"))
+    rng = np.random.default_rng(0)
+    texts = {
+        name: [
+            " ".join(f"w{word}" for word in rng.integers(0, WORDS, rng.integers(3, 40)))
+            for _ in range(count)
+        ]
+        for name, count in (("a", 40), ("b", 25))
+    }
+    texts["a"] += texts["a"][:5]
+    lines = {name: [json.dumps({"text": text}) for text in of] for name, of in texts.items()}
+    (root / "a.jsonl").write_text("\n\n".join(lines["a"]))
+    (root / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines["b"]).encode()))
+    inputs = (f"a={root / 'a.jsonl'}", f"b={root / 'b.jsonl.gz'}")
+    options = PreprocessOptions(
+        SourceOptions((inputs,)),
+        root / "corpus",
+        root / "tokenizer.json",
+        split="60,20,20",
+        workers=1,
+    )
+    preprocess_data(options)
+    return Corpus.load(root / "corpus")
+
+
+def options_of(corpus, run_dir, data, **changes):
+    settings = {
+        "corpus": None if data.uses_data_path else corpus.root,
+        "model": "nano",
+        "seq_length": 16,
+        "train_iters": STEPS,
+        "global_batch_size": BATCH,
+        "micro_batch_size": 2,
+        "log_interval": 2,
+        "save_interval": SAVE_INTERVAL,
+        "data": data,
+    }
+    return PretrainOptions(run_dir=run_dir, **{**settings, **changes})
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The windows that training reads, by step, rank, micro-batch and row."""
+    found = {}
+    micro_batches = BatchShape.micro_batches
+
+    def recorded(shape, samples, layout, start_step=0):
+        for number, batch in enumerate(micro_batches(shape, samples, layout, start_step)):
+            step, micro_batch = divmod(number, shape.num_microbatches)
+            windows = torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1).tolist()
+            for row, (domain, window) in enumerate(zip(batch["domain"], windows, strict=True)):
+                place = start_step + step + 1, layout.data_rank, micro_batch, row
+                found[place] = (samples.data.names[domain], window)
+            yield batch
+
+    monkeypatch.setattr(BatchShape, "micro_batches", recorded)
+    return found
+
+
+def traced(trace, rows):
+    """The windows of traced rows, as :func:`read` records them."""
+    found: dict[tuple[int, ...], tuple[str, list[int]]] = {}
+    numbers = {name: number for number, name in enumerate(trace.data.names)}
+    for line in rows.itertuples():
+        _, window = found.setdefault(
+            (line.step, line.rank, line.micro_batch, line.row), (line.domain, [])
+        )
+        index = trace.index(numbers[line.domain])
+        window += index.tokens(line.document, line.first_token, line.stop_token).tolist()
+    return found
+
+
+def test_traced_samples_are_those_that_training_read(corpus, read, tmp_path):
+    (tmp_path / "mixture.json").write_text('{"weights": {"a": 0.1, "b": 0.9}}')
+    prefixes = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)
+    changes = ((f"1..5={tmp_path / 'mixture.json'}",), ("6=uniform",))
+    online = OnlineOptions(online="odm", online_interval=1, online_warmup_iters=1)
+    cases = {
+        "megatron": options_of(corpus, tmp_path / "megatron", DataOptions()),
+        "data path": options_of(
+            corpus,
+            tmp_path / "data path",
+            DataOptions(
+                data_path=prefixes,
+                split="9,1,0",
+                tokenizer_model=corpus.root / corpus.tokenizer.file,
+            ),
+        ),
+        "resumed": options_of(
+            corpus,
+            tmp_path / "resumed",
+            DataOptions(permutation="epoch", mixture_change=changes),
+        ),
+        "online": options_of(
+            corpus,
+            tmp_path / "online",
+            DataOptions(permutation="feistel"),
+            online=online,
+            target_tokens=2 * STEPS * BATCH * 16,
+        ),
+    }
+    for name, options in cases.items():
+        read.clear()
+        pretrain(options, hook_class(options.online.online))
+        if name == "resumed":
+            shutil.rmtree(step_folder(options.run_dir, STEPS))
+            pretrain(dataclasses.replace(options, micro_batch_size=1))
+        run = TrainingRun.load(options.run_dir)
+        trace = RunTrace(run)
+        assert traced(trace, trace.rows(1, STEPS)) == read, name
+        some = trace.rows(3, 5)
+        assert traced(trace, some) == {at: of for at, of in read.items() if 3 <= at[0] <= 5}
+        expected = [BatchLayout(0, 1, 2)] + [BatchLayout(4, 1, 1)] * (name == "resumed")
+        assert run.batch_layouts == expected
+        assert_counts_are_those_of_the_rows(trace)
+
+
+def assert_counts_are_those_of_the_rows(trace):
+    """Compare with loops over the rows, whose first token of each sample is not predicted."""
+    tokens: dict[tuple[str, int], int] = {}
+    samples: dict[tuple[str, int], set[int]] = {}
+    before = None
+    for line in trace.rows(2, STEPS).itertuples():
+        count = line.stop_token - line.first_token - (line.sample != before)
+        before = line.sample
+        if count:
+            key = line.domain, line.document
+            tokens[key] = tokens.get(key, 0) + count
+            samples.setdefault(key, set()).add(line.sample)
+    counts = trace.counts(2, STEPS)
+    found = {(line.domain, line.document): line for line in counts.itertuples()}
+    assert {key: line.tokens for key, line in found.items()} == tokens
+    assert {key: line.samples for key, line in found.items()} == {
+        key: len(those) for key, those in samples.items()
+    }
+    assert counts["tokens"].sum() == (STEPS - 1) * BATCH * trace.options.seq_length
+
+
+@pytest.fixture(scope="module")
+def run_dir(corpus, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    pretrain(options_of(corpus, run_dir, DataOptions(permutation="epoch")))
+    return run_dir
+
+
+def written(tmp_path, **options):
+    output = tmp_path / "trace.jsonl"
+    trace_samples(TraceOptions(output=output, overwrite=True, **options))
+    return pd.read_json(output, lines=True)
+
+
+def test_document_is_found_with_its_source_line_and_its_steps(corpus, run_dir, tmp_path, capsys):
+    rows = written(tmp_path, run=run_dir, steps="2:3", text=True, source_lines=True)
+    for line in rows.itertuples():
+        file, _, number = line.source.rpartition(":")
+        content = Path(file).read_bytes()
+        content = gzip.decompress(content) if file.endswith(".gz") else content
+        text = json.loads(content.decode().split("\n")[int(number) - 1])["text"]
+        words = text.split()[line.first_token : line.stop_token]
+        assert line.text.split() == words
+        assert line.document_tokens == len(text.split()) + 1
+    text = corpus_text(corpus, "b", 3)
+    trace = RunTrace(TrainingRun.load(run_dir))
+    everything = trace.rows(1, STEPS)
+    found = written(tmp_path, run=run_dir, find=text)
+    expected = everything[(everything["domain"] == "b") & (everything["document"] == 3)]
+    assert found["sample"].tolist() == expected["sample"].tolist()
+    assert f"b document 3: steps {expected['step'].iloc[0]}" in capsys.readouterr().out
+    counted = written(tmp_path, run=run_dir, counts=True, find=text)
+    count = trace.counts(1, STEPS).query("domain == 'b' and document == 3")
+    assert counted["tokens"].tolist() == count["tokens"].tolist()
+    assert written(tmp_path, run=run_dir, find="no such text").empty
+
+
+def corpus_text(corpus, name, document):
+    from tests.unit.corpus.corpus_making import documents_of
+
+    return documents_of(corpus, name, "train")[document]
+
+
+def test_user_errors(corpus, run_dir, tmp_path):
+    moved = Path(shutil.copytree(corpus.root, tmp_path / "moved"))
+    assert len(written(tmp_path, run=run_dir, steps="1", corpus=moved))
+    record = json.loads((moved / "corpus.json").read_text())
+    record["domains"]["a"]["train"]["sha256"] = "0" * 64
+    del record["checksum"]
+    (moved / "corpus.json").write_text(json.dumps(record))
+    run = TrainingRun.load(run_dir)
+    copy = Path(shutil.copytree(run_dir, tmp_path / "copy"))
+    dataclasses.replace(run, root=copy, order_version=1).save()
+    for options, problem in (
+        ({"run": run_dir, "steps": f"7:{STEPS + 1}"}, f"at step {STEPS} of {STEPS}"),
+        ({"run": run_dir, "steps": "1", "corpus": moved}, "has changed"),
+        ({"run": run_dir, "steps": "1", "corpus": tmp_path}, "no corpus"),
+        ({"run": run_dir, "steps": "1", "data_path": "x"}, "--data-path"),
+        ({"run": copy, "steps": "1"}, "version 1 of the sample order"),
+        ({"run": tmp_path, "steps": "1"}, "run.json"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            trace_samples(TraceOptions(**options))
+    for steps, text in ((None, None), ("3:2", None), ("0:2", None), ("a", None), ("1", "")):
+        with pytest.raises(UserError):
+            TraceOptions(run=run_dir, steps=steps, find=text)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.data())
+def test_ranges_are_split_at_documents(lengths, data):
+    edges = np.cumsum([0, *lengths])
+    starts, sizes = [], []
+    for _ in range(data.draw(st.integers(0, 5)) if edges[-1] else 0):
+        starts.append(data.draw(st.integers(0, int(edges[-1]) - 1)))
+        sizes.append(data.draw(st.integers(1, int(edges[-1]) - starts[-1])))
+    index = DocumentIndex(None, edges)  # type: ignore[arg-type]
+    found = index.split(np.array(starts, np.int64), np.array(sizes, np.int64))
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    tokens = [
+        (number, owner[token], token - edges[owner[token]])
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        for token in range(start, start + size)
+    ]
+    assert tokens == [
+        (number, document, token)
+        for number, document, first, stop in zip(*found, strict=True)
+        for token in range(first, stop)
+    ]
+    assert len(found[0]) == len({token[:2] for token in tokens})
