@@ -45,7 +45,7 @@ _BLOCK_SAMPLES = 1 << 17
 _ROWS_PRINTED = 40
 _TEXT_PRINTED = 60
 _STEPS_PRINTED = 12
-_HINT = "pass another --run; tools/pretrain_gpt.py writes this file"
+_HINT = "pass another --run; megatron-chameleon pretrain_gpt writes this file"
 
 # (domain, document): the position of a domain in the data, and the number of a document in its file
 Documents = Mapping[int, NDArray[np.int64]]
@@ -93,6 +93,10 @@ class DocumentIndex:
 
     def __len__(self) -> int:
         return len(self.edges) - 1
+
+    def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of tokens of each of ``documents``."""
+        return self.edges[documents + 1] - self.edges[documents]
 
     def split(
         self, starts: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -280,7 +284,7 @@ class RunTrace:
             ``document_tokens``, its length; and its tokens from ``first_token`` to ``stop_token``,
             exclusive. A sample of s tokens has s + 1 tokens here: the last one is only predicted.
         """
-        domains, columns = [], []
+        parts = [np.empty((6, 0), np.int64)]
         for begin, ranges in self._ranges(first, last):
             if only is not None and ranges.domain not in only:
                 continue
@@ -291,13 +295,9 @@ class RunTrace:
                 part, documents = part[found], documents[found]
                 starts, stops = starts[found], stops[found]
             samples = begin + ranges.rows[part]
-            sizes = np.diff(index.edges)[documents] if len(documents) else documents
-            domains.append(np.full(len(part), ranges.domain))
-            columns.append(np.stack([samples, documents, sizes, starts, stops]))
-        domain = np.concatenate([np.empty(0, np.int64), *domains])
-        samples, documents, sizes, starts, stops = np.concatenate(
-            [np.empty((5, 0), np.int64), *columns], axis=1
-        )
+            numbers, sizes = np.full(len(part), ranges.domain), index.lengths(documents)
+            parts.append(np.stack([samples, numbers, documents, sizes, starts, stops]))
+        samples, domain, documents, sizes, starts, stops = np.concatenate(parts, axis=1)
         order = np.argsort(samples, kind="stable")
         samples, domain = samples[order], domain[order]
         steps = samples // self.options.global_batch_size + 1
@@ -318,22 +318,26 @@ class RunTrace:
             }
         )
 
-    def counts(self, first: int, last: int) -> pd.DataFrame:
-        """Count how often the steps ``first`` to ``last`` read each document that they read.
+    def counts(self, first: int, last: int, only: Documents | None = None) -> pd.DataFrame:
+        """Count how often the steps ``first`` to ``last`` read each document.
+
+        Args:
+            first: first step.
+            last: last step.
+            only: domain -> documents to list, even if they were not read; None lists all documents
+                that were read.
 
         Returns:
             A row per document, by domain and document: ``samples`` that hold tokens of the
             document, ``tokens`` of it that were predicted, ``epochs``, the predicted tokens divided
             by ``document_tokens``; and ``file``.
         """
-        samples: dict[int, NDArray[np.int64]] = {}
-        tokens: dict[int, NDArray[np.int64]] = {}
+        counts: dict[int, NDArray[np.int64]] = {}  # [2, num_documents] samples and tokens
         for _, ranges in self._ranges(first, last):
-            index = self.index(ranges.domain)
-            size = len(index)
-            if ranges.domain not in samples:
-                samples[ranges.domain] = np.zeros(size, np.int64)
-                tokens[ranges.domain] = np.zeros(size, np.int64)
+            if only is not None and ranges.domain not in only:
+                continue
+            index, size = self.index(ranges.domain), len(self.index(ranges.domain))
+            count = counts.setdefault(ranges.domain, np.zeros((2, size), np.int64))
             # The first token of a sample is not predicted.
             is_first = np.diff(ranges.rows, prepend=-1) != 0
             lengths = ranges.lengths - is_first
@@ -341,27 +345,28 @@ class RunTrace:
             part, documents, starts, stops = index.split(
                 (ranges.starts + is_first)[held], lengths[held]
             )
-            tokens[ranges.domain] += np.bincount(documents, stops - starts, size).astype(np.int64)
+            count[1] += np.bincount(documents, stops - starts, size).astype(np.int64)
             # A sample at the end of an epoch may hold a document twice.
             pairs = np.unique(ranges.rows[held][part] * size + documents)
-            samples[ranges.domain] += np.bincount(pairs % size, minlength=size)
-        found = {domain: np.flatnonzero(count) for domain, count in sorted(tokens.items())}
-        lengths = [len(documents) for documents in found.values()]
-        domains = np.repeat(np.array([*found], np.int64), lengths)
-        sizes = [np.diff(self.index(domain).edges)[rows] for domain, rows in found.items()]
-
-        def joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-            return np.concatenate([np.empty(0, np.int64), *parts])
-
-        read = joined([tokens[domain][rows] for domain, rows in found.items()])
+            count[0] += np.bincount(pairs % size, minlength=size)
+        found = only
+        if found is None:
+            found = {domain: np.flatnonzero(count[1]) for domain, count in sorted(counts.items())}
+        parts = [np.empty((5, 0), np.int64)]
+        for domain, documents in found.items():
+            index = self.index(domain)
+            count = counts.get(domain, np.zeros((2, len(index)), np.int64))[:, documents]
+            numbers = np.full(len(documents), domain)
+            parts.append(np.stack([numbers, documents, *count, index.lengths(documents)]))
+        domains, documents, samples, tokens, sizes = np.concatenate(parts, axis=1)
         return pd.DataFrame(
             {
                 "domain": _named(domains, self.data.names),
-                "document": joined([*found.values()]),
-                "samples": joined([samples[domain][rows] for domain, rows in found.items()]),
-                "tokens": read,
-                "epochs": read / joined(sizes),
-                "document_tokens": joined(sizes),
+                "document": documents,
+                "samples": samples,
+                "tokens": tokens,
+                "epochs": tokens / sizes,
+                "document_tokens": sizes,
                 "file": _named(domains, self._files),
             }
         )
@@ -463,10 +468,8 @@ def trace_samples(options: TraceOptions) -> None:
         count = sum(len(documents) for documents in found.values())
         lines.append(f"{count} training documents contain {options.find!r}")
     if options.counts:
-        table = trace.counts(first, last)
-        if found is not None:
-            table = _only(table, trace, found)
-        else:
+        table = trace.counts(first, last, found)
+        if found is None:
             lines += ["", _summary(trace, table)]
         table = table.sort_values("epochs", ascending=False, kind="stable", ignore_index=True)
     else:
@@ -499,27 +502,6 @@ def trace_samples(options: TraceOptions) -> None:
             else:
                 shown.to_json(temporary, orient="records", lines=True, force_ascii=False)
         print(f"written to {options.output}")
-
-
-def _only(table: pd.DataFrame, trace: RunTrace, found: Documents) -> pd.DataFrame:
-    """The lines of ``found``, also of those that were not read."""
-    wanted = pd.DataFrame(
-        [
-            (trace.data.names[domain], document)
-            for domain, documents in found.items()
-            for document in documents.tolist()
-        ],
-        columns=["domain", "document"],
-    )
-    table = table.astype({"domain": str, "file": str})
-    merged = wanted.merge(table, how="left", on=["domain", "document"])
-    for domain, documents in found.items():
-        index, of_domain = trace.index(domain), merged["domain"] == trace.data.names[domain]
-        merged.loc[of_domain, "document_tokens"] = np.diff(index.edges)[documents]
-        merged.loc[of_domain, "file"] = str(trace.data.domains[domain].prefix)
-    whole = dict.fromkeys(("samples", "tokens", "epochs"), 0)
-    types = dict.fromkeys(("samples", "tokens", "document_tokens"), np.int64)
-    return merged.fillna(whole).astype(types)
 
 
 def _summary(trace: RunTrace, table: pd.DataFrame) -> str:
@@ -576,13 +558,11 @@ def _with_source_lines(trace: RunTrace, table: pd.DataFrame) -> pd.DataFrame:
 
 def _printed(table: pd.DataFrame) -> str:
     """Format a table for the terminal; texts are shortened."""
-    table = table.drop(columns="file").astype({"domain": str})
+    table = table.drop(columns="file").astype(object)
     if "text" in table:
         texts = (" ".join(text.split()) for text in table["text"])
         table["text"] = [
             text if len(text) <= _TEXT_PRINTED else f"{text[:_TEXT_PRINTED]}..." for text in texts
         ]
-    if "source" in table:
-        table["source"] = table["source"].fillna("unknown")
     formats = {"epochs": "{:.3f}".format}
-    return str(table.to_string(index=False, na_rep="?", formatters=formats))
+    return str(table.where(table.notna(), "?").to_string(index=False, formatters=formats))

@@ -301,7 +301,7 @@ class _Parser:
             self.keys["--domain-key"] = domains.domain_key
 
     def parse(
-        self, found: Sequence[Any], place: Callable[[int], str], first_number: int = 1
+        self, found: Sequence[Any], place: Callable[[int], str], first_number: int
     ) -> list[tuple[int, Document]]:
         """Parse the lines of a file or the rows of a table; count malformed lines and rows.
 

@@ -25,7 +25,7 @@ from megatron_chameleon.progress import progress_bar
 
 @dataclasses.dataclass(frozen=True)
 class _Recorded:
-    """Options of tools/preprocess_data.py in a corpus.json."""
+    """Options of preprocess_data in a corpus.json."""
 
     source: SourceOptions
     domains: DomainOptions = dataclasses.field(default_factory=DomainOptions)
@@ -36,7 +36,7 @@ def source_lines(corpus: Corpus, texts: Mapping[str, Set[str]]) -> dict[tuple[st
     """Find texts in the sources of ``corpus``.
 
     Args:
-        corpus: corpus that tools/preprocess_data.py wrote.
+        corpus: corpus that preprocess_data wrote.
         texts: domain -> the texts to find.
 
     Returns:
@@ -52,7 +52,7 @@ def source_lines(corpus: Corpus, texts: Mapping[str, Set[str]]) -> dict[tuple[st
     if not options.get("source", {}).get("input"):
         raise UserError(
             f"--source-lines: {corpus.root} does not record the raw text of its documents; only "
-            "corpora of tools/preprocess_data.py do"
+            "corpora of preprocess_data do"
         )
     where = f"{corpus.root / corpus.FILE_NAME}: provenance.options"
     recorded = check_values(where, _Recorded, options, corpus.RESTORE)

@@ -176,6 +176,9 @@ RESUMED: Again = {
     ),
 }
 
+TRACED, RETRACED = "one-changing", "one-changing-to-dp2"
+"""A run of one rank, and its resumption on two ranks, which record the batches that they read."""
+
 # Runs with validation, in which one rank has a NaN gradient in two steps.
 BAD = {f"{name}-bad": RUNS[name] for name in ("one", "vpp2", "dp2")}
 """Until its first NaN gradient, each run equals the run of the same name without "-bad"."""
@@ -401,6 +404,10 @@ class Places:
     def peaks(self, section: str) -> Path:
         """File with the peak memory of each rank in bytes."""
         return self.root / "peaks" / f"{section}.json"
+
+    def batches(self, section: str, data_rank: int) -> Path:
+        """File with the windows that a data-parallel rank of a run in TRACED has read."""
+        return self.root / "batches" / f"{section}-{data_rank}.json"
 
     @property
     def downstream(self) -> Path:

@@ -40,6 +40,7 @@ from tests.distributed.cases import Again, Case, Places
 from tests.families import FAMILIES
 from tests.full_disk import largest_file_size
 from tests.peak_memory import peak_of_training
+from tests.recorded_batches import recorded_batches
 
 SECONDS_TO_WAIT_FOR_OTHERS = 1200.0
 SMALLER_THAN_WEIGHTS = 50_000
@@ -124,7 +125,14 @@ def run(
 
 def train(places: Places, name: str, case: Case) -> None:
     """Train, or resume the run in the folder."""
-    pretrain(cases.training_options(places, name, case))
+    if name not in (cases.TRACED, cases.RETRACED):
+        pretrain(cases.training_options(places, name, case))
+        return
+    with recorded_batches() as windows:
+        pretrain(cases.training_options(places, name, case))
+    path = places.batches(name, int(os.environ["RANK"]))  # data parallelism only
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps([*windows.items()]))
 
 
 def cut_run(origin: Path, target: Path, step: int) -> None:

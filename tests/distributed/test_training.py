@@ -110,6 +110,25 @@ def test_resumed_run_continues_each_domain_after_mixture_changes(results):
     assert results.checkpoint(name, SAVE_INTERVAL).mixture_phases == after.mixture_phases[:2]
 
 
+def test_traced_batches_are_those_that_each_rank_read(results):
+    from megatron_chameleon.blend.trace import RunTrace
+    from tests.recorded_batches import traced_batches
+
+    run = results.run(cases.RETRACED)
+    whole, *halves = (
+        {tuple(place): tuple(window) for place, window in json.loads(path.read_text())}
+        for path in (
+            results.places.batches(cases.TRACED, 0),
+            *(results.places.batches(cases.RETRACED, rank) for rank in range(2)),
+        )
+    )
+    before = {place: window for place, window in whole.items() if place[0] <= SAVE_INTERVAL}
+    assert min(place[0] for half in halves for place in half) == SAVE_INTERVAL + 1
+    trace = RunTrace(run)
+    assert traced_batches(trace, 1, TRAIN_ITERS) == before | halves[0] | halves[1]
+    assert [layout.data_parallel_size for layout in run.batch_layouts] == [1, 2]
+
+
 @pytest.mark.parametrize(("run", "case"), [("dp2-sharded", cases.DP2), ("dp2", cases.DP2_SHARDED)])
 def test_other_format_of_the_optimizer_state_is_rejected(results, run, case):
     from megatron_chameleon.parallel.layout import distributed

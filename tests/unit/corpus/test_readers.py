@@ -115,12 +115,12 @@ def test_a_malformed_line_is_skipped_and_reported_with_its_number(jsonl, key):
 def test_only_the_first_malformed_lines_are_located(jsonl, monkeypatch):
     parse, located = readers._Parser.parse, []
 
-    def record(parser, lines, place):
+    def record(parser, lines, place, first_number):
         def recorded(position):
             located.append(position)
             return place(position)
 
-        return parse(parser, lines, recorded)
+        return parse(parser, lines, recorded, first_number)
 
     monkeypatch.setattr(readers._Parser, "parse", record)
     path = jsonl("a.jsonl", [b"{"] * 99)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -23,13 +22,14 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import BatchLayout
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
 from megatron_chameleon.blend.trace import DocumentIndex, RunTrace, trace_samples
-from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
+from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.online import hook_class
-from megatron_chameleon.training.options import OnlineOptions, PretrainOptions
-from megatron_chameleon.training.step import BatchShape
+from megatron_chameleon.training.options import OnlineOptions, OptimizerOptions, PretrainOptions
 from megatron_chameleon.training.trainer import pretrain
+from tests.recorded_batches import recorded_batches, traced_batches
+from tests.unit.corpus.corpus_making import documents_of
 
 STEPS, SAVE_INTERVAL, BATCH = 8, 4, 4
 WORDS = 90
@@ -39,8 +39,9 @@ WORDS = 90
 def corpus(tmp_path_factory):
     """A corpus of two domains; every second line of domain a is blank, and its texts repeat."""
     root = tmp_path_factory.mktemp("traced")
-    vocabulary = {f"w{word}": word for word in range(WORDS)} | {"<|endoftext|>": WORDS}
+    vocabulary = {f"w{word}": word for word in range(WORDS)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(root / "tokenizer.json"))
     rng = np.random.default_rng(0)
@@ -60,6 +61,7 @@ def corpus(tmp_path_factory):
         SourceOptions((inputs,)),
         root / "corpus",
         root / "tokenizer.json",
+        encoding=EncoderOptions(encoder="own"),
         split="60,20,20",
         workers=1,
     )
@@ -77,44 +79,13 @@ def options_of(corpus, run_dir, data, **changes):
         "micro_batch_size": 2,
         "log_interval": 2,
         "save_interval": SAVE_INTERVAL,
+        "optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=2),
         "data": data,
     }
     return PretrainOptions(run_dir=run_dir, **{**settings, **changes})
 
 
-@pytest.fixture
-def read(monkeypatch):
-    """The windows that training reads, by step, rank, micro-batch and row."""
-    found = {}
-    micro_batches = BatchShape.micro_batches
-
-    def recorded(shape, samples, layout, start_step=0):
-        for number, batch in enumerate(micro_batches(shape, samples, layout, start_step)):
-            step, micro_batch = divmod(number, shape.num_microbatches)
-            windows = torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1).tolist()
-            for row, (domain, window) in enumerate(zip(batch["domain"], windows, strict=True)):
-                place = start_step + step + 1, layout.data_rank, micro_batch, row
-                found[place] = (samples.data.names[domain], window)
-            yield batch
-
-    monkeypatch.setattr(BatchShape, "micro_batches", recorded)
-    return found
-
-
-def traced(trace, rows):
-    """The windows of traced rows, as :func:`read` records them."""
-    found: dict[tuple[int, ...], tuple[str, list[int]]] = {}
-    numbers = {name: number for number, name in enumerate(trace.data.names)}
-    for line in rows.itertuples():
-        _, window = found.setdefault(
-            (line.step, line.rank, line.micro_batch, line.row), (line.domain, [])
-        )
-        index = trace.index(numbers[line.domain])
-        window += index.tokens(line.document, line.first_token, line.stop_token).tolist()
-    return found
-
-
-def test_traced_samples_are_those_that_training_read(corpus, read, tmp_path):
+def test_traced_samples_are_those_that_training_read(corpus, tmp_path):
     (tmp_path / "mixture.json").write_text('{"weights": {"a": 0.1, "b": 0.9}}')
     prefixes = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)
     changes = ((f"1..5={tmp_path / 'mixture.json'}",), ("6=uniform",))
@@ -144,16 +115,19 @@ def test_traced_samples_are_those_that_training_read(corpus, read, tmp_path):
         ),
     }
     for name, options in cases.items():
-        read.clear()
-        pretrain(options, hook_class(options.online.online))
+        with recorded_batches() as read:
+            pretrain(options, hook_class(options.online.online))
         if name == "resumed":
             shutil.rmtree(step_folder(options.run_dir, STEPS))
-            pretrain(dataclasses.replace(options, micro_batch_size=1))
+            with recorded_batches() as later:
+                pretrain(dataclasses.replace(options, micro_batch_size=1))
+            before = {place: read[place] for place in read if place[0] <= SAVE_INTERVAL}
+            read = before | later
         run = TrainingRun.load(options.run_dir)
         trace = RunTrace(run)
-        assert traced(trace, trace.rows(1, STEPS)) == read, name
-        some = trace.rows(3, 5)
-        assert traced(trace, some) == {at: of for at, of in read.items() if 3 <= at[0] <= 5}
+        assert traced_batches(trace, 1, STEPS) == read, name
+        some = {place: windows for place, windows in read.items() if 3 <= place[0] <= 5}
+        assert traced_batches(trace, 3, 5) == some
         expected = [BatchLayout(0, 1, 2)] + [BatchLayout(4, 1, 1)] * (name == "resumed")
         assert run.batch_layouts == expected
         assert_counts_are_those_of_the_rows(trace)
@@ -203,7 +177,7 @@ def test_document_is_found_with_its_source_line_and_its_steps(corpus, run_dir, t
         words = text.split()[line.first_token : line.stop_token]
         assert line.text.split() == words
         assert line.document_tokens == len(text.split()) + 1
-    text = corpus_text(corpus, "b", 3)
+    text = documents_of(corpus, "b", "train")[3]
     trace = RunTrace(TrainingRun.load(run_dir))
     everything = trace.rows(1, STEPS)
     found = written(tmp_path, run=run_dir, find=text)
@@ -214,12 +188,6 @@ def test_document_is_found_with_its_source_line_and_its_steps(corpus, run_dir, t
     count = trace.counts(1, STEPS).query("domain == 'b' and document == 3")
     assert counted["tokens"].tolist() == count["tokens"].tolist()
     assert written(tmp_path, run=run_dir, find="no such text").empty
-
-
-def corpus_text(corpus, name, document):
-    from tests.unit.corpus.corpus_making import documents_of
-
-    return documents_of(corpus, name, "train")[document]
 
 
 def test_user_errors(corpus, run_dir, tmp_path):
