@@ -18,6 +18,7 @@ shapes as the cost.
 from __future__ import annotations
 
 from megatron_chameleon.model.config import ModelConfig, name_of, preset
+from megatron_chameleon.parallel.options import RecomputeOptions
 
 BACKWARD_OVER_FORWARD = 2
 TRAINING, FORWARD = 6, 2
@@ -55,6 +56,32 @@ def forward_flops(config: ModelConfig, tokens: int, seq_length: int) -> float:
 def training_flops(config: ModelConfig, tokens: int, seq_length: int) -> float:
     """Count forward and backward FLOPs on ``tokens`` tokens, without recomputed activations."""
     return (1 + BACKWARD_OVER_FORWARD) * forward_flops(config, tokens, seq_length)
+
+
+def recomputed_flops(
+    config: ModelConfig,
+    recompute: RecomputeOptions,
+    tokens: int,
+    seq_length: int,
+    num_chunks: int = 1,
+) -> float:
+    """Count the FLOPs of forward passes that ``recompute`` repeats in the backward pass.
+
+    Args:
+        config: the model.
+        recompute: recomputed activations.
+        tokens: number of tokens.
+        seq_length: tokens per sequence.
+        num_chunks: number of pipeline stages, virtual stages included.
+    """
+    if recompute.recompute_granularity == "selective":  # both products of the MLP
+        products = config.hidden_size * (config.fc1_size + config.ffn_hidden_size)
+        return 2.0 * tokens * config.num_layers * products
+    if recompute.recompute_granularity is None:
+        return 0.0
+    is_block = recompute.recompute_method == "block"
+    layers = recompute.unit * num_chunks if is_block else config.num_layers
+    return tokens * layers * layer_forward_flops(config, seq_length)
 
 
 def embedding_flops(config: ModelConfig, layer: int, tokens: int, seq_length: int) -> float:

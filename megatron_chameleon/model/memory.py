@@ -59,6 +59,17 @@ class TrainingSetup:
         rows = padded_vocab_size(self.config.vocab_size, tensor) // tensor
         return rows * self.config.hidden_size
 
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of a parameter or an activation."""
+        return BFLOAT16_BYTES if self.bf16 else FLOAT32_BYTES
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states [s, b, h] of a micro-batch, with the whole sequence."""
+        tokens = self.micro_batch_size * self.seq_length
+        return tokens * self.config.hidden_size * self.element_bytes
+
 
 def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     """Estimate the bytes on a rank of each pipeline stage at the peak of a step.
@@ -79,11 +90,11 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     parallel, recompute, config = setup.parallel, setup.parallel.recompute, setup.config
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     virtual = parallel.num_virtual_stages_per_pipeline_rank
-    element = BFLOAT16_BYTES if setup.bf16 else FLOAT32_BYTES  # bytes of a parameter or activation
+    element = setup.element_bytes
     h, fc1 = config.hidden_size, config.fc1_size // tensor
     tokens = setup.micro_batch_size * setup.seq_length
-    hidden = tokens * h * element
-    residual = tokens // (tensor if parallel.sequence_parallel else 1) * h * element
+    hidden = setup.hidden_bytes
+    residual = hidden // (tensor if parallel.sequence_parallel else 1)
 
     # Bytes that a chunk keeps per micro-batch, and bytes of the activations recomputed at a time.
     layers = config.num_layers // pipeline // virtual

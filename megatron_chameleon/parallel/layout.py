@@ -85,8 +85,7 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     # torchrun sets RANK and WORLD_SIZE; a scheduler may set only WORLD_SIZE, even for one process.
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     check_layout(options, world_size)
-    training, timeout_minutes = options.for_training(), options.distributed_timeout_minutes
-    virtual = training.num_virtual_stages_per_pipeline_rank
+    training = options.for_training()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -95,7 +94,7 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _prepare_device()
     on_gpu, alone = device.type == "cuda", "RANK" not in os.environ
-    timeout = datetime.timedelta(minutes=timeout_minutes)
+    timeout = datetime.timedelta(minutes=options.distributed_timeout_minutes)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=torch._C._distributed_c10d.HashStore() if alone else _new_store(timeout),
@@ -104,14 +103,7 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
         device_id=device if on_gpu else None,
         timeout=timeout,
     )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=options.tensor_model_parallel_size,
-        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
-        # megatron expects None for a pipeline without interleaving.
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=timeout_minutes,
-    )
+    _create_model_parallel_groups(options)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     layout = Layout(
@@ -126,7 +118,7 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
         sequence_parallel=options.sequence_parallel,
         use_distributed_optimizer=training.use_distributed_optimizer,
         device=device,
-        virtual_size=virtual,
+        virtual_size=training.num_virtual_stages_per_pipeline_rank,
         overlap_grad_reduce=training.overlap_grad_reduce,
         overlap_param_gather=training.overlap_param_gather,
     )
@@ -139,6 +131,65 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
             destroy_groups()
         raise
     destroy_groups()
+
+
+def _create_model_parallel_groups(options: ParallelOptions) -> None:
+    from megatron.core import parallel_state
+
+    virtual = options.for_training().num_virtual_stages_per_pipeline_rank
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        # megatron expects None for a pipeline without interleaving.
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=options.distributed_timeout_minutes,
+    )
+
+
+GROUP_DESCRIPTIONS = {
+    "tensor": "TENSOR_MODEL_PARALLEL_GROUP",
+    "pipeline": "PIPELINE_MODEL_PARALLEL_GROUP",
+    "data": "DATA_PARALLEL_GROUP_WITH_CP",
+    "embedding": "EMBEDDING_GROUP",
+}
+"""Our name of a kind of process groups -> megatron's description of these groups."""
+
+
+def rank_groups(options: ParallelOptions, world_size: int) -> dict[str, list[list[int]]]:
+    """Build the process groups of ``world_size`` ranks in this process, by torch's fake backend.
+
+    megatron creates every group on every rank, so one process can list the groups of all ranks. No
+    rank communicates. This process must not have process groups of its own.
+
+    Returns:
+        Kind of the groups ("tensor", "pipeline", "data", "embedding") -> ranks of each group, in
+        megatron's order. The embedding groups are the first and last stage of each pipeline.
+
+    Raises:
+        UserError: if ``options`` do not fit ``world_size`` ranks.
+    """
+    check_layout(options, world_size)
+    # This import registers the backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    groups: dict[str, list[list[int]]] = {kind: [] for kind in GROUP_DESCRIPTIONS}
+    kinds = {description: kind for kind, description in GROUP_DESCRIPTIONS.items()}
+    new_group = dist.new_group
+
+    def record_group(ranks: list[int], *, group_desc: str | None = None, **settings: Any) -> Any:
+        if group_desc in kinds:
+            groups[kinds[group_desc]].append(list(ranks))
+        return new_group(ranks, group_desc=group_desc, **settings)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        dist.new_group = record_group  # type: ignore[assignment]
+        _create_model_parallel_groups(options)
+    finally:
+        dist.new_group = new_group
+        destroy_groups()
+    return groups
 
 
 def destroy_groups() -> None:

@@ -1,4 +1,4 @@
-"""Memory of a run: estimate, hints after out-of-memory errors, and a dry first step."""
+"""Memory of a run: inputs of the estimate, out-of-memory hints, and a dry first step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.checkpoint.state import random_states, set_random_states
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
-from megatron_chameleon.model.config import DEFAULT_MODEL, ModelConfig
-from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.huggingface_config import describe
-from megatron_chameleon.model.memory import TrainingSetup, estimate_memory, peak_bytes_per_rank
-from megatron_chameleon.model.options import resolve_model
-from megatron_chameleon.parallel.layout import Layout, check_layout
+from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
+from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.optimizer import TrainedModel
-from megatron_chameleon.training.options import EstimateMemoryOptions, ModelOptions
+from megatron_chameleon.training.options import ModelOptions
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import BatchShape
 
-GB = 1e9
 MEMORY_HINT = (
     "try --use-distributed-optimizer, a smaller --micro-batch-size, --recompute-granularity full, "
     "--bf16, or more ranks with a larger --tensor-model-parallel-size"
@@ -55,48 +51,6 @@ def training_setup(options: ModelOptions, config: ModelConfig, world_size: int) 
     )
 
 
-def print_estimate(options: EstimateMemoryOptions) -> int:
-    """Print a rank's peak memory; return exit status 1 if it exceeds the device memory, else 0.
-
-    Raises:
-        UserError: if the options do not describe a possible run.
-    """
-    config = resolve_model(
-        options.model or DEFAULT_MODEL, options.architecture, options.vocab_size, options.seq_length
-    )
-    parallel = options.parallel
-    check_layout(parallel, options.world_size)
-    check_model_layout(config, parallel, options.seq_length)
-    setup = training_setup(options, config, options.world_size)
-    print(
-        f"{describe(config)}\n"
-        f"{options.world_size} rank(s): tensor {parallel.tensor_model_parallel_size}, "
-        f"pipeline {parallel.pipeline_model_parallel_size}, data {setup.data_parallel_size}; "
-        f"{setup.num_microbatches} micro-batch(es) of {options.micro_batch_size} x "
-        f"{options.seq_length} tokens in {'bfloat16' if options.bf16 else 'float32'}\n"
-        "peak memory of each rank"
-    )
-    stages = estimate_memory(setup)
-    totals = [sum(stage.values()) for stage in stages]
-    total = max(totals)
-    fullest = totals.index(total)
-    for name, size in [*stages[fullest].items(), ("total", total)]:
-        print(f"  {name.replace('_', ' '):<14}{size / GB:10.2f} GB{size / total:7.0%}")
-    others = [f"stage {n} {size / GB:.2f}" for n, size in enumerate(totals) if n != fullest]
-    if others:
-        print(f"pipeline stage {fullest} needs the most; other stages, in GB: {', '.join(others)}")
-    if options.device_memory_gb is None:
-        return 0
-    left = options.device_memory_gb - total / GB
-    if left > 0:
-        verdict = f"fits in {options.device_memory_gb:g} GB: {left:.2f} GB are left for CUDA"
-    else:
-        verdict = f"does not fit in {options.device_memory_gb:g} GB: {-left:.2f} GB are missing"
-        verdict += f"; {MEMORY_HINT}"
-    print(verdict)
-    return int(left <= 0)
-
-
 @contextlib.contextmanager
 def explain_out_of_memory() -> Iterator[None]:
     """Convert an out-of-memory error of torch within the block to a UserError with a hint.
@@ -108,7 +62,7 @@ def explain_out_of_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"out of memory: {MEMORY_HINT}; megatron-chameleon estimate_memory prints the memory "
+            f"out of memory: {MEMORY_HINT}; megatron-chameleon plan_run prints the memory "
             "by component"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Options of pretrain_gpt and estimate_memory."""
+"""Options of pretrain_gpt and plan_run."""
 
 from __future__ import annotations
 
@@ -298,23 +298,6 @@ class ModelOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EstimateMemoryOptions(ModelOptions):
-    """Estimate the memory of each rank of a training run, without starting it.
-
-    The flags are those of pretrain_gpt, plus flags for values that training reads from
-    files.
-    """
-
-    vocab_size: Count = 50257
-    """Number of tokens of the tokenizer, without padding."""
-    world_size: Count = 1
-    """Number of ranks, over all nodes."""
-    device_memory_gb: Positive | None = None
-    """Memory of each device in GB (10^9 bytes), to report whether the run fits; if the run does not
-    fit, the exit status is 1."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingOptions(ModelOptions):
     """Options of every training run, whether of a base model or of a method's proxy model."""
 
@@ -352,6 +335,20 @@ class TrainingOptions(ModelOptions):
         """Number of tokens that the run is trained on."""
         return self.train_iters * self.global_batch_size * self.seq_length
 
+    def check_steps(self) -> None:
+        """Raise UserError for options that do not fit the number of steps."""
+        last, validation = self.train_iters, self.validation
+        self.optimizer.check_warmup(last)
+        if validation.eval_interval > last:
+            validation.reject_changed(
+                ["eval_interval", "eval_iters", "eval_tokens", "eval_last_step"],
+                f"--train-iters {last} ends before the first validation",
+            )
+        if validation.eval_tokens is not None and validation.eval_tokens < self.seq_length:
+            raise UserError(
+                f"--eval-tokens {validation.eval_tokens}: must be >= --seq-length {self.seq_length}"
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions(CheckedOptions):
@@ -388,17 +385,8 @@ class PretrainOptions(TrainingOptions, RunOptions):
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other or have no effect."""
         super().__post_init__()
-        last, validation = self.train_iters, self.validation
-        self.optimizer.check_warmup(last)
-        if validation.eval_interval > last:
-            validation.reject_changed(
-                ["eval_interval", "eval_iters", "eval_tokens", "eval_last_step"],
-                f"--train-iters {last} ends before the first validation",
-            )
-        if validation.eval_tokens is not None and validation.eval_tokens < self.seq_length:
-            raise UserError(
-                f"--eval-tokens {validation.eval_tokens}: must be >= --seq-length {self.seq_length}"
-            )
+        self.check_steps()
+        last = self.train_iters
         if self.profiling.profile and self.profiling.profile_step_end > last:
             raise UserError(
                 f"--profile-step-end {self.profiling.profile_step_end}: must be <= --train-iters "
@@ -432,3 +420,66 @@ class PretrainOptions(TrainingOptions, RunOptions):
         if self.data.permutation != "megatron":
             why = f"--permutation {self.data.permutation} has no indices to cache"
             self.data.reject_changed(["data_cache_path"], why)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRunOptions(TrainingOptions):
+    """Predict memory, communication and time of a training run, without starting it.
+
+    The flags are those of pretrain_gpt without its inputs, plus flags for the machines.
+    Flags of training that affect neither memory nor time are only checked.
+    """
+
+    train_tokens: LargeCount | None = None
+    """Number of training tokens, rounded up to whole steps; replaces --train-iters."""
+    vocab_size: Count = 50257
+    """Number of tokens of the tokenizer, without padding."""
+    num_domains: Count = 1
+    """Number of domains with a valid split; only --eval-tokens depends on it."""
+    world_size: Count = 1
+    """Number of ranks, over all nodes."""
+    devices_per_node: Count = 8
+    """Number of ranks on each node."""
+    device_memory_gb: Positive | None = None
+    """Memory of each device in GB (10^9 bytes), to report whether the run fits; if the run does not
+    fit, the exit status is 1."""
+    tokens_per_second: Positive | None = None
+    """Training speed of one device in tokens/s, measured on one device without recomputation, or on
+    several devices without their communication."""
+    mfu: PositiveShare | None = None
+    """Model FLOPs utilization of one device, instead of --tokens-per-second."""
+    peak_tflops: Positive = 989.0
+    """Peak speed of a device in TFLOP/s, for --mfu and for the predicted MFU; default: dense bf16
+    of an H100 SXM."""
+    intra_node_bandwidth: Positive | None = None
+    """Bandwidth between devices of a node in GB/s (10^9 bytes/s) per device and direction, for
+    example 450 for NVLink of an H100."""
+    inter_node_bandwidth: Positive | None = None
+    """Bandwidth between nodes in GB/s per device and direction, for example 50 for a network card
+    of 400 Gbit/s per device."""
+    disk_bandwidth: Positive | None = None
+    """Bandwidth in GB/s at which all ranks together write and read checkpoints."""
+    start_up_seconds: NonNegative = 60.0
+    """Time from the start of the command to the first step, without compilation and reading a
+    checkpoint (assumed value)."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for options that contradict each other."""
+        super().__post_init__()
+        if self.train_tokens is None:
+            self.check_steps()
+        else:
+            self.reject_changed(["train_iters"], "--train-tokens sets the number of steps")
+        if self.mfu is not None:
+            self.reject_changed(["tokens_per_second"], "--mfu sets the speed")
+        if self.validation.eval_tokens is None:
+            self.reject_changed(["num_domains"], "has no effect without --eval-tokens")
+
+    def with_steps(self) -> PlanRunOptions:
+        """Return options that have ``train_iters`` instead of ``train_tokens``."""
+        if self.train_tokens is None:
+            return self
+        steps = -(-self.train_tokens // (self.global_batch_size * self.seq_length))
+        return dataclasses.replace(self, train_iters=steps, train_tokens=None)

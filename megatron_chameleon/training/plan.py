@@ -34,7 +34,7 @@ from megatron_chameleon.model.config import DEFAULT_MODEL, PRESETS, ModelConfig,
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.storage import is_remote
-from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.options import PretrainOptions, TrainingOptions
 from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
 
 # Beyond about four epochs, repeated text has diminishing returns: Muennighoff et al. 2023,
@@ -137,12 +137,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         config = pretrained.config
     else:
         config = dataclasses.replace(config, vocab_size=data.tokenizer.vocab_size)
-    check_model_layout(config, options.parallel, options.seq_length)
-    if config.is_rotary and options.boundaries.reset_position_ids:
-        raise UserError(
-            "--reset-position-ids has no effect on rotary positions, which are relative; leave it "
-            "out (--reset-attention-mask separates documents)"
-        )
+    check_model(config, options)
     # Record the name of the model, so that records do not depend on how it was passed; for a model
     # without a name, its folder, if any.
     folder = None if options.model in PRESETS else options.model
@@ -162,6 +157,21 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         config=config,
         provenance=provenance(options, inputs),
     )
+
+
+def check_model(config: ModelConfig, options: TrainingOptions) -> None:
+    """Check that the model can be trained with ``options``.
+
+    Raises:
+        UserError: if the model cannot be partitioned as the layout requires, or if an option has no
+            effect on this model.
+    """
+    check_model_layout(config, options.parallel, options.seq_length)
+    if config.is_rotary and options.boundaries.reset_position_ids:
+        raise UserError(
+            "--reset-position-ids has no effect on rotary positions, which are relative; leave it "
+            "out (--reset-attention-mask separates documents)"
+        )
 
 
 def load_data(

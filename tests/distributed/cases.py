@@ -31,6 +31,8 @@ from tests.families import FAMILIES
 from tests.small_corpus import VOCAB_SIZE
 
 TRAIN_ITERS, SAVE_INTERVAL = 12, 6
+COUNTED_STEP = 3
+"""Step of a run, counted from its start or resume, whose communication is counted."""
 PROXY_ITERS, PROXY_SAVE_INTERVAL = 6, 3
 """Steps of the proxies of DoReMi and DoGE."""
 MAX_RANKS = 4
@@ -97,9 +99,9 @@ OVERLAPPED: dict[str, Any] = {
 RUNS = {
     "one": case(1),
     "one-sharded": case(1, use_distributed_optimizer=True),
-    "one-block": case(1, recompute=BLOCK),
     "tp2": case(2, 4, tp=2),
     "sp2": case(2, 4, tp=2, sequence_parallel=True),
+    "sp2-block": case(2, 4, tp=2, sequence_parallel=True, recompute=BLOCK),
     "pp2": case(2, pp=2),
     "vpp2": case(2, **VIRTUAL),
     "dp2": case(2),
@@ -413,6 +415,10 @@ class Places:
     def downstream(self) -> Path:
         """Folder with the checkpoint of a text model, the task data and the results."""
         return self.root / "downstream"
+
+    def communication(self, run: str, rank: int) -> Path:
+        """File with the calls and bytes of each collective of a rank in COUNTED_STEP."""
+        return self.root / "communication" / run / f"{rank}.json"
 
     def done(self, section: str) -> Path:
         """File that exists once the section is finished."""

@@ -35,6 +35,7 @@ from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.step import StepResult
 from megatron_chameleon.training.trainer import pretrain
+from tests.communication import CountedCollectives
 from tests.distributed import cases, methods, readings
 from tests.distributed.cases import Again, Case, Places
 from tests.families import FAMILIES
@@ -125,14 +126,30 @@ def run(
 
 def train(places: Places, name: str, case: Case) -> None:
     """Train, or resume the run in the folder."""
-    if name not in (cases.TRACED, cases.RETRACED):
-        pretrain(cases.training_options(places, name, case))
-        return
-    with recorded_batches() as windows:
-        pretrain(cases.training_options(places, name, case))
+    with counted_step(places.communication(name, int(os.environ["RANK"]))):
+        if name not in (cases.TRACED, cases.RETRACED):
+            pretrain(cases.training_options(places, name, case))
+            return
+        with recorded_batches() as windows:
+            pretrain(cases.training_options(places, name, case))
     path = places.batches(name, int(os.environ["RANK"]))  # data parallelism only
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps([*windows.items()]))
+
+
+@contextlib.contextmanager
+def counted_step(path: Path) -> Iterator[None]:
+    """Count the communication of COUNTED_STEP within the block, and write it to ``path``."""
+    steps, counted = itertools.count(1), CountedCollectives()
+    original = TrainedModel.step
+
+    def step(model: TrainedModel, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
+        with counted if next(steps) == cases.COUNTED_STEP else contextlib.nullcontext():
+            return original(model, forward_backward)
+
+    with mock.patch.object(TrainedModel, "step", step):
+        yield
+    counted.write(path)
 
 
 def cut_run(origin: Path, target: Path, step: int) -> None:
