@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numba import njit
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, TrainingRun
@@ -333,22 +334,16 @@ class RunTrace:
             by ``document_tokens``; and ``file``.
         """
         counts: dict[int, NDArray[np.int64]] = {}  # [2, num_documents] samples and tokens
-        for _, ranges in self._ranges(first, last):
-            if only is not None and ranges.domain not in only:
+        last_samples: dict[int, NDArray[np.int64]] = {}
+        for begin, ranges in self._ranges(first, last):
+            domain, edges = ranges.domain, self.index(ranges.domain).edges
+            if only is not None and domain not in only:
                 continue
-            index, size = self.index(ranges.domain), len(self.index(ranges.domain))
-            count = counts.setdefault(ranges.domain, np.zeros((2, size), np.int64))
-            # The first token of a sample is not predicted.
-            is_first = np.diff(ranges.rows, prepend=-1) != 0
-            lengths = ranges.lengths - is_first
-            held = lengths > 0
-            part, documents, starts, stops = index.split(
-                (ranges.starts + is_first)[held], lengths[held]
-            )
-            count[1] += np.bincount(documents, stops - starts, size).astype(np.int64)
-            # A sample at the end of an epoch may hold a document twice.
-            pairs = np.unique(ranges.rows[held][part] * size + documents)
-            count[0] += np.bincount(pairs % size, minlength=size)
+            if domain not in counts:
+                counts[domain] = np.zeros((2, len(edges) - 1), np.int64)
+                last_samples[domain] = np.full(len(edges) - 1, -1)
+            tables = counts[domain], last_samples[domain]
+            _count(edges, begin + ranges.rows, ranges.starts, ranges.lengths, *tables)
         found = only
         if found is None:
             found = {domain: np.flatnonzero(count[1]) for domain, count in sorted(counts.items())}
@@ -430,6 +425,42 @@ class RunTrace:
             places[:, later] = place_in_step(positions, *sizes)
             known |= later
         return [pd.arrays.IntegerArray(place, ~known) for place in places]
+
+
+@njit(cache=True, nogil=True)
+def _count(
+    edges: NDArray[np.int64],
+    samples: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    last_samples: NDArray[np.int64],
+) -> None:
+    """Add samples and predicted tokens of each document.
+
+    Args:
+        edges: [num_documents + 1] first token of each document, and the end.
+        samples: [r] the sample of each range; the ranges of a sample follow each other.
+        starts: [r] first token of each range.
+        lengths: [r] number of tokens of each range.
+        counts: [2, num_documents] number of samples and of tokens, updated.
+        last_samples: [num_documents] last sample that held each document, updated: a sample at the
+            end of an epoch may hold a document twice.
+    """
+    sample = np.int64(-1)
+    for number in range(starts.size):
+        start, stop = starts[number], starts[number] + lengths[number]
+        if samples[number] != sample:  # the first token of a sample is not predicted
+            start, sample = start + 1, samples[number]
+        document = np.searchsorted(edges, start, side="right") - 1
+        while start < stop:
+            end = min(edges[document + 1], stop)
+            if end > start:
+                counts[1, document] += end - start
+                counts[0, document] += last_samples[document] != sample
+                last_samples[document] = sample
+            start = end
+            document += 1
 
 
 def _named(numbers: NDArray[np.int64], names: list[str]) -> Any:

@@ -88,19 +88,20 @@ class RunRecords:
         self.validation_flops = 0.0
         self.meter = IntervalMeter(plan.data.names, layout)
         self.phases = PhaseTimers(layout.device)
-        micro_batch_size = plan.options.micro_batch_size
-        self._batch_layouts = [
-            *(
-                earlier
-                for earlier in (progress.run.batch_layouts if progress.run else ())
-                if earlier.first_step < progress.step
-            ),
-            BatchLayout(progress.step, layout.data_size, micro_batch_size),
-        ]
+        self._batch_layouts = self._with_this_layout(progress)
         self._stopwatch = Stopwatch()
         self._cost_before = progress.run.cost if progress.run else Cost()
         self._sampled = Counter(progress.checkpoint.domain_tokens if progress.checkpoint else {})
         self._loggers: list[Logger] = []
+
+    def _with_this_layout(self, progress: Progress) -> list[BatchLayout]:
+        """Batch layouts of all steps: those before this process, and its own if it differs."""
+        recorded = progress.run.batch_layouts if progress.run else []
+        layouts = [layout for layout in recorded if layout.first_step < progress.step]
+        sizes = self.layout.data_size, self.plan.options.micro_batch_size
+        if [(last.data_parallel_size, last.micro_batch_size) for last in layouts[-1:]] != [sizes]:
+            layouts.append(BatchLayout(progress.step, *sizes))
+        return layouts
 
     def open_loggers(self) -> None:
         """Open the loggers, on rank 0."""
