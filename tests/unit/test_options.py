@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 import pytest
 
+from megatron_chameleon.blend.options import TraceOptions
 from megatron_chameleon.cli import parse_options, run_tool
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
@@ -61,6 +62,8 @@ def default_options(options_type):
             argv += [f"--{field.name.replace('_', '-')}", *REQUIRED.get(field.name, "x").split()]
         elif options_type is ManualOptions and field.name == "weights":
             argv += ["--weights", "x"]
+        elif options_type is TraceOptions and field.name == "steps":
+            argv += ["--steps", "1:2"]
     return parse_options(options_type, argv)
 
 
