@@ -155,7 +155,7 @@ small() {
     BASE_STEPS=${BASE_STEPS:-1000}
     export TOKENIZER=${TOKENIZER:-$PRETRAINED/tokenizer.json}
     [ -n "${CORPUS:-}" ] || [ -e "$TOKENIZER" ] ||
-      refuse "PRETRAINED=$PRETRAINED: no $TOKENIZER; set CORPUS, or another PRETRAINED"
+      refuse "no $TOKENIZER; set CORPUS, TOKENIZER, or another PRETRAINED"
     for seed in $SEEDS $PROXY_SEED; do
       is_finished "$PRETRAINED/5-base/uniform-seed$seed" ||
         refuse "PRETRAINED=$PRETRAINED: must be the RUN of a comparison with SIZE=small and seed $seed"

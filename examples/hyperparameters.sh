@@ -10,9 +10,9 @@
 # Later flags override earlier flags; flags after -- override all others.
 # The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/config.py.
 #
-# hyperparameters EXPERIMENT SIZE fills four arrays of flags: TRAIN for pretrain_gpt, EMBED
-# for compute_mixture, EVALUATE for evaluate perplexity, and SWEEP, in addition to
-# TRAIN and EMBED, for sweep_mixture.
+# hyperparameters EXPERIMENT SIZE fills four arrays of flags: TRAIN for pretrain_gpt, EMBED for
+# compute_mixture, EVALUATE for evaluate perplexity, and SWEEP, in addition to TRAIN and EMBED, for
+# sweep_mixture.
 hyperparameters() {
   TRAIN=(
     --weight-decay 0.01        # paper: experimental setup

@@ -132,7 +132,8 @@ class Subcommands:
         prog = os.path.basename(sys.argv[0])
         if name in ("-h", "--help"):
             names = ",".join(self.tools)
-            print(f"usage: {prog} {{{names}}} [options]; {prog} COMMAND --help shows them")
+            if rank == 0:
+                print(f"usage: {prog} {{{names}}} [options]; {prog} COMMAND --help shows them")
             leave(0)
         if name not in self.tools:
             problem = f"unknown command '{name}'" if name else "no command"
@@ -308,7 +309,7 @@ def field_helps(options_type: type) -> dict[str, str]:
     }
 
 
-# field_helps is called several times for a class, and parsing the source of their module is slow.
+# field_helps is called several times for a class, and parsing the source of its module is slow.
 _parse_docstrings = functools.cache(docstring_parser.parse_from_object)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures in the formats of other trainers, for tools/export_mixture.py. Loads no torch.
+"""Mixtures in the formats of other trainers, for export_mixture. Loads no torch.
 
 Each split of a corpus has its own files, so Megatron must not divide them again with ``--split``.
 Export either a format that lists all splits, or one file per split (:attr:`ExportOptions.split`).
@@ -58,9 +58,9 @@ class ExportOptions(CheckedOptions):
     """
 
     mixture: Path
-    """A mixture.json, from tools/compute_mixture.py or written by hand."""
+    """A mixture.json, from compute_mixture or written by hand."""
     corpus: Path
-    """Folder written by tools/preprocess_data.py, with the mixture's domains."""
+    """Folder written by preprocess_data, with the mixture's domains."""
     format: ExportFormat
     """'megatron-data-path': the arguments of --data-path or --train-data-path, on one line.
 

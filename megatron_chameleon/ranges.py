@@ -96,7 +96,10 @@ class CheckedOptions:
                 value.reject_changed([field.name for field in dataclasses.fields(value)], reason)
             elif value != defaults[name]:
                 plain = " ".join(map(str, value)) if isinstance(value, tuple) else value
-                raise UserError(f"{flag_of(name)} {plain}: {reason}; leave it out")
+                flag = f"{flag_of(name)} {plain}"
+                if isinstance(value, bool):
+                    flag = flag_of(name if value else f"no_{name}")
+                raise UserError(f"{flag}: {reason}; leave it out")
 
 
 def flag_of(field: str) -> str:

@@ -45,22 +45,22 @@ def load_command(name: str) -> Command:
 def main() -> NoReturn:
     """Run the command that the first argument names, and exit the process."""
     rank = start()
-    given, *arguments = sys.argv[1:] or [""]
+    argument, *others = sys.argv[1:] or [""]
     names = command_names()
-    if given in ("-h", "--help", "help"):
+    if argument in ("-h", "--help", "help"):
         lines = (f"  {name:<23}{documentation(name).partition(chr(10))[0]}" for name in names)
         if rank == 0:
             print(USAGE + "\n".join(lines))
         leave(0)
-    if given == "--version":
+    if argument == "--version":
         if rank == 0:
             print(megatron_chameleon.__version__)
         leave(0)
-    name = given.replace("-", "_")
+    name = argument.replace("-", "_")
     if name not in names:
         closest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        problem = f"unknown command '{given}'" if given else "no command"
+        problem = f"unknown command '{argument}'" if argument else "no command"
         hint = f"did you mean '{closest[0]}'? " if closest else ""
         exit_with_error(f"{problem}; {hint}'{PROGRAM} --help' lists the commands", rank)
-    sys.argv = [f"{PROGRAM} {name}", *arguments]
+    sys.argv = [f"{PROGRAM} {name}", *others]
     load_command(name).run()

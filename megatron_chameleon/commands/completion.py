@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_type_hints
@@ -26,8 +25,11 @@ def main(options: CompletionOptions) -> None:
     parsers = {name: _parser_of(name, load_command(name)) for name in command_names()}
     arguments = ["--tyro-write-completion", options.shell, "-"]
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    with contextlib.suppress(SystemExit):  # tyro ends a process that prints a script
+    try:
         tyro.cli(_one_of(parsers), prog=PROGRAM, args=arguments, config=config)
+    except SystemExit as printed:  # tyro ends a process that prints a script
+        if printed.code:
+            raise
 
 
 def _parser_of(name: str, command: cli.Command) -> Any:

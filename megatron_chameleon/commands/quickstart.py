@@ -21,8 +21,8 @@ class QuickstartOptions:
     (500), BASE_STEPS (650), WARMUP (160) and SEED (1).
     """
 
-    run_dir: Path = Path("runs/quickstart")
-    """Output folder."""
+    run_dir: Path | None = None
+    """Output folder; default: the environment variable RUN, or runs/quickstart."""
 
 
 def main(options: QuickstartOptions) -> None:
@@ -37,7 +37,9 @@ def main(options: QuickstartOptions) -> None:
             "bash is not on the PATH; install it, since the quickstart is a bash script"
         )
     script = str(Path(__file__).with_suffix(".sh"))
-    environment = {**os.environ, "RUN": str(options.run_dir), "PYTHON": sys.executable}
+    environment = {**os.environ, "PYTHON": sys.executable}
+    if options.run_dir is not None:
+        environment["RUN"] = str(options.run_dir)
     os.execve(bash, ["bash", script], environment)
 
 

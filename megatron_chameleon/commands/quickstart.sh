@@ -60,16 +60,14 @@ megatron-chameleon compute_mixture "${MIX[@]}" --mode finetune \
   --output "$MIXTURES/chameleon-finetune.json"
 
 say "5/7 Two models that differ only in their mixture, trained concurrently on one rank each"
-train_base() {
-  megatron-chameleon pretrain_gpt "${TRAIN[@]}" --mixture "$2" --run-dir "$RUN/5-base/$1-seed$SEED" \
-    --train-iters "$BASE_STEPS"
-}
+BASE=("$PYTHON" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" --train-iters "$BASE_STEPS")
 mkdir -p "$RUN/logs"
 LOG=$RUN/logs/chameleon-pretrain-seed$SEED.log
-train_base chameleon-pretrain "$MIXTURES/chameleon-pretrain.json" > "$LOG" 2>&1 &
+"${BASE[@]}" --mixture "$MIXTURES/chameleon-pretrain.json" \
+  --run-dir "$RUN/5-base/chameleon-pretrain-seed$SEED" > "$LOG" 2>&1 &
 trap 'kill $! 2> /dev/null || true' EXIT   # Ctrl-C does not reach a background process
 echo "The model trained with Chameleon's weights logs to $LOG."
-train_base uniform uniform
+"${BASE[@]}" --mixture uniform --run-dir "$RUN/5-base/uniform-seed$SEED"
 wait $! || { tail -n 3 "$LOG" >&2; exit 1; }
 
 say "6/7 Held-out perplexity"

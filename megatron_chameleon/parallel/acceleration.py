@@ -115,6 +115,8 @@ def format_report(report: AccelerationReport) -> str:
     for device, features in report.coverage.items():
         if features:
             lines += ["", f"Tested on {device}:", *(f"  - {name}" for name in features)]
+    if not report.coverage:
+        lines += ["", "Features tested on a CUDA device: listed only in a checkout of the repository"]
     return "\n".join(lines)
 
 

@@ -370,7 +370,7 @@ def main() -> int:
         if verdict["outcome"] not in OUTCOMES:
             print(f"FAILED {verdict}", flush=True)
     table = pd.DataFrame(verdicts)
-    print(pd.crosstab(table["kind"], table["outcome"]).to_string())
+    print(pd.crosstab(table["kind"], table["outcome"], margins=True).to_string())
     return int(not table["outcome"].isin(OUTCOMES).all())
 
 

@@ -23,7 +23,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WEIGHING = ["mixture_stack", "mixture_wiki40b", "transfer_pile"]
 COMPARING = ["finetune_stack", "finetune_wiki40b", "finetune_huggingface"]
 COMPARING += [f"pretrain_llama_{size}" for size in ("130m", "350m", "1b")]
-# bash writes a line at a time; concurrent calls do not mix, since a record is a single line.
+# A call is recorded as words that end in NUL and a final record separator, without line breaks: bash
+# writes a line at a time, so records of concurrent calls do not mix.
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\x1e\' >> "$CALLS"\n'
 
 

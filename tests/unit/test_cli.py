@@ -197,6 +197,7 @@ def test_tools_of_the_checkout_are_the_commands():
     for tool, name in zip(TOOLS, commands.command_names(), strict=True):
         expected = template.replace(TOOLS[0].stem, name)
         assert (tool.name, tool.read_text("utf-8")) == (f"{name}.py", expected)
+        assert os.access(tool, os.X_OK)
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ class OnlineChameleon(OnlineHook):
         self._shape, self._batch_size = plan.config, options.micro_batch_size
         layer = self.online.setting("online_layer")
         self._layer = check_layer(plan.config.num_layers, layer, "--online-layer")
+        self._has_warned = False  # of shrunk weights
         count = self.online.setting("online_windows")
         self._windows = {
             domain.name: load_windows(domain, options.seq_length, count, options.seed)
@@ -124,7 +125,8 @@ class OnlineChameleon(OnlineHook):
         directions, factor = shrinkage_of(plain)
         factor = factor if self.online.setting("online_shrink") else 1.0
         result = shrunk(plain, factor)
-        if factor < 1.0:
+        if factor < 1.0 and not self._has_warned:
+            self._has_warned = True
             explanation = explain_shrinkage(plain, result, directions, factor)
             warn(f"step {step}: {explanation}; see --no-online-shrink")
         kept: float = self.online.setting("online_smoothing")
