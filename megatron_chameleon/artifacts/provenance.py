@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -10,7 +11,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         working_folder=os.path.abspath("."),
     )
+
+
+@contextlib.contextmanager
+def in_folder(folder: str | None) -> Iterator[None]:
+    """Resolve relative paths in the block as in a command that ran in ``folder``, if it exists."""
+    with contextlib.chdir(folder) if folder and os.path.isdir(folder) else contextlib.nullcontext():
+        yield
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:

@@ -119,6 +119,11 @@ class TrainingRun(FolderRecord):
 
 
 @dataclasses.dataclass(frozen=True)
+class _SkippedStep:
+    step: Count
+
+
+@dataclasses.dataclass(frozen=True)
 class _Metrics:
     """The fields of a metrics line that other tools read; a line may have further fields."""
 
@@ -127,6 +132,7 @@ class _Metrics:
     domain_loss: dict[str, FiniteFloat | None] | None = None
     validation_loss: dict[str, FiniteFloat | None] | None = None
     hook: dict[str, Any] | None = None  # may have any fields
+    skipped: list[_SkippedStep] | None = None
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

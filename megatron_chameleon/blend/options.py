@@ -80,8 +80,9 @@ class DocumentBoundaryOptions(CheckedOptions):
 class TraceOptions(CheckedOptions):
     """List the documents that each step of a training run read, from the run's record.
 
-    Every line of the table is a range of a document's tokens in one sample. The samples are those
-    of the run's own order, mixture changes and parallel layouts, which are recorded in run.json.
+    Every line of the table is a range of a document's tokens in one sample, or, with --counts, a
+    document. The samples are those of the run's own order, mixture changes and parallel layouts,
+    which are recorded in run.json.
     """
 
     run: Path

@@ -8,7 +8,6 @@ reading tokens; the documents follow from the .idx files.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Corpus, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.files import replacing, require_new, require_writable
+from megatron_chameleon.artifacts.provenance import in_folder
 from megatron_chameleon.artifacts.record import check_values
 from megatron_chameleon.blend.dataset import BlendedTokens, TokenRanges
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
@@ -35,11 +35,11 @@ from megatron_chameleon.blend.token_data import (
 )
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.corpus.indexed import TokenFile
-from megatron_chameleon.corpus.source_lines import in_folder, source_lines
+from megatron_chameleon.corpus.source_lines import source_lines
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
-from megatron_chameleon.storage import is_remote
+from megatron_chameleon.storage import absolute
 
 # Samples whose ranges are listed at a time.
 _BLOCK_SAMPLES = 1 << 17
@@ -201,15 +201,22 @@ class RunTrace:
                 "if it was moved"
             )
         self.corpus = Corpus.load(folder)
-        data = corpus_tokens(self.corpus, cache=self.options.data.object_storage_cache_path)
+        data = corpus_tokens(self.corpus, cache=self._cache)
         return data, len(data.domains) == 1
 
     def _open_data_path(self, moved: DataPath | None) -> tuple[TokenData, bool]:
         options = self.options.data
         path = moved or _absolute(DataPath.read(options.data_path, options.data_args_path))
-        cache, identity = options.object_storage_cache_path, self.tokenizer.identity
-        data = data_path_tokens(path, options.split, identity, cache=cache)
-        return data, path.weights is None
+        data = data_path_tokens(path, options.split, self.tokenizer.identity, cache=self._cache)
+        # A moved path may have other weights; those of the run are recorded. But whether it had any
+        # decides the order, and only the recorded path tells.
+        trained = path if options.data_path is None else DataPath.parse(options.data_path)
+        return data, trained.weights is None
+
+    @property
+    def _cache(self) -> Path | None:
+        cache = self.options.data.object_storage_cache_path
+        return cache and cache.absolute()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -217,7 +224,8 @@ class RunTrace:
         if self.corpus:
             return corpus_tokenizer(self.corpus)
         data = self.options.data
-        assert data.tokenizer_model is not None
+        if data.tokenizer_model is None:
+            raise UserError(f"{self.run.root / self.run.FILE_NAME}: names no --tokenizer-model")
         return load_tokenizer(data.tokenizer_model, data.eod_token, data.tiktoken_pattern)
 
     def _check_order(self) -> None:
@@ -376,22 +384,25 @@ class RunTrace:
         """
         sampled = np.flatnonzero(self.samples.counts(self.options.num_samples)).tolist()
         found: dict[int, NDArray[np.int64]] = {}
-        total = sum(self.data.domains[domain].stop for domain in sampled)
+        searched = {domain: self._training_documents(domain) for domain in sampled}
+        total = sum(map(len, searched.values()))
         with progress_bar(total, "document", "searching", delay=1) as bar:
-            for domain in sampled:
-                index, data = self.index(domain), self.data.domains[domain]
-                starts = index.file.starts
-                # The documents that hold the sequences of the training split.
-                begin = int(np.searchsorted(index.edges, starts[data.first], side="right")) - 1
-                last = int(np.searchsorted(index.edges, starts[data.stop - 1], side="right"))
-                documents = [n for n in range(begin, last) if text in self._seen(bar, domain, n)]
-                if documents:
-                    found[domain] = np.array(documents, np.int64)
+            for domain, documents in searched.items():
+                matches = []
+                for document in documents:
+                    if text in self.text(domain, document):
+                        matches.append(document)
+                    bar.update()
+                if matches:
+                    found[domain] = np.array(matches, np.int64)
         return found
 
-    def _seen(self, bar: Any, domain: int, document: int) -> str:
-        bar.update()
-        return self.text(domain, document)
+    def _training_documents(self, domain: int) -> range:
+        """The documents that hold the sequences of the training split."""
+        index, data = self.index(domain), self.data.domains[domain]
+        ends = index.file.starts[[data.first, data.stop - 1]]
+        first, last = np.searchsorted(index.edges, ends, side="right").tolist()
+        return range(first - 1, last)
 
     def skipped(self, first: int, last: int) -> list[int]:
         """Steps that read their batch, but did not update the model."""
@@ -471,8 +482,7 @@ def _named(numbers: NDArray[np.int64], names: list[str]) -> Any:
 
 
 def _absolute(path: DataPath) -> DataPath:
-    prefixes = (name if is_remote(name) else os.path.abspath(name) for name in path.prefixes)
-    return dataclasses.replace(path, prefixes=tuple(prefixes))
+    return dataclasses.replace(path, prefixes=tuple(map(absolute, path.prefixes)))
 
 
 def trace_samples(options: TraceOptions) -> None:
@@ -506,7 +516,7 @@ def trace_samples(options: TraceOptions) -> None:
     else:
         table = trace.rows(first, last, found)
         if found is not None:
-            lines += _when(trace, table, found)
+            lines += _when(table, found)
     if skipped := trace.skipped(first, last):
         lines.append(
             f"steps {', '.join(map(str, skipped[:_STEPS_PRINTED]))}"
@@ -549,18 +559,19 @@ def _summary(trace: RunTrace, table: pd.DataFrame) -> str:
     return str(pd.DataFrame.from_dict(rows, orient="index").to_string())
 
 
-def _when(trace: RunTrace, table: pd.DataFrame, found: Documents) -> list[str]:
-    """One line per document with the steps that read it."""
+def _when(table: pd.DataFrame, found: Documents) -> list[str]:
+    """One line per document that was read, with the steps that read it."""
     lines = []
     by_document = table.groupby(["domain", "document"], observed=True)
     read = {key: part["step"].unique() for key, part in by_document}
-    for domain, documents in found.items():
-        for document in documents.tolist()[:_ROWS_PRINTED]:
-            name = trace.data.names[domain]
-            steps = read.get((name, document), [])
-            when = ", ".join(map(str, steps[:_STEPS_PRINTED])) or "none"
-            more = f" and {len(steps) - _STEPS_PRINTED} more" if len(steps) > _STEPS_PRINTED else ""
-            lines.append(f"  {name} document {document}: steps {when}{more}")
+    for (name, document), steps in [*read.items()][:_ROWS_PRINTED]:
+        when = ", ".join(map(str, steps[:_STEPS_PRINTED]))
+        more = f" and {len(steps) - _STEPS_PRINTED} more" if len(steps) > _STEPS_PRINTED else ""
+        lines.append(f"  {name} document {document}: steps {when}{more}")
+    if len(read) > _ROWS_PRINTED:
+        lines.append(f"  ... {len(read) - _ROWS_PRINTED:,} more documents were read")
+    if unread := sum(map(len, found.values())) - len(read):
+        lines.append(f"  {unread:,} of them were not read in these steps")
     return lines
 
 

@@ -7,13 +7,12 @@ exactly the text of the document.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts.provenance import in_folder
 from megatron_chameleon.artifacts.record import check_values
 from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
 from megatron_chameleon.corpus.readers import DocumentReader
@@ -79,10 +78,3 @@ def source_lines(corpus: Corpus, texts: Mapping[str, Set[str]]) -> dict[tuple[st
                     elif not recorded.drop_duplicates:
                         lines[key] += f", {place}"
     return lines
-
-
-@contextlib.contextmanager
-def in_folder(folder: str | None) -> Iterator[None]:
-    """Resolve relative paths in the block as in a command that ran in ``folder``, if it exists."""
-    with contextlib.chdir(folder) if folder and os.path.isdir(folder) else contextlib.nullcontext():
-        yield

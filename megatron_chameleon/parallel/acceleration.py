@@ -116,7 +116,10 @@ def format_report(report: AccelerationReport) -> str:
         if features:
             lines += ["", f"Tested on {device}:", *(f"  - {name}" for name in features)]
     if not report.coverage:
-        lines += ["", "Features tested on a CUDA device: listed only in a checkout of the repository"]
+        lines += [
+            "",
+            "Only a checkout lists the features that were tested on a CUDA device.",
+        ]
     return "\n".join(lines)
 
 

@@ -160,16 +160,13 @@ def rank_groups(options: ParallelOptions, world_size: int) -> dict[str, list[lis
     """Build the process groups of ``world_size`` ranks in this process, by torch's fake backend.
 
     megatron creates every group on every rank, so one process can list the groups of all ranks. No
-    rank communicates. This process must not have process groups of its own.
+    rank communicates. This process must not have process groups of its own, and ``options`` must
+    fit ``world_size`` (see check_layout).
 
     Returns:
         Kind of the groups ("tensor", "pipeline", "data", "embedding") -> ranks of each group, in
         megatron's order. The embedding groups are the first and last stage of each pipeline.
-
-    Raises:
-        UserError: if ``options`` do not fit ``world_size`` ranks.
     """
-    check_layout(options, world_size)
     # This import registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

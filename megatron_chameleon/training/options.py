@@ -426,8 +426,9 @@ class PretrainOptions(TrainingOptions, RunOptions):
 class PlanRunOptions(TrainingOptions):
     """Predict memory, communication and time of a training run, without starting it.
 
-    The flags are those of pretrain_gpt without its inputs, plus flags for the machines.
-    Flags of training that affect neither memory nor time are only checked.
+    The flags are those of pretrain_gpt without its inputs, plus flags for the machines. All flags
+    of training are checked, but document masks (--reset-attention-mask) and --deterministic do not
+    change the predicted time and memory.
     """
 
     train_tokens: LargeCount | None = None
@@ -474,6 +475,9 @@ class PlanRunOptions(TrainingOptions):
             self.reject_changed(["train_iters"], "--train-tokens sets the number of steps")
         if self.mfu is not None:
             self.reject_changed(["tokens_per_second"], "--mfu sets the speed")
+        elif self.tokens_per_second is None:
+            without = "has no effect without --tokens-per-second or --mfu"
+            self.reject_changed(["peak_tflops", "start_up_seconds"], without)
         if self.validation.eval_tokens is None:
             self.reject_changed(["num_domains"], "has no effect without --eval-tokens")
 

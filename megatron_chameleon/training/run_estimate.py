@@ -4,7 +4,8 @@ The predicted time of a step is the sum of
 
 - compute: the step's FLOPs at the stated speed of a device, divided equally among the ranks;
 - recomputation: repeated forward passes, at the same speed;
-- imbalance: what the last pipeline stage, which has the output layer, computes more than the mean;
+- imbalance: the FLOPs of the last pipeline stage, which has the output layer, beyond the mean of
+  all stages;
 - tensor-parallel and pipeline communication during the forward and backward passes, without any
   overlap with computation;
 - pipeline bubble: (p - 1) / (v * m) of all of the above, with p pipeline stages, v virtual stages
@@ -193,13 +194,13 @@ def estimate_run(options: PlanRunOptions) -> RunEstimate:
     speed = device_speed(options, step_flops / step_tokens)
     step_seconds = validation = saving = start_up = total = mfu = None
     if speed is not None:
-        passes, once = _step_seconds(
-            setup, step_flops, recomputed, options.world_size * speed, slowest
-        )
+        all_ranks = options.world_size * speed
+        passes, once = _step_seconds(setup, step_flops, recomputed, all_ranks, slowest)
         step_seconds = {**passes, **once}
         step = sum(step_seconds.values())
         mfu = step_flops / step / options.world_size / (options.peak_tflops * 1e12)
-        forward = sum(passes.values()) / (1 + BACKWARD_OVER_FORWARD)
+        evaluated, _ = _step_seconds(setup, step_flops, 0.0, all_ranks, slowest)
+        forward = sum(evaluated.values()) / (1 + BACKWARD_OVER_FORWARD)
         validation = _validation_batches(options) * forward
         saving = saves * (writing or 0.0)
         start_up = options.start_up_seconds + COMPILE_SECONDS * options.compile_layers
@@ -302,16 +303,18 @@ def _step_seconds(
         "tensor-parallel communication": during("tensor"),
         "pipeline communication": during("pipeline"),
     }
-    passes["pipeline bubble"] = sum(passes.values()) * last / rounds
-    forward = sum(passes.values()) / setup.num_microbatches / (1 + BACKWARD_OVER_FORWARD)
+    busy = sum(passes.values())
+    passes["pipeline bubble"] = busy * last / rounds
+    forward = busy / setup.num_microbatches / (1 + BACKWARD_OVER_FORWARD)
     hidden_by_forward = forward if parallel.overlap_param_gather else 0.0
     hidden_by_backward = BACKWARD_OVER_FORWARD * forward if parallel.overlap_grad_reduce else 0.0
     reduction = slowest(lambda one: one.group == "data" and one.operation != "all_gather")
+    others = slowest(lambda one: one.once_per_step and one.group != "data")
     gathering = slowest(lambda one: one.group == "data" and one.operation == "all_gather")
     return passes, {
         "gradient reduction": max(0.0, reduction - hidden_by_backward),
         "parameter gathering": max(0.0, gathering - hidden_by_forward),
-        "replicated gradients": slowest(lambda one: one.once_per_step and one.group != "data"),
+        "embedding and norm gradients": others,
     }
 
 

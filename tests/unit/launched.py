@@ -23,8 +23,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WEIGHING = ["mixture_stack", "mixture_wiki40b", "transfer_pile"]
 COMPARING = ["finetune_stack", "finetune_wiki40b", "finetune_huggingface"]
 COMPARING += [f"pretrain_llama_{size}" for size in ("130m", "350m", "1b")]
-# A call is recorded as words that end in NUL and a final record separator, without line breaks: bash
-# writes a line at a time, so records of concurrent calls do not mix.
+# A call is recorded as words that end in NUL and a final record separator, without line breaks:
+# bash writes a line at a time, so records of concurrent calls do not mix.
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\0" "${0##*/}" "$@" $\'\\x1e\' >> "$CALLS"\n'
 
 

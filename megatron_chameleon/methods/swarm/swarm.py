@@ -504,7 +504,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
     def skipped_step() -> int | None:
         """Return the first step whose loss or gradient was not finite, or None."""
         lines = read_metrics(metrics)
-        return next((step["step"] for line in lines for step in line.get("skipped", ())), None)
+        return next((step["step"] for line in lines for step in line.get("skipped") or ()), None)
 
     try:
         pretrain(options)

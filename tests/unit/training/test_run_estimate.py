@@ -100,6 +100,31 @@ def test_the_ranks_of_a_node_share_their_cards_and_hide_the_reduction():
     assert hidden.step_seconds["gradient reduction"] == 0
 
 
+def test_only_passes_of_a_micro_batch_hide_communication():
+    flags = f"{H100} --world-size 16 --devices-per-node 1 --inter-node-bandwidth 5"
+    flags += " --pipeline-model-parallel-size 4"
+    plain, hidden = (
+        estimate_run(options(flags + more)).step_seconds for more in ("", " --overlap-grad-reduce")
+    )
+    assert plain is not None
+    assert hidden is not None
+    name, bubble = "gradient reduction", "pipeline bubble"
+    once = {name, "parameter gathering", "embedding and norm gradients"}
+    passes = sum(seconds for part, seconds in plain.items() if part not in {*once, bubble})
+    micro_batches = 128 / 8 / 4
+    assert hidden[name] > 0
+    assert plain[name] - hidden[name] == pytest.approx(passes / micro_batches * 2 / 3)
+
+
+def test_validation_repeats_no_layers():
+    plain, full = (
+        estimate_run(options(f"{H100} {flags}")).validation_seconds
+        for flags in ("", "--recompute-granularity full --recompute-method uniform")
+    )
+    assert plain is not None
+    assert plain == full
+
+
 def test_recomputation_repeats_a_third_of_the_layers():
     plain, full = (
         estimate_run(options(f"{H100} {flags}"))
