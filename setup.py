@@ -75,6 +75,7 @@ setup(
         "huggingface_hub>=0.26",
         "pydantic>=2.6",
         "docstring-parser>=0.16",
+        "pyyaml>=6",
         "tyro>=1.0",
         "tqdm>=4.66",
         # Tables, figures and page of the report.

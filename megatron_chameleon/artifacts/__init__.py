@@ -23,8 +23,10 @@ from megatron_chameleon.artifacts.evaluation_result import (
     require_comparable,
 )
 from megatron_chameleon.artifacts.mixture import (
+    DomainSource,
     Mixture,
     MixturePhase,
+    MixtureStage,
     MixtureWarning,
     implied_epochs,
     normalized,
@@ -42,6 +44,7 @@ __all__ = [
     "Difference",
     "Domain",
     "DomainLoss",
+    "DomainSource",
     "DomainSplit",
     "EmbeddingRecipe",
     "EmbeddingStore",
@@ -49,6 +52,7 @@ __all__ = [
     "ImportedFile",
     "Mixture",
     "MixturePhase",
+    "MixtureStage",
     "MixtureWarning",
     "NotWritten",
     "Protocol",

@@ -108,28 +108,37 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         UserError: naming the file, if it cannot be read, is not an object, repeats a key or is
             nested too deeply, or if a number in it is not finite or has too many digits.
     """
+    text = read_text(path, hint)
     try:
-        require_regular_file(path)
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise OSError(errno.EFBIG, f"{size} bytes, more than {MAX_JSON_BYTES}")
         body = json.loads(
-            path.read_text(encoding="utf-8"),
-            object_pairs_hook=_object,
-            parse_float=_finite,
-            parse_constant=_finite,
+            text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite
         )
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; {hint}") from None
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}:{error.lineno}: not JSON ({error.msg}); repair it; {hint}"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        # ValueError is raised for text that is not UTF-8, and for a repeated key, among others.
+    except (ValueError, RecursionError) as error:  # ValueError: a repeated key, among others
         raise UserError(f"cannot read {path}: {error}; {hint}") from error
     if not isinstance(body, dict):
         raise UserError(f"{path}: expected a JSON object, not a {type(body).__name__}; {hint}")
     return body
+
+
+def read_text(path: Path, hint: str, encoding: str = "utf-8") -> str:
+    """Read the regular file ``path`` as text, at most ``MAX_JSON_BYTES`` of it.
+
+    Raises:
+        UserError: naming the file and ending with ``hint``, if it cannot be read.
+    """
+    try:
+        require_regular_file(path)
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise OSError(errno.EFBIG, f"{size} bytes, more than {MAX_JSON_BYTES}")
+        return path.read_bytes().decode(encoding)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; {hint}") from None
+    except (OSError, ValueError) as error:  # ValueError: the text is not UTF-8
+        raise UserError(f"cannot read {path}: {error}; {hint}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

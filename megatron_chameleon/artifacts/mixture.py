@@ -6,14 +6,16 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
+from megatron_chameleon.artifacts.corpus import Split
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import Amount, Count, FileRecord, Share
+from megatron_chameleon.artifacts.record import Amount, Count, FileRecord, Positive, Share
 from megatron_chameleon.errors import UserError
 
 # Weights whose sum differs from 1 only by rounding are left as they are: the mixture is identified
@@ -23,10 +25,35 @@ SUM_TOLERANCE = 1e-6
 BRIDGE_SUFFIX = ".bridge.json"
 # Affinity matrices of more domains are not stored; 256 x 256 numbers take about 1.3 MB of text.
 MAX_AFFINITY_DOMAINS = 256
+# Names listed in a message.
+MAX_NAMES = 20
 
 
 class MixtureWarning(UserWarning):
     """The weights were changed before use, or do not cover all domains."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureStage:
+    """Weights (domain -> share of the training tokens) from training step ``step`` on."""
+
+    step: Positive
+    weights: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class DomainSource:
+    """The text of a domain, as other trainers name it.
+
+    Attributes:
+        files: split -> token files; paths, URLs, or patterns of paths.
+        tokens: split -> number of tokens.
+        split: Megatron's ``--split`` that divides the files; None if each split has its own files.
+    """
+
+    files: dict[Split, list[str]] = dataclasses.field(default_factory=dict)
+    tokens: dict[Split, Count] = dataclasses.field(default_factory=dict)
+    split: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +76,10 @@ class Mixture(FileRecord):
         max_epochs: upper limit of the epochs.
         unconstrained: domain -> weight without this limit.
         capped: domains whose epochs are at the limit.
+        max_repetition: domain -> most passes over its training tokens that a run may make; a domain
+            that is not listed has no limit.
+        stages: later changes of the weights, in order.
+        sources: domain -> its text, for conversions to the formats of other trainers.
     """
 
     KIND = "mixture"
@@ -70,6 +101,9 @@ class Mixture(FileRecord):
     max_epochs: Amount | None = None
     unconstrained: dict[str, Amount] | None = None
     capped: list[str] | None = None
+    max_repetition: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = None
+    stages: list[MixtureStage] | None = None
+    sources: dict[str, DomainSource] | None = None
     provenance: Provenance | None = None
     cost: Cost = dataclasses.field(default_factory=Cost)
 
@@ -80,24 +114,54 @@ class Mixture(FileRecord):
                 raise ValueError(f"{name} and weights have different domains")
         named = {name for a, b, _ in self.outweighs or () for name in (a, b)}
         named |= {*(self.capped or ()), *(self.scores or ()), *(self.intervals or ())}
+        named |= {*(self.max_repetition or ()), *(self.sources or ())}
         if named - domains:
             raise ValueError(f"domain {min(named - domains)!r} has no weight")
         k = len(domains)
         if self.affinity is not None and [len(row) for row in self.affinity] != [k] * k:
             raise ValueError(f"affinity is not a {k} x {k} matrix")
+        for stage in self.stages or ():
+            if domains.symmetric_difference(stage.weights):
+                raise ValueError(f"stage {stage.step} and weights have different domains")
+        if any(after.step <= before.step for before, after in pairwise(self.stages or ())):
+            raise ValueError("the steps of stages must increase")
 
     @classmethod
-    def load(cls, path: Path) -> Mixture:
+    def load(cls, path: Path, *, may_change: bool = False) -> Mixture:
         """Read a mixture file; ``{"weights": {...}}`` suffices for a user-supplied mixture.
 
         Weights whose sum differs from 1 by more than ``SUM_TOLERANCE`` are renormalised with a
         :class:`MixtureWarning`.
 
+        Args:
+            path: the file.
+            may_change: whether the caller supports ``stages``.
+
         Raises:
-            UserError: naming the file, the field and the fix.
+            UserError: naming the file, the field and the fix; also for unsupported stages.
         """
         mixture = super().load(path)
-        return dataclasses.replace(mixture, weights=normalized(mixture.weights, str(path)))
+        if mixture.stages and not may_change:
+            raise UserError(
+                f"{path}: its weights change at step {mixture.stages[0].step}, which only "
+                "pretrain_gpt supports; select the weights of one step with "
+                f"convert_mixture --mixture {path} --format json --at-step STEP"
+            )
+        return mixture.normalized(str(path))
+
+    def normalized(self, where: str) -> Mixture:
+        """Apply :func:`normalized` to the weights of every stage."""
+        stages = [
+            MixtureStage(stage.step, normalized(stage.weights, f"{where}: step {stage.step}"))
+            for stage in self.stages or ()
+        ]
+        weights = normalized(self.weights, where)
+        return dataclasses.replace(self, weights=weights, stages=stages or None)
+
+    def at_step(self, step: int) -> Mixture:
+        """Return the weights in force at training step ``step`` as a mixture without stages."""
+        begun = [stage.weights for stage in self.stages or () if stage.step <= step]
+        return dataclasses.replace(self, weights=[self.weights, *begun][-1], stages=None)
 
     @classmethod
     def uniform(cls, names: list[str]) -> Mixture:
@@ -106,8 +170,9 @@ class Mixture(FileRecord):
 
     @property
     def hash(self) -> str:
-        """Hex SHA-256 of the weights."""
-        return sha256_of_json(self.weights)
+        """Hex SHA-256 of the weights, and of the stages if there are any."""
+        stages = [[stage.step, stage.weights] for stage in self.stages or ()]
+        return sha256_of_json([self.weights, stages] if stages else self.weights)
 
     def weights_for(self, names: Sequence[str], where: str) -> list[float]:
         """Return the weights in the order of ``names``; a missing weight is 0, with a warning.
@@ -122,9 +187,10 @@ class Mixture(FileRecord):
         known = set(names)
         unknown = [name for name in self.weights if name not in known]
         if unknown:
+            problem = "is not a domain" if len(unknown) == 1 else "are not domains"
             raise UserError(
-                f"the mixture has a weight for '{unknown[0]}', which is not a domain of {where}; "
-                f"its domains are {', '.join(names)}"
+                f"the mixture has a weight for {_quoted(unknown)}, which {problem} of {where}; its "
+                f"domains are {_quoted(names)}"
             )
         missing = [name for name in names if name not in self.weights]
         if missing:
@@ -146,6 +212,11 @@ class MixturePhase:
     first_sample: Count
     weights: dict[str, Amount]
     ramp_samples: Count = 0
+
+
+def _quoted(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(f"'{name}'" for name in names[:MAX_NAMES]) + more
 
 
 def normalized(weights: dict[str, float], where: str) -> dict[str, float]:

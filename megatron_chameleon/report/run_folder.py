@@ -111,7 +111,8 @@ class RunFolder:
         }
         artifacts, paths = dict[str, Any](), dict[str, Path]()
         for field, (kind, found) in stages.items():
-            artifacts[field] = {name: kind.load(path) for name, path in found.items()}
+            given = {"may_change": True} if kind is Mixture else {}
+            artifacts[field] = {name: kind.load(path, **given) for name, path in found.items()}
             paths |= {f"{_PREFIXES[field]}{name}": path for name, path in found.items()}
         has_corpus = (root / CORPUS / "corpus.json").is_file()
         folder = cls(

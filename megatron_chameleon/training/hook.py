@@ -207,7 +207,7 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
 
     Raises:
         UserError: if the hook changes the mixture, but ``--permutation`` does not allow mixture
-            changes, or ``--mixture-change`` is set, too.
+            changes, or the mixture changes anyway.
     """
     hook = make(plan, layout) if make else TrainingHook()
     if hook.mixture_interval:
@@ -219,6 +219,11 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
             )
         if plan.options.data.mixture_change:
             raise UserError(f"{name} changes the mixture; leave out --mixture-change")
+        if plan.mixture.stages:
+            raise UserError(
+                f"{name} changes the mixture, but so does --mixture {plan.options.mixture}; select "
+                "the weights of one step with convert_mixture --at-step"
+            )
     return hook
 
 

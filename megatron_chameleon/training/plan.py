@@ -129,7 +129,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         options = dataclasses.replace(options, data=recorded)
     data, mixture, weights, by_size = load_data(options, tokenizer)
     data = data.cut(options.tokens, options.target_tokens)
-    schedule = load_schedule(options, data, weights)
+    schedule = load_schedule(options, data, mixture, weights)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
     pretrained = find_pretrained(options, data)
@@ -189,7 +189,7 @@ def load_data(
     cache = options.data.object_storage_cache_path
     if options.corpus is not None:
         corpus = Corpus.load(options.corpus)
-        mixture = load_mixture(options.mixture, corpus.names)
+        mixture = load_mixture(options.mixture, corpus.names, may_change=True)
         weights = mixture.weights_for(corpus.names, str(options.corpus))
         # Megatron's builder does not blend a single data set, so samples follow the order without
         # weights.
@@ -207,20 +207,41 @@ def load_data(
     return data, Mixture(shares, method="data-path"), weights, path.weights is None
 
 
-def load_mixture(name: str | None, domains: list[str]) -> Mixture:
+def load_mixture(name: str | None, domains: list[str], *, may_change: bool = False) -> Mixture:
     """Load a mixture file; return uniform weights for None or 'uniform'."""
-    return Mixture.uniform(domains) if name in (None, "uniform") else Mixture.load(Path(str(name)))
+    if name in (None, "uniform"):
+        return Mixture.uniform(domains)
+    return Mixture.load(Path(str(name)), may_change=may_change)
 
 
 def load_schedule(
-    options: PretrainOptions, data: TokenData, weights: list[float]
+    options: PretrainOptions, data: TokenData, mixture: Mixture, weights: list[float]
 ) -> MixtureSchedule:
-    """Build the schedule that starts with ``weights`` and applies every ``--mixture-change``.
+    """Build the schedule that starts with ``weights``.
+
+    It applies the stages of ``mixture``, or every ``--mixture-change``.
 
     Raises:
-        UserError: if a change is outside the run, if changes overlap, or if the sample order is
-            Megatron's.
+        UserError: if a change is outside the run, if changes overlap, if both the mixture and the
+            options have changes, or if the sample order is Megatron's.
     """
+    schedule = MixtureSchedule.fixed(weights)
+    if mixture.stages:
+        if options.data.mixture_changes:
+            raise UserError(
+                f"--mixture-change: the weights of --mixture {options.mixture} change at step "
+                f"{mixture.stages[0].step} already; leave out one of the two"
+            )
+        for stage in mixture.stages:
+            new = mixture.at_step(stage.step).weights_for(data.names, data.where)
+            schedule = schedule.changed(stage.step * options.global_batch_size, new)
+        if (last := mixture.stages[-1].step) >= options.train_iters:
+            warnings.warn(
+                f"--mixture {options.mixture}: the run ends before its weights change at step "
+                f"{last}",
+                MixtureWarning,
+                stacklevel=2,
+            )
     changes: dict[int, tuple[int, str]] = {}
     for value in options.data.mixture_changes:
         steps, equals, name = value.partition("=")
@@ -244,7 +265,6 @@ def load_schedule(
         changes[step] = (end, name)
     if not all(options.data.mixture_change):
         raise UserError("--mixture-change has no value: pass STEP=MIXTURE, or leave it out")
-    schedule = MixtureSchedule.fixed(weights)
     for step, (end, name) in sorted(changes.items()):
         new = load_mixture(name, data.names).weights_for(data.names, data.where)
         begin, stop = step * options.global_batch_size, end * options.global_batch_size
@@ -255,10 +275,22 @@ def load_schedule(
 
 
 def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
-    """Warn of every domain that ``schedule`` repeats more than ``MANY_EPOCHS`` times."""
-    epochs = plan.epochs(schedule)
+    """Warn of every domain that ``schedule`` repeats more often than is useful or permitted.
+
+    The limit is ``max_repetition`` of the mixture, or ``MANY_EPOCHS``.
+    """
+    epochs, limits = plan.epochs(schedule), plan.mixture.max_repetition or {}
     for name, tokens in plan.data.tokens.items():
-        if epochs[name] > MANY_EPOCHS:
+        if (limit := limits.get(name)) is not None:
+            if epochs[name] > limit:
+                warnings.warn(
+                    f"domain '{name}' will be repeated {epochs[name]:.2f} times, but the mixture "
+                    f"limits it to {limit:g} (max_repetition): it has only {tokens:,} tokens for "
+                    "its weight; lower the weight, or train on fewer tokens",
+                    MixtureWarning,
+                    stacklevel=2,
+                )
+        elif epochs[name] > MANY_EPOCHS:
             warnings.warn(
                 f"domain '{name}' will be repeated {epochs[name]:.1f} times: it has only "
                 f"{tokens:,} tokens for its weight; beyond {MANY_EPOCHS:g} epochs, repeated text "

@@ -135,7 +135,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     ),
     "report": ("make_report.py .", lambda _folder: None),
     "export": (
-        "export_mixture.py --mixture 4-mixture/chameleon.json --corpus 1-corpus "
+        "convert_mixture.py --mixture 4-mixture/chameleon.json --corpus 1-corpus "
         "--format megatron-per-split --output new.txt",
         _bytes_of("new.txt"),
     ),

@@ -15,7 +15,6 @@ from megatron_chameleon.blend.options import TraceOptions
 from megatron_chameleon.cli import parse_options, run_tool
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.interchange import ExportOptions
 from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.ranges import LARGEST_FLOAT32, LARGEST_INT64
@@ -29,7 +28,7 @@ def is_options(value: object) -> TypeGuard[type]:
 
 
 def options_of_the_package() -> list[type]:
-    found: list[type] = [ExportOptions, *(method.options for method in find_methods().values())]
+    found: list[type] = [*(method.options for method in find_methods().values())]
     for path in sorted(PACKAGE.rglob("*options.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         module = importlib.import_module(".".join(parts))

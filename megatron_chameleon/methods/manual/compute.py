@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture import normalized
 from megatron_chameleon.artifacts.published import published_column
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.formats import read_mixture
 from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.output import (
     AssignedWeights,
@@ -111,22 +111,17 @@ def read_weights(
         }
         return str(path), dict(mixture.weights), parameters, fields
     if path.suffix == ".csv":
-        source = str(path)
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as stream:
-                rows = list(csv.DictReader(stream, skipinitialspace=True))
-            if any(None in row for row in rows):
-                raise csv.Error("a row has more values than the header")
-            pairs = [(row["domain"] or "", row["weight"] or "") for row in rows]
-            parameters, fields = {"file": source}, {"inputs": {"csv": sha256_of_files(path)}}
-        except KeyError:
-            raise UserError(f"{path}: must have the columns domain and weight") from None
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise UserError(f"--weights {path}: cannot be read: {error}") from error
-    else:
-        source = f"--weights {value}"
-        items = filter(None, map(str.strip, value.split(",")))
-        pairs = [(name, number) for name, _, number in (item.rpartition("=") for item in items)]
+        table = read_mixture(path, "csv")
+        if table.stages:
+            raise UserError(
+                f"{path}: its weights change at step {table.stages[0].step}; select the weights of "
+                "one step with convert_mixture --at-step"
+            )
+        fields = {"inputs": {"csv": sha256_of_files(path)}}
+        return str(path), table.weights, {"file": str(path)}, fields
+    source = f"--weights {value}"
+    items = filter(None, map(str.strip, value.split(",")))
+    pairs = [(name, number) for name, _, number in (item.rpartition("=") for item in items)]
     weights: dict[str, float] = {}
     for name, number in ((name.strip(), number.strip()) for name, number in pairs):
         if not name:

@@ -26,7 +26,8 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import held_out_domain
-from megatron_chameleon.interchange import ExportOptions, exported_text, write_blend
+from megatron_chameleon.interchange import ConvertOptions, write_blend
+from megatron_chameleon.interchange.convert import converted_text
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import PretrainOptions
@@ -238,16 +239,18 @@ def test_names_and_the_file_of_arguments(options, tmp_path):
 
 
 def test_export_divides_imported_files_by_their_split(imported, options, tmp_path):
-    export = functools.partial(ExportOptions, options.output / "data-path.json", options.output)
-    blend = json.loads(exported_text(export("megatron-bridge")))
+    export = functools.partial(
+        ConvertOptions, options.output / "data-path.json", corpus=options.output
+    )
+    blend = json.loads(converted_text(export("megatron-bridge")))
     path = DataPath.parse(options.data_path)
     expected = [list(path.prefixes), list(WEIGHTS)]
     assert blend == {"blend": expected, "blend_per_split": None, "split": SPLIT}
     with pytest.warns(UserWarning, match=f"--split {SPLIT}"):
-        line = exported_text(export("megatron-data-path"))
+        line = converted_text(export("megatron-data-path"))
     assert DataPath.parse(line).prefixes == path.prefixes
     with pytest.raises(UserError, match=f"--split {SPLIT}"):
-        exported_text(export("megatron-per-split"))
+        converted_text(export("megatron-per-split"))
     lines = write_blend(
         tmp_path / "m.json", Mixture.load(options.output / "data-path.json"), imported
     )

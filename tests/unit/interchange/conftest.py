@@ -7,10 +7,11 @@ import json
 import pytest
 
 from megatron_chameleon.artifacts import Mixture
-from megatron_chameleon.interchange import ExportOptions, exported_text
+from megatron_chameleon.interchange import ConvertOptions
+from megatron_chameleon.interchange.convert import converted_text
 from tests.small_corpus import write_small_corpus
 
-# 'poems' has a weight of zero, so exports must not sample it.
+# 'poems' has a weight of zero, so most formats must not list it.
 WEIGHTS = {"news": 0.1 + 0.2, "code": 1 / 7, "poems": 0.0, "wiki(en)": 1 - (0.1 + 0.2) - 1 / 7}
 
 
@@ -43,6 +44,6 @@ def export(corpus, mixture_file):
 
     def exported(chosen, **options):
         given = {"mixture": mixture_file, "corpus": corpus.root, **options}
-        return exported_text(ExportOptions(format=chosen, **given))
+        return converted_text(ConvertOptions(format=chosen, **given))
 
     return exported

@@ -1,4 +1,4 @@
-"""tools/export_mixture.py: all formats except Megatron's."""
+"""tools/convert_mixture.py: options, files, and all formats except Megatron's."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
-from megatron_chameleon.artifacts import SPLITS
+from megatron_chameleon.artifacts import SPLITS, Mixture
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.interchange import (
-    APPLIES_TO,
-    ExportFormat,
-    ExportOptions,
-    export_mixture,
-)
+from megatron_chameleon.interchange import ConvertOptions, FormatName, convert_mixture
+from megatron_chameleon.interchange.options import LIMITED, ONE_SPLIT
 from tests.small_corpus import write_small_corpus
 
 VALUES = {"split": "valid", "token_budget": 10**9}
+APPLIES_TO = {"split": ONE_SPLIT, "token_budget": LIMITED}
 
 
-@pytest.mark.parametrize("chosen", get_args(ExportFormat))
+@pytest.mark.parametrize("chosen", get_args(FormatName))
 def test_option_changes_the_export_or_is_rejected(export, chosen):
     for name, value in VALUES.items():
         if chosen in APPLIES_TO[name]:
@@ -37,15 +35,19 @@ def test_option_changes_the_export_or_is_rejected(export, chosen):
                 export(chosen, **{name: value})
 
 
-def test_tables_have_every_domain_with_its_exact_weight(export, corpus, weights):
+def test_table_and_mixture_have_every_domain_with_its_exact_weight(
+    export, corpus, weights, tmp_path
+):
     rows = list(csv.DictReader(io.StringIO(export("csv"))))
     assert {row["domain"]: float(row["weight"]) for row in rows} == weights
-    listed = json.loads(export("json"))
-    assert {row["domain"]: row["weight"] for row in listed} == weights
-    for row, from_json in zip(rows, listed, strict=True):
-        assert row == {key: str(value) for key, value in from_json.items()}
+    (tmp_path / "mixture.json").write_text(export("json"))
+    mixture = Mixture.load(tmp_path / "mixture.json")
+    assert mixture.weights == weights
+    for row in rows:
         for split in SPLITS:
-            assert Path(row[f"{split}_prefix"]) == corpus.prefix(row["domain"], split)
+            prefix = corpus.prefix(row["domain"], split)
+            assert Path(row[f"{split}_prefix"]) == prefix
+            assert mixture.sources[row["domain"]].files[split] == [f"{prefix}.bin"]
             tokens = corpus.domains[row["domain"]].split(split).tokens
             assert int(row[f"{split}_tokens"]) == tokens
 
@@ -59,20 +61,20 @@ def test_paths_are_absolute(export, corpus, monkeypatch):
 
 def test_existing_files_are_replaced_only_with_overwrite(export, corpus, mixture_file, tmp_path):
     with pytest.raises(UserError, match="is the mixture itself"):
-        ExportOptions(mixture_file, corpus.root, "json", output=mixture_file, overwrite=True)
+        ConvertOptions(mixture_file, "csv", output=mixture_file, overwrite=True)
     output = tmp_path / "new" / "out.json"
-    options = ExportOptions(mixture_file, corpus.root, "json", output=output)
-    export_mixture(options)
-    assert output.read_text() == export("json")
+    options = ConvertOptions(mixture_file, "csv", corpus=corpus.root, output=output)
+    convert_mixture(options)
+    assert output.read_text() == export("csv")
     output.write_text("user data")
     with pytest.raises(UserError, match="--overwrite"):
-        export_mixture(options)
+        convert_mixture(options)
     assert output.read_text() == "user data"
-    export_mixture(dataclasses.replace(options, overwrite=True))
-    assert output.read_text() == export("json")
+    convert_mixture(dataclasses.replace(options, overwrite=True))
+    assert output.read_text() == export("csv")
     for invalid in (output / "blend.csv", tmp_path):
         with pytest.raises(UserError, match=re.escape(str(invalid))):
-            export_mixture(dataclasses.replace(options, output=invalid, overwrite=True))
+            convert_mixture(dataclasses.replace(options, output=invalid, overwrite=True))
 
 
 def test_torchtitan_and_litgpt_get_names_and_weights(export, sampled, tmp_path):
@@ -92,14 +94,14 @@ def test_olmo_core_gets_token_files_and_may_repeat_text_within_the_token_budget(
     export, corpus, sampled, mixture_file, tmp_path
 ):
     for split in ("train", "test"):
-        sources = json.loads(export("olmo-core", split=split))["sources"]
+        sources = yaml.safe_load(export("olmo-core", split=split))["sources"]
         assert {source["source_name"]: source["target_ratio"] for source in sources} == sampled
         for source in sources:
             assert source["paths"] == [f"{corpus.prefix(source['source_name'], split)}.bin"]
             assert "max_repetition_ratio" not in source
     tokens = corpus.train_tokens
     budget = round(2.5 * tokens["news"] / sampled["news"])
-    sources = json.loads(export("olmo-core", token_budget=budget))["sources"]
+    sources = yaml.safe_load(export("olmo-core", token_budget=budget))["sources"]
     allowed = {source["source_name"]: source["max_repetition_ratio"] for source in sources}
     assert allowed["news"] == 3
     for name, ratio in allowed.items():
@@ -107,7 +109,7 @@ def test_olmo_core_gets_token_files_and_may_repeat_text_within_the_token_budget(
     # The default is the budget that the mixture was computed for.
     computed = tmp_path / "computed.json"
     computed.write_text(json.dumps(json.loads(mixture_file.read_text()) | {"token_budget": budget}))
-    assert json.loads(export("olmo-core", mixture=computed))["sources"] == sources
+    assert yaml.safe_load(export("olmo-core", mixture=computed))["sources"] == sources
     moved = shutil.copytree(corpus.root, tmp_path / "a*b")
     with pytest.raises(UserError, match="reads '\\*' as a pattern"):
         export("olmo-core", corpus=moved)

@@ -61,7 +61,7 @@ def shares(samples, corpus):
 def test_olmo_core_samples_with_the_exported_weights(python, export, corpus, sampled, tmp_path):
     budget = 4 * sum(corpus.train_tokens.values())
     (tmp_path / "token_budget.json").write_text(json.dumps(budget))
-    exported = tmp_path / "export.json"
+    exported = tmp_path / "export.yaml"
     exported.write_text(export("olmo-core", token_budget=budget))
     command = [python, READER, exported, tmp_path, str(SEQUENCE_LENGTH)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

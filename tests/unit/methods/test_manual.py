@@ -11,7 +11,7 @@ from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.published import published_column
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.interchange import ExportOptions, exported_text
+from megatron_chameleon.interchange import write_mixture
 from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.manual.compute import compute_manual
 from tests.small_corpus import write_small_corpus
@@ -59,7 +59,7 @@ def test_weights_of_a_csv_table(manual, corpus, tmp_path):
     assert manual(weights=str(table)).weights == {"news": 0.4, "code": 0.0, "poems": 0.6}
     path = tmp_path / "mixture.json"
     Mixture({"news": 0.2, "code": 0.3, "poems": 0.5}).save(path)
-    table.write_text(exported_text(ExportOptions(mixture=path, corpus=corpus.root, format="csv")))
+    table.write_text(write_mixture(Mixture.load(path), "csv"))
     assert manual(weights=str(table)).weights == Mixture.load(path).weights
 
 

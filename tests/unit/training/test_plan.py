@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts import Mixture, MixtureStage, MixtureWarning
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
@@ -20,7 +20,7 @@ from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.training.memory import check_host_memory
 from megatron_chameleon.training.options import PretrainOptions
-from megatron_chameleon.training.plan import plan_training
+from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.families import write_config
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer
 
@@ -68,6 +68,27 @@ def test_plan_reads_corpus_mixture_and_mixture_changes(plan, corpus, tmp_path):
     assert sum(ramps.schedule.target_samples(48)) == pytest.approx(48)
     tokens = ramps.data.tokens["poems"]
     assert ramps.epochs(ramps.schedule)["poems"] == pytest.approx(2 / 3 * 6 * 8 * 32 / tokens)
+
+
+def test_a_mixture_may_change_and_limit_repetition(plan, tmp_path):
+    news, code = {"news": 1.0, "code": 0.0, "poems": 0.0}, {"news": 0.0, "code": 1.0, "poems": 0.0}
+    stages = [MixtureStage(2, code), MixtureStage(9, news)]
+    mixture = tmp_path / "m.json"
+    Mixture(news, stages=stages, max_repetition={"code": 0.1, "news": 50.0}).save(mixture)
+    given = {"mixture": str(mixture), "data": DataOptions(permutation="epoch")}
+    with pytest.warns(MixtureWarning, match="ends before its weights change at step 9"):
+        made = plan(**given)
+    expected = (Phase(0, (1, 0, 0)), Phase(2 * 8, (0, 1, 0)), Phase(9 * 8, (1, 0, 0)))
+    assert made.schedule.phases == expected
+    with pytest.warns(MixtureWarning) as caught:
+        warn_of_repeats(made, made.schedule)
+    assert ["'code'" in str(warning.message) for warning in caught] == [True]
+    for data in (changing("3=uniform"), DataOptions()):  # other changes; Megatron's order
+        mixture.write_text(mixture.read_text().replace('"step": 9', '"step": 5'))
+        with pytest.raises(UserError):
+            plan(**{**given, "data": data})
+    with pytest.raises(UserError, match="change at step 2"):
+        plan(data=changing(f"3={mixture}"))
 
 
 def test_the_record_names_the_model_or_its_folder(plan, tmp_path):

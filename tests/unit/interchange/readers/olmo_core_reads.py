@@ -15,7 +15,7 @@ def main(export: str, folder: str, sequence_length: int) -> None:
     """Write samples to FOLDER/samples.json, as many as FOLDER/token_budget.json allows."""
     requested = json.loads((Path(folder) / "token_budget.json").read_text())
     mixture = SourceMixtureDatasetConfig(
-        source_list=SourceMixtureList.from_json(export),
+        source_list=SourceMixtureList.from_yaml(export),
         requested_tokens=requested,
         global_batch_size=4 * sequence_length,
         render_tables=False,

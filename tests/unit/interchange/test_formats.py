@@ -1,0 +1,233 @@
+"""Files of other trainers as their users write them, and mixtures that a format cannot hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from megatron_chameleon.artifacts import Mixture, MixtureStage
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange import ConvertOptions, read_mixture, write_mixture
+from megatron_chameleon.interchange.convert import converted_text
+
+OLMO_CORE = """
+sources:
+- {source_name: dclm, target_ratio: 0.7, paths: ['s3://b/dclm/*.npy']}
+- {source_name: wiki, target_ratio: 0.2, paths: [w0.npy, w1.npy], max_repetition_ratio: 2.5}
+- source_name: flan
+  target_ratio: 0.1
+  paths: [f.npy]
+  max_repetition_ratio: 4
+  max_source_fraction: 0.5
+"""
+OLMIX = """
+name: heavy-code
+data:
+  sources:
+  - name: dclm
+    topics:
+    - {name: code, paths: [c.npy]}
+    - {name: science, quality: [{name: high, paths: [h.npy]}, {name: low, paths: [l.npy]}]}
+  - {name: arxiv, paths: [a.npy]}
+  - {name: unused, paths: [u.npy]}
+priors:
+  token_counts: {'dclm:code': 900_000_000_000_000_001, arxiv: 500}
+mix:
+  dclm:
+    weight: 0.75
+    repetition_factor: 2.0
+    code: {weight: 0.5}
+    science:
+      weight: 0.5
+      high: {weight: 0.75, repetition_factor: 3.5}
+      low: {weight: 0.25}
+  arxiv: {weight: 0.25}
+"""
+LEVANTER = """
+data:
+  components: {web: {}, code: {}, math: {}}
+  train_weights:
+  - [0, {web: 3, code: 1}]
+  - [1000, {web: 0.5, math: 0.5}]
+"""
+REGMIX = """
+train:
+  train_the_pile_arxiv: 2.5e-1
+  train_the_pile_github: 75e-2
+valid:
+  valid_the_pile_pile_cc: 1.0
+model_name: tinyllama_1_1b
+"""
+
+
+def written(tmp_path, text, name="mixture"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_olmo_core(tmp_path):
+    mixture = read_mixture(written(tmp_path, OLMO_CORE), "olmo-core")
+    assert mixture.weights == {"dclm": 0.7, "wiki": 0.2, "flan": 0.1}
+    assert mixture.max_repetition == {"wiki": 2.5, "flan": 2.0}
+    assert mixture.sources["wiki"].files == {"train": ["w0.npy", "w1.npy"]}
+    written_again = yaml.safe_load(write_mixture(mixture, "olmo-core"))["sources"]
+    assert written_again[:2] == yaml.safe_load(OLMO_CORE)["sources"][:2]
+    with pytest.raises(UserError, match=r"'dclm' has the files .* one .bin file"):
+        write_mixture(dataclasses.replace(mixture, max_repetition=None), "megatron-data-args")
+    below = dataclasses.replace(mixture, max_repetition={"wiki": 0.5})
+    listed = yaml.safe_load(write_mixture(below, "olmo-core"))["sources"]
+    assert listed[1]["max_source_fraction"] == 0.5
+
+
+def test_olmix(tmp_path):
+    mixture = read_mixture(written(tmp_path, OLMIX), "olmix")
+    assert mixture.weights == {
+        "dclm:code": 0.375,
+        "dclm:science:high": 0.28125,
+        "dclm:science:low": 0.09375,
+        "arxiv": 0.25,
+        "unused": 0.0,
+    }
+    caps = {"dclm:code": 2.0, "dclm:science:high": 3.5, "dclm:science:low": 2.0}
+    assert mixture.max_repetition == caps
+    assert mixture.sources["dclm:science:low"].files == {"train": ["l.npy"]}
+    assert mixture.sources["dclm:code"].tokens == {"train": 900_000_000_000_000_001}
+
+
+def test_levanter_and_regmix(tmp_path):
+    with pytest.warns(UserWarning, match="sum to 4"):
+        mixture = read_mixture(written(tmp_path, LEVANTER), "levanter")
+    assert mixture.weights == {"web": 0.75, "code": 0.25, "math": 0.0}
+    assert mixture.stages == [MixtureStage(1000, {"web": 0.5, "code": 0.0, "math": 0.5})]
+    mixture = read_mixture(written(tmp_path, REGMIX), "regmix")
+    assert mixture.weights == {"train_the_pile_arxiv": 0.25, "train_the_pile_github": 0.75}
+    with pytest.raises(UserError, match="'codes' as files of 'code'"):
+        write_mixture(Mixture({"code": 0.5, "web": 0.25, "codes": 0.25}), "regmix")
+
+
+def test_splits_with_different_domains_or_weights_are_an_error(tmp_path):
+    blends = {"train": ["1", "t/web", "3", "t/code"], "validation": ["1", "v/web", "3", "v/code"]}
+    path = written(tmp_path, json.dumps(blends))
+    with pytest.warns(UserWarning, match="sum to 4"):
+        mixture = read_mixture(path, "automodel")
+    assert mixture.weights == {"web": 0.25, "code": 0.75}
+    assert mixture.sources["web"].files == {
+        "train": ["t/web.bin"],
+        "valid": ["v/web.bin"],
+        "test": [],
+    }
+    for listed in (["1", "v/web", "2", "v/code"], ["1", "v/web", "3", "v/wiki"]):
+        path.write_text(json.dumps({**blends, "validation": listed}))
+        with pytest.raises(UserError, match="--split train"):
+            read_mixture(path, "automodel")
+        with pytest.warns(UserWarning, match="sum to 4"):
+            assert read_mixture(path, "automodel", split="train").weights == mixture.weights
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("olmo-core", "sources: [{source_name: a, target_ratio: 1}]", "paths of 'a'"),
+        ("olmo-core", "sources: [{source_name: 1, target_ratio: 1, paths: [a]}]", "1 must be text"),
+        ("levanter", "train_weights: {a: 0.5, b: 0.25, a: 0.25}", "'a' is repeated"),
+        ("levanter", "train_weights: {no: 1.0}", "False must be text"),
+        ("levanter", "train_weights: [[5, {a: 1.0}]]", "step 0"),
+        ("levanter", "train_weights: [[0, {a: 1.0}], [0, {a: 1.0}]]", "increase"),
+        ("levanter", "train_weights: {a: .nan}", "'a' is nan"),
+        ("olmix", "mix: {a: {weight: 1.0, repetition_factor: -1}}", "repetition of 'a'"),
+        ("olmix", "mix: {a: {weight: x}}", "'a' is 'x'"),
+        ("regmix", "train: [a]", "train"),
+        ("regmix", "train: {a: 1", "not YAML"),
+        ("litgpt", '{"datasets": ["a"], "weights": []}', "same length"),
+        ("torchtitan", '{"sources": {}}', "sources"),
+        ("megatron-data-path", "a b", "2 prefixes and 0 weights"),
+        ("megatron-bridge", '{"blend": [["a", "b"], [1.0]]}', "2 prefixes and 1 weights"),
+        ("megatron-bridge", '{"blend": [["x/a", "x/a"], [0.5, 0.5]]}', "two weights for"),
+        ("automodel", '{"train": ["1", "a"], "dve": []}', "'dve'"),
+        ("csv", "domain,weight\na,1\na,1\n", "duplicate domain 'a'"),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_the_place(name, text, problem, tmp_path):
+    path = written(tmp_path, text)
+    with pytest.raises(UserError, match=problem) as rejected:
+        read_mixture(path, name)
+    assert str(path) in str(rejected.value)
+    assert "\n" not in str(rejected.value)
+
+
+# Names
+
+
+def test_names_are_matched_with_the_corpus(corpus, tmp_path):
+    path = written(tmp_path, "train_weights: {pages: 0.25, code: 0.5, poem: 0.25}")
+    options = ConvertOptions(
+        path, "json", "levanter", corpus.root, rename=(("pages=news",), ("poem=poems",))
+    )
+    with pytest.warns(UserWarning, match=r"no weight for wiki\(en\)"):
+        mixture = read_mixture(written(tmp_path, converted_text(options), "m.json"))
+    assert mixture.weights == {"news": 0.25, "code": 0.5, "poems": 0.25, "wiki(en)": 0.0}
+    assert list(mixture.sources) == corpus.names
+    with pytest.raises(
+        UserError, match=r"'pages', 'poem', which are not domains of .*'wiki\(en\)'"
+    ):
+        converted_text(dataclasses.replace(options, rename=()))
+    for rename in ("x=news", "poem", "pages=code"):
+        with pytest.raises(UserError, match="--rename"):
+            converted_text(dataclasses.replace(options, rename=((rename,),)))
+
+
+def test_files_get_the_names_of_the_corpus_in_any_order(export, corpus, sampled, tmp_path):
+    for name in ("megatron-data-args", "megatron-per-split", "megatron-bridge", "automodel"):
+        path = written(tmp_path, export(name))
+        mixture = read_mixture(path, name, corpus=corpus)
+        assert mixture.weights == sampled
+        for domain in sampled:
+            prefix = corpus.prefix(domain, "train")
+            assert mixture.sources[domain].files["train"] == [f"{prefix}.bin"]
+    lines = export("megatron-data-args").splitlines()
+    path.write_text("\n".join(reversed(lines)))
+    assert read_mixture(path, "megatron-data-args", corpus=corpus).weights == sampled
+    path.write_text("\n".join([*lines[:-1], "0.5 /elsewhere/wiki(en)"]))
+    with pytest.raises(UserError, match="does not have the files '/elsewhere/wiki"):
+        read_mixture(path, "megatron-data-args", corpus=corpus)
+
+
+# Stages and limits on repetition
+
+
+def test_stages_and_caps_are_converted_by_choice(corpus, tmp_path):
+    weights = {"news": 1.0, "code": 0.0}
+    stages = [MixtureStage(10, {"news": 0.25, "code": 0.75})]
+    path = tmp_path / "m.json"
+    Mixture(weights, stages=stages, max_repetition={"code": 4.0}, scores=weights).save(path)
+    options = ConvertOptions(path, "litgpt")
+    with pytest.raises(UserError, match="at step 10"):
+        converted_text(options)
+    options = dataclasses.replace(options, at_step=10)
+    with pytest.raises(UserError, match="limit on repetition of 'code'"):
+        converted_text(options)
+    options = dataclasses.replace(options, drop_max_repetition=True)
+    assert json.loads(converted_text(options))["weights"] == [0.25, 0.75]
+    before = dataclasses.replace(options, at_step=9, format="levanter")
+    assert yaml.safe_load(converted_text(before)) == {"train_weights": weights}
+    # The scores belong to other weights.
+    options = dataclasses.replace(options, format="json", drop_max_repetition=False)
+    assert json.loads(converted_text(options))["scores"] is None
+
+
+def test_a_mixture_that_changes_is_loaded_only_where_that_is_supported(tmp_path):
+    path = tmp_path / "m.json"
+    changing = Mixture({"a": 1.0}, stages=[MixtureStage(5, {"a": 1.0})])
+    changing.save(path)
+    with pytest.raises(UserError, match="change at step 5"):
+        Mixture.load(path)
+    assert Mixture.load(path, may_change=True) == changing
+    assert changing.hash != changing.at_step(0).hash
+    for damaged in ([{"step": 5, "weights": {"b": 1.0}}], [{"step": 0, "weights": {"a": 1.0}}]):
+        path.write_text(json.dumps({"weights": {"a": 1.0}, "stages": damaged}))
+        with pytest.raises(UserError, match=r"m\.json"):
+            Mixture.load(path, may_change=True)
