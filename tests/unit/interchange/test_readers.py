@@ -1,12 +1,14 @@
-"""OLMo-core samples with an exported mixture.
+"""Other trainers read mixtures that were written for them.
 
-OLMo-core is installed into a virtual environment; the test is skipped if pip does not find it.
+OLMo-core is installed into a virtual environment, and the other packages into a folder, without the
+packages that they require for other purposes. A test is skipped if pip does not find its package.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -15,10 +17,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_chameleon.artifacts import SPLITS
 from tests.small_corpus import EOD, STATES
 
-READER = Path(__file__).parent / "readers/olmo_core_reads.py"
+READERS = Path(__file__).parent / "readers"
 SEQUENCE_LENGTH = 32
+# Format -> package that reads it, and other packages that its reader imports.
+PACKAGES = {
+    "litgpt": ("litdata", "lightning-utilities"),
+    "torchtitan": ("torchtitan", "torchdata", "torch-checkpointing", "spmd-types", "einops"),
+    "automodel": ("nemo-automodel", "torchdata"),
+}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -63,7 +72,7 @@ def test_olmo_core_samples_with_the_exported_weights(python, export, corpus, sam
     (tmp_path / "token_budget.json").write_text(json.dumps(budget))
     exported = tmp_path / "export.yaml"
     exported.write_text(export("olmo-core", token_budget=budget))
-    command = [python, READER, exported, tmp_path, str(SEQUENCE_LENGTH)]
+    command = [python, READERS / "olmo_core_reads.py", exported, tmp_path, str(SEQUENCE_LENGTH)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     samples = json.loads((tmp_path / "samples.json").read_text())
@@ -77,3 +86,40 @@ def test_olmo_core_samples_with_the_exported_weights(python, export, corpus, sam
         ).tolist()
     }
     assert all(tuple(sample) in windows for sample in samples)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_trainer_reads_the_exact_weights(name, export, corpus, sampled, tmp_path):
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        tmp_path / "p",
+    ]
+    done = subprocess.run([*pip, *PACKAGES[name]], capture_output=True, text=True)
+    if "No matching distribution found" in done.stderr:
+        pytest.skip(f"pip does not find {' '.join(PACKAGES[name])}")
+    assert done.returncode == 0, done.stderr
+    written = tmp_path / "mixture.json"
+    written.write_text(export(name))
+    done = subprocess.run(
+        [sys.executable, READERS / "mixture_reads.py", name, written],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "p")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    read = json.loads(done.stdout.splitlines()[-1])
+    if name != "automodel":
+        assert read == pytest.approx(sampled, rel=1e-15)  # litdata divides by their sum
+        return
+    splits = zip(("train", "validation", "test"), SPLITS, strict=True)
+    assert read == {
+        theirs: [[str(corpus.prefix(domain, split)) for domain in sampled], [*sampled.values()]]
+        for theirs, split in splits
+    }
