@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_chameleon.artifacts import (
     SPLITS,
@@ -111,7 +112,7 @@ def renamed(mixture: Mixture, renames: Sequence[str]) -> Mixture:
 
 def without_results(mixture: Mixture) -> Mixture:
     """Leave out the method's results, which refer to other names or weights."""
-    empty = {field.name: field.default for field in dataclasses.fields(Mixture)}
+    empty: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Mixture)}
     results = ("scores", "intervals", "confidence", "outweighs", "affinity", "epochs", "max_epochs")
     changed = {name: empty[name] for name in (*results, "unconstrained", "capped")}
     return dataclasses.replace(mixture, **changed)

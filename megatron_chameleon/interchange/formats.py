@@ -200,7 +200,9 @@ def _read_olmo_core(path: Path, split: Split | None, _corpus: Corpus | None) -> 
     """
     listed = _list(_yaml_object(path), "sources", path)
     part: Split = split or "train"
-    weights, caps, sources = [], {}, {}
+    weights: list[tuple[str, Any]] = []
+    caps: dict[str, float] = {}
+    sources: dict[str, DomainSource] = {}
     for source in listed:
         name = _name(source.get("source_name"), f"{path}: source_name")
         weights.append((name, source.get("target_ratio")))

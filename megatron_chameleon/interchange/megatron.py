@@ -38,9 +38,15 @@ UNSAFE_IN_SHELL = re.compile(r"""[\s*?\[\\$`"']""")
 # Megatron-LM splits the content of a --data-args-path file at white space and has no quoting.
 UNSAFE_IN_ARGS_FILE = re.compile(r"\s")
 TOKENS_SUFFIX = ".bin"
-# Automodel's names of the splits; it also reads the other names.
-AUTOMODEL_SPLITS: dict[str, Split] = {"train": "train", "validation": "valid", "test": "test"}
-AUTOMODEL_SPLITS |= {"valid": "valid", "val": "valid", "dev": "valid"}
+# Automodel's names of the splits: the three that are written, and others that it also reads.
+AUTOMODEL_SPLITS: dict[str, Split] = {
+    "train": "train",
+    "validation": "valid",
+    "test": "test",
+    "valid": "valid",
+    "val": "valid",
+    "dev": "valid",
+}
 # Weights of two splits agree if they differ by rounding only.
 SAME_WEIGHT = 1e-9
 
@@ -148,10 +154,11 @@ def _mixture(
     if (chosen := blends[main]) is None:
         raise UserError(f"{path}: {main} has no weights; choose another --split")
     weights, prefixes = _named(chosen, path, main, corpus, names)
-    files: dict[str, dict[Split, list[str]]] = {
-        name: {part: [] for part in (blends if split is None else [main])} | {main: [prefix]}
-        for name, prefix in prefixes.items()
-    }
+    parts = list(blends) if split is None else [main]
+    files: dict[str, dict[Split, list[str]]] = {}
+    for name, prefix in prefixes.items():
+        files[name] = {part: [] for part in parts}
+        files[name][main] = [prefix]
     for part, blend in blends.items():
         if split is not None or part == main or blend is None:
             continue

@@ -43,6 +43,7 @@ def test_table_and_mixture_have_every_domain_with_its_exact_weight(
     (tmp_path / "mixture.json").write_text(export("json"))
     mixture = Mixture.load(tmp_path / "mixture.json")
     assert mixture.weights == weights
+    assert mixture.sources is not None
     for row in rows:
         for split in SPLITS:
             prefix = corpus.prefix(row["domain"], split)
