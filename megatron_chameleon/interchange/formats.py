@@ -171,11 +171,14 @@ def _write_csv(mixture: Mixture, _split: Split) -> str:
             rows.append(row)
     columns = [name for name in rows[0] if any(str(row.get(name, "")) for row in rows)]
     text = io.StringIO(newline="")
-    # The reader skips white space before an unquoted value.
-    spaced = any(name != name.strip() for name in mixture.weights)
-    quoting = csv.QUOTE_ALL if spaced else csv.QUOTE_MINIMAL
+    # The reader skips white space before an unquoted value, and ends a row at a carriage return.
+    spaced = any(name != " ".join(name.split()) for name in mixture.weights)
     writer = csv.DictWriter(
-        text, columns, extrasaction="ignore", lineterminator="\n", quoting=quoting
+        text,
+        columns,
+        extrasaction="ignore",
+        lineterminator="\n",
+        quoting=csv.QUOTE_ALL if spaced else csv.QUOTE_MINIMAL,
     )
     writer.writeheader()
     writer.writerows(rows)
@@ -555,7 +558,8 @@ def _yaml_object(path: Path) -> dict[Any, Any]:
 
 
 def _yaml(value: object) -> str:
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=math.inf)
+    # Only ASCII: PyYAML does not read every other line break that it writes, such as U+0085.
+    return yaml.safe_dump(value, sort_keys=False, width=math.inf)
 
 
 def _json(value: object) -> str:

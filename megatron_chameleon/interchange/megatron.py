@@ -150,7 +150,8 @@ def _mixture(
     Unless ``split`` is chosen, the blends of the other splits must have the same domains and
     weights, apart from domains without text in them.
     """
-    main: Split = split or ("train" if len(blends) > 1 else next(iter(blends)))
+    only: Split = next(iter(blends))
+    main: Split = split or ("train" if len(blends) > 1 else only)
     if (chosen := blends[main]) is None:
         raise UserError(f"{path}: {main} has no weights; choose another --split")
     weights, prefixes = _named(chosen, path, main, corpus, names)

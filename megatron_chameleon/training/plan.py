@@ -235,10 +235,10 @@ def load_schedule(
         for stage in mixture.stages:
             new = mixture.at_step(stage.step).weights_for(data.names, data.where)
             schedule = schedule.changed(stage.step * options.global_batch_size, new)
-        if (last := mixture.stages[-1].step) >= options.train_iters:
+        if (end := mixture.stages[-1].step) >= options.train_iters:
             warnings.warn(
                 f"--mixture {options.mixture}: the run ends before its weights change at step "
-                f"{last}",
+                f"{end}",
                 MixtureWarning,
                 stacklevel=2,
             )

@@ -20,6 +20,7 @@ MEGATRON = [name for name in FORMATS if name.startswith("megatron") or name == "
 SAMPLED = [*MEGATRON, "olmo-core", "torchtitan", "litgpt"]
 # Some of these would be a boolean, a number or a null in YAML.
 NAMES = st.sampled_from(["no", "null", "1e5", "2024", "~", "a:b", "weight", " x ", '"', "-", "é\n"])
+NAMES |= st.sampled_from(["a\rb", "\x85"])
 NAMES |= st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 # Names of files.
 SAFE_NAMES = st.from_regex(r"[a-zA-Z0-9][a-zA-Z0-9_.=-]{0,7}", fullmatch=True)
