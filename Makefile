@@ -99,7 +99,7 @@ format: $(STAMP)
 lock:
 	uv pip compile setup.py --quiet --universal --python-version 3.11.5 --constraint constraints.txt \
 	  --no-annotate --extra data --extra dev --extra docs --extra eval --extra hf --extra plots \
-	  --output-file requirements.lock --custom-compile-command 'make lock' > /dev/null
+	  --extra ray --output-file requirements.lock --custom-compile-command 'make lock' > /dev/null
 
 # Broken links and unlinked pages fail the build. With mkdocs's --quiet, they would not.
 docs: $(STAMP)
@@ -151,7 +151,7 @@ $(STAMP):
 	  echo
 	}
 	$(PIP_INSTALL) torch setuptools 2>&1 | tee $(VENV)/setup.log | show_progress '1/2 torch:'
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,docs,eval,hf,plots]' triton 2>&1 \
+	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,docs,eval,hf,plots,ray]' triton 2>&1 \
 	  | tee -a $(VENV)/setup.log | show_progress '2/2 the rest:'
 	echo "$$made_by" > $@
 	echo "$(VENV) is ready."

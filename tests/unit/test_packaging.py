@@ -41,7 +41,7 @@ def test_requirements_are_ranges_and_constraints_pin_them(setup_arguments):
         for name, requirement in read_requirements(lines).items():
             assert {part.operator for part in requirement.specifier} <= {">=", "<", "!="}
             # make installs only these extras, so only these need pins.
-            if extra in ("", "dev", "data", "docs", "eval", "hf"):
+            if extra in ("", "dev", "data", "docs", "eval", "hf", "plots", "ray"):
                 (pinned,) = pins[name].specifier
                 assert requirement.specifier.contains(pinned.version), f"{requirement} excludes it"
     torch = read_requirements(setup_arguments["install_requires"])["torch"].specifier

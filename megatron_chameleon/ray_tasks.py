@@ -1,0 +1,88 @@
+"""Run a function on many items as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from megatron_chameleon.errors import UserError, first_line
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# Times that a task is started again after its worker or machine died.
+MAX_RETRIES = 3
+
+
+def map_on_ray(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    num_cpus: float = 1.0,
+    tasks_per_gpu: int = 0,
+) -> Iterator[Result]:
+    """Yield ``function(item)`` of each item, in the order in which the tasks finish.
+
+    The tasks run on the cluster at ``$RAY_ADDRESS``, or on the one that ``ray start`` has started
+    on this machine; otherwise, Ray is started on this machine until the last task has finished. A
+    task whose worker or machine dies is started again up to ``MAX_RETRIES`` times; no other task is
+    affected. Unfinished tasks are killed when the iterator is closed or raises, and when this
+    process ends. The tasks' standard output goes to Ray's logs.
+
+    Args:
+        function: a module-level function, or a ``functools.partial`` of one; the workers import
+            its module and get one copy of its arguments per machine.
+        items: arguments of the tasks.
+        num_cpus: CPU cores that Ray reserves for each task.
+        tasks_per_gpu: number of tasks that share a GPU; 0, or a cluster without GPUs, gives the
+            tasks no GPU.
+
+    Raises:
+        UserError: if Ray is not installed or unreachable, if ``function`` raises a UserError, or
+            if a task's worker died ``MAX_RETRIES + 1`` times. The task's other exceptions are
+            raised unchanged.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports usage to its makers
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            f"Ray cannot be imported ({error}): pip install 'megatron-chameleon[ray]'"
+        ) from error
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = os.environ.get("RAY_ADDRESS", "this machine")
+        raise UserError(f"no Ray cluster at {where}: {first_line(error)}") from error
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray installs its own handler
+    try:
+        num_gpus = 0.0
+        if tasks_per_gpu and ray.cluster_resources().get("GPU"):
+            num_gpus = 1 / tasks_per_gpu
+        task = ray.remote(_call).options(
+            num_cpus=num_cpus, num_gpus=num_gpus, max_retries=MAX_RETRIES
+        )
+        shared = ray.put(function)
+        running = {task.remote(shared, item): item for item in items}
+        while running:
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            item = running.pop(done)
+            try:
+                result = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            except ray.exceptions.RayError as error:
+                raise UserError(
+                    f"the worker of task {item} died {MAX_RETRIES + 1} times, possibly for lack of "
+                    f"memory: {first_line(error)}"
+                ) from error
+            yield result
+    finally:
+        ray.shutdown()
+
+
+def _call(function: Callable[[Any], Any], item: Any) -> Any:
+    return function(item)
