@@ -100,6 +100,8 @@ setup(
         # s3:// and gs://. fsspec is their common interface.
         "storage": ["s3fs>=2024.6", "gcsfs>=2024.6"],
         "wandb": ["wandb>=0.17"],
+        # The client of an MLflow server. A database as tracking store needs the package mlflow.
+        "mlflow": ["mlflow-skinny>=2.16"],
         # Build of the documentation.
         "docs": [
             "latex2mathml>=3.77",

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import time
 import uuid
 import warnings
@@ -25,7 +26,7 @@ from torch.profiler import ProfilerAction
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.step import StepResult, counts_losses
@@ -351,7 +352,91 @@ class WandbLogger:
         self._run.finish()
 
 
-Logger = JsonLinesLogger | TensorBoardLogger | WandbLogger
+class MlflowLogger:
+    """Log to an MLflow run; after a resume, log to the same run.
+
+    Raises:
+        UserError: if MLflow rejects the run, or its server cannot be reached.
+    """
+
+    # Limits of MLflow for one request, and for the length of a parameter's value.
+    MAX_METRICS, MAX_PARAMETERS, MAX_VALUE_LENGTH = 1000, 100, 6000
+
+    def __init__(self, options: PretrainOptions) -> None:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        self._error = MlflowException
+        id_file = options.run_dir / "mlflow-id.txt"
+        try:
+            self._client = MlflowClient()
+            if id_file.exists():
+                self._id = id_file.read_text(encoding="utf-8", errors="replace").strip()
+                self._client.update_run(self._id, status="RUNNING")
+            else:
+                self._id = self._start(options)
+                with replacing(id_file) as temporary:
+                    temporary.write_text(self._id)
+        except MlflowException as error:
+            raise UserError(
+                f"MLflow: {first_line(error)}; check MLFLOW_TRACKING_URI, delete {id_file} to log "
+                "to a new MLflow run, or leave --mlflow-experiment out"
+            ) from error
+
+    def _start(self, options: PretrainOptions) -> str:
+        """Create the MLflow run, with the options as its parameters, and return its id."""
+        from mlflow.entities import Param
+
+        name = options.logging.mlflow_experiment
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        run_id: str = self._client.create_run(experiment, run_name=options.run_dir.name).info.run_id
+        params = [
+            Param(mlflow_name(key), str(value)[: self.MAX_VALUE_LENGTH])
+            for key, value in leaves(json_values(options))
+        ]
+        for first in range(0, len(params), self.MAX_PARAMETERS):
+            self._client.log_batch(run_id, params=params[first : first + self.MAX_PARAMETERS])
+        return run_id
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Send every finite number; nested names are joined, as in 'domain_loss/news'.
+
+        Raises:
+            OSError: if the metrics were not accepted; they are lost.
+        """
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        metrics = [Metric(mlflow_name(n), value, now, step) for n, value in scalars(figures)]
+        with self._as_os_error():
+            for first in range(0, len(metrics), self.MAX_METRICS):
+                self._client.log_batch(self._id, metrics[first : first + self.MAX_METRICS])
+
+    def close(self) -> None:
+        """Mark the run as finished.
+
+        Raises:
+            OSError: if the server cannot be reached.
+        """
+        with self._as_os_error():
+            self._client.set_terminated(self._id)
+
+    @contextlib.contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            raise OSError(f"MLflow: {first_line(error)}") from error
+
+
+def mlflow_name(name: str) -> str:
+    """Replace what MLflow does not accept in the name of a metric or parameter by underscores."""
+    parts = (re.sub(r"[^\w .:-]", "_", part) for part in name.split("/"))
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:250]
+
+
+Logger = JsonLinesLogger | TensorBoardLogger | WandbLogger | MlflowLogger
 
 
 def open_loggers(options: PretrainOptions, first_step: int) -> list[Logger]:
@@ -366,6 +451,10 @@ def open_loggers(options: PretrainOptions, first_step: int) -> list[Logger]:
         "wandb", "leave out --wandb-project and unset WANDB_API_KEY"
     ):
         loggers.append(WandbLogger(options))
+    if options.logging.mlflow_experiment is not None and _installed(
+        "mlflow", "leave out --mlflow-experiment"
+    ):
+        loggers.append(MlflowLogger(options))
     return loggers
 
 
@@ -389,10 +478,17 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def scalars(figures: Figures, prefix: str = "") -> Iterator[tuple[str, float]]:
+def scalars(figures: Figures) -> Iterator[tuple[str, float]]:
     """Name and value of every finite number; names of nested mappings are joined by '/'."""
-    for name, value in figures.items():
+    for name, value in leaves(figures):
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Name and value of everything in nested mappings; their names are joined by '/'."""
+    for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and math.isfinite(value):
-            yield f"{prefix}{name}", float(value)
+            yield from leaves(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value

@@ -82,6 +82,9 @@ class LoggingOptions(CheckedOptions):
     set."""
     wandb_exp_name: str | None = None
     """Name of the Weights & Biases run; by default the name of the run folder."""
+    mlflow_experiment: str | None = None
+    """Also log to this MLflow experiment, which is created if needed, at $MLFLOW_TRACKING_URI. The
+    MLflow run has the name of the run folder."""
 
     def __post_init__(self) -> None:
         """Raise UserError for --wandb-exp-name without Weights & Biases."""

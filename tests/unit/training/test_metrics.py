@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.metrics import (
     IntervalMeter,
     JsonLinesLogger,
@@ -109,3 +110,34 @@ def test_wandb_run_continues_after_a_resume(pretrain_options, tmp_path, monkeypa
     ids = {path.name.rsplit("-", 1)[1] for path in runs}
     assert ids == {(tmp_path / "wandb-id.txt").read_text()}
     assert any(b"domain_loss/news" in file.read_bytes() for file in runs[0].glob("*.wandb"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is an extra")
+def test_mlflow_run_continues_after_a_resume(pretrain_options, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    # Of the stores on disk, mlflow-skinny has only the one of files.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    logging = LoggingOptions(tensorboard=False, mlflow_experiment="mixtures")
+    options = pretrain_options(tmp_path / "run", logging=logging)
+    many = {f"{'../' * (i % 3)}domain<{i}>": float(i) for i in range(1200)}
+    for steps in ((5, 10), (15,)):
+        _, logger = open_loggers(options, 0)
+        for step in steps:
+            logger.log(step, {**FIGURES, "validation_loss": many})
+        logger.close()
+    client = MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name("mixtures").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.info.run_id == (options.run_dir / "mlflow-id.txt").read_text()
+    assert run.data.params["optimizer/lr"] == "0.01"
+    assert run.data.metrics["domain_loss/news"] == 3.25
+    assert sum(name.startswith("validation_loss/") for name in run.data.metrics) == 1200
+    losses = client.get_metric_history(run.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in losses] == [(n, 3.5) for n in (5, 10, 15)]
+    client.delete_run(run.info.run_id)
+    with pytest.raises(UserError, match=r"MLflow: .*mlflow-id\.txt"):
+        open_loggers(options, 0)
+    with pytest.raises(OSError, match="MLflow"):
+        logger.log(20, FIGURES)
