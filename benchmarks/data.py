@@ -162,6 +162,7 @@ def time_first_and_last(data: TokenData, permutation: Permutation) -> Row:
     for name, start in (("first", 0), ("last", num_samples - batch_size)):
         begin = time.perf_counter()
         samples = BlendedTokens(data, schedule, num_samples, seq_length, 1234, permutation)
+        samples.open()
         samples.batch(range(start, start + batch_size))
         seconds[name] = time.perf_counter() - begin
         peak = max(peak, psutil.Process().memory_info().rss)

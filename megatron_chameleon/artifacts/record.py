@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -23,11 +22,9 @@ from megatron_chameleon.artifacts.files import (
     write_json,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.storage import Location, file_state, is_remote, reading
+from megatron_chameleon.storage import Location, concurrently, file_state, reading
 
 T = TypeVar("T")
-# Requests for the sizes of files in object storage, each of which takes tens of milliseconds.
-_CONCURRENT_REQUESTS = 32
 
 
 def require_inner_path(name: str) -> str:
@@ -176,22 +173,13 @@ class HashedFolderRecord(FolderRecord, abc.ABC):
         """Check that every data file exists and has its recorded size.
 
         Raises:
-            UserError: naming the first file that is missing or has another size.
+            UserError: naming a file that is missing or has another size.
         """
-        remote = []
-        for files in self.hashed_files():
-            for path, size in files.sizes.items():
-                if is_remote(path):
-                    remote.append((path, size))
-                else:
-                    self._check_size((path, size))
-        with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
-            list(pool.map(self._check_size, remote))
+        files = [file for files in self.hashed_files() for file in files.sizes.items()]
+        concurrently(self._check_size, files)
 
     def _check_size(self, file: tuple[Location, int]) -> None:
         path, size = file
-        if isinstance(path, Path) and not path.is_file():
-            raise UserError(f"{path} is missing; {self.RESTORE}")
         with reading(path, self.RESTORE):
             found = file_state(path).bytes
         if found != size:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +20,10 @@ from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase, check_changes
 from megatron_chameleon.blend.streams import EpochStream, megatron_view
 from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, check_weights
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
+from megatron_chameleon.storage import concurrently
 
 # Megatron's oversampling margin per blended dataset. It affects the number of whole epochs, and
 # thereby the order.
@@ -77,7 +77,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     """The training samples of a run, in order, from domains blended by a schedule of weights.
 
     Every rank builds the data set independently from these arguments, without communication or
-    shared storage. Domains that are never sampled are never opened.
+    shared storage. A domain is opened when one of its samples is first read, or by :meth:`open`.
 
     With ``permutation="megatron"`` the samples are those of Megatron's BlendedDataset over its
     GPTDatasets; the weights cannot change then, since Megatron's order depends on the number of
@@ -101,8 +101,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             passed. Megatron then normalizes them once instead of twice, and does not oversample.
 
     Raises:
-        UserError: for invalid weights, a domain with too few tokens, files that have changed, or
-            weights that change in Megatron's order.
+        UserError: for invalid weights, a domain with too few tokens, or weights that change in
+            Megatron's order.
     """
 
     def __init__(
@@ -122,9 +122,8 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self._num_samples, self._seed = num_samples, seed
         self._cache, self._by_size = cache, by_size
         self._boundaries = boundaries or DocumentBoundaries(data.tokenizer.eod_id)
-        self._streams: dict[int, EpochStream] = {}
+        self._files: dict[int, TokenFile] = {}
         self._views: dict[int, View] = {}
-        self._opened: set[int] = set()
         self._stepped = schedule  # constant weights in each phase; set by _blend
         self._phases: list[_BlendedPhase] = []
         self._next_unread = 0
@@ -134,7 +133,6 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
                 "lower --train-iters or --global-batch-size"
             )
         self._blend(schedule)
-        self._open()
 
     def __len__(self) -> int:
         return self._num_samples
@@ -143,6 +141,14 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     def order_version(self) -> int:
         """Version of the order: with the same version, equal arguments give equal samples."""
         return 1 if self.permutation == "megatron" else order.VERSION
+
+    def open(self) -> None:
+        """Open all domains that are sampled, which checks their files.
+
+        Raises:
+            UserError: if files are missing, damaged, or have changed.
+        """
+        self._open(np.flatnonzero(self.counts(self._num_samples)).tolist())
 
     def __getitem__(self, index: int) -> Batch:
         """Return sample ``index``: the values of :meth:`batch` without their first dimension."""
@@ -160,7 +166,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             document_starts [b, s] int64.
 
         Raises:
-            UserError: if the tokens are damaged or outside the vocabulary.
+            UserError: if files are missing or damaged, or hold tokens outside the vocabulary.
         """
         samples = np.asarray(indices, np.int64)
         domains, numbers = self.locate(samples)
@@ -213,7 +219,6 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         schedule = self.schedule.changed(first_sample, weights)
         self._blend(schedule)
         self.schedule = schedule
-        self._open()
 
     def _blend(self, schedule: MixtureSchedule) -> None:
         """Set the order of the phases of ``schedule``; phases that have not changed are reused."""
@@ -259,34 +264,40 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
             "train on fewer, or choose --permutation feistel, which needs no memory",
         )
 
-    def _open(self) -> None:
-        """Open the domains that are sampled and not open yet."""
-        counts = self.counts(self._num_samples)
-        missing = [int(i) for i in np.flatnonzero(counts) if int(i) not in self._opened]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(lambda domain: self._open_one(domain, int(counts[domain])), missing))
-        self._opened.update(missing)
+    def _open(self, domains: Iterable[int]) -> None:
+        """Open those of ``domains`` that are not open yet."""
+        missing = [domain for domain in domains if domain not in self._files]
+        files = concurrently(lambda domain: self.data.domains[domain].open(), missing)
+        self._files.update(zip(missing, files, strict=True))
 
-    def _open_one(self, domain: int, count: int) -> None:
-        tokens, blended = self.data.domains[domain], self._phases[0].order
-        file = tokens.open()
-        if not isinstance(blended, MegatronOrder):
-            self._streams[domain] = EpochStream(
-                tokens, file, self.seq_length, self._seed, self.permutation == "epoch"
-            )
-            return
+    def _build_megatron_views(self, domains: Iterable[int]) -> None:
+        """Build Megatron's indices of those of ``domains`` that have none yet."""
+        missing = [domain for domain in domains if domain not in self._views]
+        if missing:
+            counts = self.counts(self._num_samples)
+            views = concurrently(lambda d: self._megatron_view(d, int(counts[d])), missing)
+            self._views.update(zip(missing, views, strict=True))
+
+    def _megatron_view(self, domain: int, count: int) -> View:
         # Megatron's order within a domain depends on the number of samples that it is built for.
         # When blending by size, Megatron builds one whole epoch; any smaller number of samples has
         # the same order. A single data set is built for its number of samples.
-        built = count
+        built, blended = count, self._phases[0].order
+        assert isinstance(blended, MegatronOrder)
         if not self._by_size:
             share = blended.shares[domain]
             built = math.ceil(math.ceil(self._num_samples * share) * (1 + MEGATRON_SURPLUS))
             # No domain is ever more than one sample ahead of its share, so the inner ceil is
             # enough. The surplus of at least one sample is far larger than any rounding error.
             assert count <= built
-        view = megatron_view(tokens, file, built, self.seq_length, self._seed, self._cache)
-        self._views[domain] = view
+        data, file = self.data.domains[domain], self._files[domain]
+        return megatron_view(data, file, built, self.seq_length, self._seed, self._cache)
+
+    def _epoch_view(self, domain: int, number: int) -> View:
+        """Return a view of the epoch that contains sample ``number`` of a domain."""
+        data, file = self.data.domains[domain], self._files[domain]
+        shuffle = self.permutation == "epoch"
+        return EpochStream(data, file, self.seq_length, self._seed, shuffle).view_of(number)
 
     def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Read samples as windows [b, s + 1] that include the token after each sample."""
@@ -313,13 +324,17 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self, domains: NDArray[np.int64], numbers: NDArray[np.int64]
     ) -> Iterator[tuple[int, View, NDArray[np.int64]]]:
         """Yield each domain, a view of it, and the rows of ``numbers`` [b] that the view holds."""
-        for domain in np.unique(domains).tolist():
+        sampled = np.unique(domains).tolist()
+        self._open(sampled)
+        if self.permutation == "megatron":
+            self._build_megatron_views(sampled)
+        for domain in sampled:
             rows = np.flatnonzero(domains == domain)
             while len(rows):
                 view = self._views.get(domain)
                 if view is None or not (inside := view.holds(numbers[rows])).any():
                     # No view is open, or the open view covers another epoch.
-                    view = self._streams[domain].view_of(int(numbers[rows[0]]))
+                    view = self._epoch_view(domain, int(numbers[rows[0]]))
                     self._views[domain], inside = view, view.holds(numbers[rows])
                 yield domain, view, rows[inside]
                 rows = rows[~inside]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,14 @@ from megatron_chameleon.artifacts import Corpus, Split, TokenizerIdentity
 from megatron_chameleon.artifacts.corpus import hash_token_file
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.blend.gather import documents_with, permutation_key
-from megatron_chameleon.corpus.data_path import DataPath, sequence_range, split_range
+from megatron_chameleon.corpus.data_path import (
+    DataPath,
+    sequence_range,
+    split_range,
+    split_ranges,
+)
 from megatron_chameleon.corpus.indexed import (
+    BlockTokens,
     ExpectedTokens,
     TokenFile,
     check_sequences,
@@ -28,7 +33,7 @@ from megatron_chameleon.corpus.indexed import (
     open_token_file,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.storage import Location, location
+from megatron_chameleon.storage import Location, concurrently, location
 
 MAX_DOMAINS = int(np.iinfo(np.int16).max)
 """Domain numbers are int16, as in Megatron's blended index."""
@@ -127,6 +132,23 @@ class DomainData:
         return file
 
 
+class DomainTokens:
+    """Tokens of the .bin file of a domain, which is opened when they are first read."""
+
+    def __init__(self, domain: DomainData) -> None:
+        self._domain = domain
+
+    @functools.cached_property
+    def _tokens(self) -> BlockTokens:
+        return self._domain.open().tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, key: NDArray[np.integer]) -> NDArray[np.integer]:
+        return self._tokens[key]
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenData:
     """All domains of a run, in the order of its weights.
@@ -219,35 +241,65 @@ def data_path_tokens(
     part: Split = "train",
     cache: Path | None = None,
 ) -> TokenData:
-    """Select one split of Megatron data sets, by ``--split`` as in Megatron-LM.
-
-    The hash and the order of the samples depend on the contents (:func:`hash_token_file`), not on
-    the paths. ``cache`` is the folder of the local copies of remote files.
+    """Select one split of Megatron data sets (:func:`data_path_splits`).
 
     Raises:
         UserError: for damaged files, or a split that leaves nothing for ``part``.
     """
-    bounds = split_range(split, part)
+    split_range(split, part)  # raises if nothing is left
+    return data_path_splits(path, split, tokenizer, cache)[part]
 
-    def cut(prefix: str) -> tuple[int, int, int, str]:
-        """Return the split's first and end sequence, its tokens, and the whole file's hash."""
+
+def data_path_splits(
+    path: DataPath, split: str, tokenizer: TokenizerIdentity, cache: Path | None = None
+) -> dict[Split, TokenData]:
+    """Open Megatron data sets once, and divide them by ``--split`` as in Megatron-LM.
+
+    The hash and the order of the samples depend on the contents (:func:`hash_token_file`), not on
+    the paths. ``cache`` is the folder of the local copies of remote files.
+
+    Returns:
+        Tokens of each split whose share is above 0.
+
+    Raises:
+        UserError: for damaged files, or an invalid split.
+    """
+    ranges = {part: bounds for part, bounds in split_ranges(split).items() if bounds}
+
+    def read(prefix: str) -> tuple[str, dict[Split, tuple[int, int, int]]]:
+        """Return the hash of the files; each split's first and end sequence, and its tokens."""
         file = open_token_file(location(prefix), cache=cache)
-        first, stop = sequence_range(len(file), bounds)
-        sha256 = hash_token_file(location(prefix), cache)
-        return first, stop, file.num_tokens(first, stop), sha256
+        counts: dict[Split, tuple[int, int, int]] = {}
+        for part, bounds in ranges.items():
+            first, stop = sequence_range(len(file), bounds)
+            counts[part] = first, stop, file.num_tokens(first, stop)
+        return hash_token_file(location(prefix), cache), counts
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        cuts = list(pool.map(cut, path.prefixes))
-    domains = []
+    found = concurrently(read, path.prefixes)
     keys = _OrderKeys()
-    for name, prefix, (first, stop, tokens, sha256) in zip(
-        path.names, path.prefixes, cuts, strict=True
-    ):
-        key = keys.of_file(sha256)
-        where, size = location(prefix), tokenizer.vocab_size
-        domains.append(DomainData(name, where, first, stop, tokens, key, size, cache=cache))
-    identity = {"tokenizer": [tokenizer.sha256, tokenizer.eod_id], "files": cuts}
-    return TokenData("--data-path", tuple(domains), tokenizer, sha256_of_json(identity))
+    order_keys = [keys.of_file(sha256) for sha256, _ in found]
+    splits = {}
+    for part in ranges:
+        cuts = [(*counts[part], sha256) for sha256, counts in found]
+        domains = (
+            DomainData(
+                name,
+                location(prefix),
+                first,
+                stop,
+                tokens,
+                order_key,
+                tokenizer.vocab_size,
+                cache=cache,
+            )
+            for name, prefix, order_key, (first, stop, tokens, _) in zip(
+                path.names, path.prefixes, order_keys, cuts, strict=True
+            )
+        )
+        identity = {"tokenizer": [tokenizer.sha256, tokenizer.eod_id], "files": cuts}
+        sha256 = sha256_of_json(identity)
+        splits[part] = TokenData("--data-path", tuple(domains), tokenizer, sha256)
+    return splits
 
 
 def _unaligned(array: NDArray[Any]) -> NDArray[Any]:

@@ -57,7 +57,11 @@ class DataPath:
             raise UserError(
                 f"{flag} '{text}': must be 'WEIGHT PREFIX WEIGHT PREFIX ...' or prefixes only"
             )
-        if (twice := _repeated([os.path.realpath(prefix) for prefix in prefixes])) is not None:
+        # The system resolves each folder once, since this takes long on network storage.
+        folders = {os.path.dirname(prefix) for prefix in prefixes}
+        real = {folder: os.path.realpath(folder) for folder in folders}
+        paths = [os.path.join(real[os.path.dirname(p)], os.path.basename(p)) for p in prefixes]
+        if (twice := _repeated(paths)) is not None:
             raise UserError(f"{flag} names {prefixes[twice]} twice; add up the weights")
         defaults = domain_names(prefixes)
         names = [name or default for (name, _), default in zip(named, defaults, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Protocol
+from megatron_chameleon.blend.token_data import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import forward_flops
@@ -109,7 +110,7 @@ class HeldOutText:
         leave_out: id of a token whose predictions are not scored; None scores all tokens.
     """
 
-    stream: Tokens
+    stream: Tokens | DomainTokens
     window_length: int
     windows: ScoredWindows
     eod_id: int = 0
@@ -172,7 +173,7 @@ class HeldOutText:
 
 
 def choose_windows(
-    stream: Tokens,
+    stream: Tokens | DomainTokens,
     window_length: int,
     max_tokens: int | None = None,
     overlap: int = 0,

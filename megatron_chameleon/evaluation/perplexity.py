@@ -366,7 +366,7 @@ def held_out_domain(
         if recorded is None:
             counts = counted.astype(np.int64)
             return tokens, counts if counts.any() else None, loss
-        decoded = int(token_counts(text.stream, vocab_size) @ sizes)
+        decoded = int(token_counts(stream.tokens, vocab_size) @ sizes)
         if not (decoded and recorded):
             return tokens, None, loss
         # The recorded bytes and the decoded bytes of the text differ slightly: a tokenizer may drop

@@ -8,9 +8,11 @@ import warnings
 from pathlib import Path
 
 from megatron_chameleon.artifacts import (
+    SPLITS,
     Corpus,
     Mixture,
     MixtureWarning,
+    Split,
     TokenizerIdentity,
     implied_epochs,
     provenance,
@@ -24,9 +26,9 @@ from megatron_chameleon.blend.token_data import (
     check_enough_tokens,
     check_weights,
     corpus_tokens,
-    data_path_tokens,
+    data_path_splits,
 )
-from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.corpus.data_path import DataPath, split_range
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
@@ -50,6 +52,7 @@ class TrainingPlan:
         options: options of the run. ``model`` is the name of the model, or None if the model has
             no name.
         data: the training tokens, cut if ``--target-tokens`` is set.
+        valid: the tokens for validation; None if ``--split`` leaves none.
         mixture: initial mixture.
         schedule: mixture weights of every sample, in the order of ``data.names``.
         by_size: whether the samples follow Megatron's order for data sets without weights, which is
@@ -61,6 +64,7 @@ class TrainingPlan:
 
     options: PretrainOptions
     data: TokenData
+    valid: TokenData | None
     mixture: Mixture
     schedule: MixtureSchedule
     by_size: bool
@@ -127,8 +131,8 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         tokenizer = opened.identity
         recorded = dataclasses.replace(options.data, eod_token=opened.eod_token)
         options = dataclasses.replace(options, data=recorded)
-    data, mixture, weights, by_size = load_data(options, tokenizer)
-    data = data.cut(options.tokens, options.target_tokens)
+    splits, mixture, weights, by_size = load_data(options, tokenizer)
+    data = splits["train"].cut(options.tokens, options.target_tokens)
     schedule = load_schedule(options, data, mixture, weights)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
@@ -150,6 +154,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     return TrainingPlan(
         options=options,
         data=data,
+        valid=splits.get("valid"),
         mixture=mixture,
         schedule=schedule,
         by_size=by_size,
@@ -176,12 +181,12 @@ def check_model(config: ModelConfig, options: TrainingOptions) -> None:
 
 def load_data(
     options: PretrainOptions, tokenizer: TokenizerIdentity | None
-) -> tuple[TokenData, Mixture, list[float], bool]:
+) -> tuple[dict[Split, TokenData], Mixture, list[float], bool]:
     """Read the corpus, or with ``tokenizer`` the data sets of ``--data-path``.
 
     Returns:
-        The tokens, the initial mixture, its weights before normalization, and whether these weights
-        are the sizes of the data sets, which Megatron uses if no weights are passed.
+        The tokens of the splits, the initial mixture, its weights before normalization, and whether
+        these weights are the sizes of the data sets, which Megatron uses if no weights are passed.
 
     Raises:
         UserError: if a file is missing, damaged or incompatible with the options.
@@ -193,10 +198,13 @@ def load_data(
         weights = mixture.weights_for(corpus.names, str(options.corpus))
         # Megatron's builder does not blend a single data set, so samples follow the order without
         # weights.
-        return corpus_tokens(corpus, cache=cache), mixture, weights, len(weights) == 1
+        splits = {split: corpus_tokens(corpus, split, cache) for split in SPLITS}
+        return splits, mixture, weights, len(weights) == 1
     assert tokenizer is not None
+    split_range(options.data.split, "train")  # raises if nothing is left to train on
     path = DataPath.read(options.data.data_path, options.data.data_args_path)
-    data = data_path_tokens(path, options.data.split, tokenizer, cache=cache)
+    splits = data_path_splits(path, options.data.split, tokenizer, cache)
+    data = splits["train"]
     if path.weights is None:  # a domain smaller than a sample would get weight 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
@@ -204,7 +212,7 @@ def load_data(
     check_weights(data, weights)
     total = math.fsum(weights)
     shares = {name: weight / total for name, weight in zip(data.names, weights, strict=True)}
-    return data, Mixture(shares, method="data-path"), weights, path.weights is None
+    return splits, Mixture(shares, method="data-path"), weights, path.weights is None
 
 
 def load_mixture(name: str | None, domains: list[str], *, may_change: bool = False) -> Mixture:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -71,11 +72,13 @@ def pretrain(
         BatchShape.of(options, layout.data_size)  # raises if the ranks cannot share the batch
         check_host_memory(plan, layout)
         if options.corpus and options.data.verify_corpus:
-            verify_files(Corpus.load(options.corpus), "the corpus", layout)
+            corpus = from_main(partial(Corpus.load, options.corpus))
+            verify_files(corpus, "the corpus", layout)
         hook = build_hook(hook_factory, plan, layout)
         with on_main(locked_run_folder(options.run_dir)):
             progress = find_progress(plan, layout)
             samples = plan.samples(resumed_schedule(plan, progress.checkpoint))
+            from_main(samples.open)  # the other ranks open a domain when they first read it
             records = RunRecords(plan, layout, samples, progress, hook)
             if progress.checkpoint and records.is_done:
                 # An earlier process was killed after it wrote its last checkpoint, but before it

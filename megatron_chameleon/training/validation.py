@@ -6,22 +6,18 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.sampler import Batch, read_ahead
-from megatron_chameleon.blend.token_data import (
-    DomainData,
-    TokenData,
-    corpus_tokens,
-    data_path_tokens,
-)
-from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.blend.token_data import DomainData, DomainTokens
+from megatron_chameleon.corpus.data_path import split_range
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.parallel.layout import Layout, from_main
+from megatron_chameleon.storage import concurrently
 from megatron_chameleon.training.metrics import mean_losses, sum_over_ranks
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import Passes, domain_sums
@@ -144,25 +140,17 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
 def held_out_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText | None]:
     """Up to ``max_windows`` windows of each domain's valid split; None without text. Collective.
 
-    Raises:
-        UserError: if files are damaged, or --split leaves nothing for the valid split.
-    """
-    length, data = plan.options.seq_length, from_main(lambda: valid_tokens(plan))
-    return [held_out_text(domain, length, max_windows) for domain in data.domains]
-
-
-def valid_tokens(plan: TrainingPlan) -> TokenData:
-    """Find the valid split of every domain of a run.
+    Rank 0 opens the files. The other ranks open a file when they first read it.
 
     Raises:
         UserError: if files are damaged, or --split leaves nothing for the valid split.
     """
-    options = plan.options
-    cache = options.data.object_storage_cache_path
-    if options.corpus is not None:
-        return corpus_tokens(Corpus.load(options.corpus), "valid", cache)
-    path = DataPath.read(options.data.data_path, options.data.data_args_path)
-    return data_path_tokens(path, options.data.split, plan.data.tokenizer, "valid", cache)
+    if plan.valid is None:
+        split_range(plan.options.data.split, "valid")  # raises
+    assert plan.valid is not None
+    domains, length = plan.valid.domains, plan.options.seq_length
+    find = partial(held_out_text, window_length=length, max_windows=max_windows)
+    return from_main(lambda: concurrently(find, domains))
 
 
 def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
@@ -171,5 +159,5 @@ def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> H
         return None
     file = domain.open()
     start = int(file.pointers[0]) // file.dtype.itemsize
-    tokens = range(start, start + domain.tokens)
-    return choose_windows(file.tokens, window_length, max_windows * window_length, tokens=tokens)
+    tokens, max_tokens = range(start, start + domain.tokens), max_windows * window_length
+    return choose_windows(DomainTokens(domain), window_length, max_tokens, tokens=tokens)

@@ -416,6 +416,10 @@ class Places:
         """Folder with the checkpoint of a text model, the task data and the results."""
         return self.root / "downstream"
 
+    def opened(self, run: str, rank: int) -> Path:
+        """File with the names of the token files that a rank of a run opened before the steps."""
+        return self.root / "opened" / run / f"{rank}.json"
+
     def communication(self, run: str, rank: int) -> Path:
         """File with the calls and bytes of each collective of a rank in COUNTED_STEP."""
         return self.root / "communication" / run / f"{rank}.json"

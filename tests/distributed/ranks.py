@@ -21,20 +21,23 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.console import open_output
+from megatron_chameleon.corpus.indexed import map_file
 from megatron_chameleon.methods.online import hook_class
 from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.step import StepResult
-from megatron_chameleon.training.trainer import pretrain
+from megatron_chameleon.training.trainer import Trainer, pretrain
 from tests.communication import CountedCollectives
 from tests.distributed import cases, methods, readings
 from tests.distributed.cases import Again, Case, Places
@@ -126,13 +129,14 @@ def run(
 
 def train(places: Places, name: str, case: Case) -> None:
     """Train, or resume the run in the folder."""
-    with counted_step(places.communication(name, int(os.environ["RANK"]))):
+    rank = int(os.environ["RANK"])
+    with counted_step(places.communication(name, rank)), opened_files(places.opened(name, rank)):
         if name not in (cases.TRACED, cases.RETRACED):
             pretrain(cases.training_options(places, name, case))
             return
         with recorded_batches() as windows:
             pretrain(cases.training_options(places, name, case))
-    path = places.batches(name, int(os.environ["RANK"]))  # data parallelism only
+    path = places.batches(name, rank)  # data parallelism only
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps([*windows.items()]))
 
@@ -150,6 +154,27 @@ def counted_step(path: Path) -> Iterator[None]:
     with mock.patch.object(TrainedModel, "step", step):
         yield
     counted.write(path)
+
+
+@contextlib.contextmanager
+def opened_files(path: Path) -> Iterator[None]:
+    """Write to ``path`` the token files that are opened within the block before the first step."""
+    opened: list[str] = []
+
+    def opening(file: Path) -> NDArray[np.uint8]:
+        opened.append(file.name)
+        return map_file(file)
+
+    def run(trainer: Trainer, original: Callable[[Trainer], None] = Trainer.run) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(opened))
+        original(trainer)
+
+    with (
+        mock.patch("megatron_chameleon.corpus.indexed.map_file", opening),
+        mock.patch.object(Trainer, "run", run),
+    ):
+        yield
 
 
 def cut_run(origin: Path, target: Path, step: int) -> None:

@@ -18,6 +18,7 @@ from tests.distributed.cases import (
     TRAIN_ITERS,
     one_rank,
 )
+from tests.small_corpus import DOMAINS
 
 BF16_TOLERANCE = 5e-3
 COMPARED = (*cases.RUNS, *cases.RUNS_APART, *cases.RUNS_FAMILIES, "dp2-changing")
@@ -62,6 +63,18 @@ def test_bf16_losses_equal_those_of_one_rank_in_bf16(results):
     one, other = (results.metrics(name) for name in cases.RUNS_BF16)
     losses = [step["loss"] for step in one]
     assert [step["loss"] for step in other] == pytest.approx(losses, rel=0, abs=BF16_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["tp2-pp2", "dp2", "dp2-changing"])
+def test_only_rank_0_opens_token_files_before_the_first_step(results, name):
+    results.require(name)
+    first, *others = (
+        json.loads(results.places.opened(name, rank).read_text())
+        for rank in range(cases.UNINTERRUPTED[name].ranks)
+    )
+    assert {f"{domain}.idx" for domain in DOMAINS} <= set(first)
+    assert others
+    assert not any(others)
 
 
 def assert_identical(results, name, origin, steps=(TRAIN_ITERS,)):

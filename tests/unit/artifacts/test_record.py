@@ -119,7 +119,7 @@ def test_every_damaged_data_file_is_found(samples, kind):
             with pytest.raises(UserError, match=f"{re.escape(str(path))} has {len(damaged)} bytes"):
                 samples[kind].load()
         path.unlink()
-        with pytest.raises(UserError, match=f"{re.escape(str(path))} is missing"):
+        with pytest.raises(UserError, match=f"cannot read {re.escape(str(path))}"):
             samples[kind].load()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(UserError, match=f"{re.escape(str(path))}.* has changed since"):
