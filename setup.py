@@ -107,6 +107,7 @@ setup(
             "latex2mathml>=3.77",
             "mkdocs>=1.6,<2",
             "mkdocs-material>=9.6,<10",
+            "mkdocstrings[python]>=1,<2",
             "pymdown-extensions>=10.9",
         ],
         "dev": [

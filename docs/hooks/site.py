@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "Tools"
 # Code that is a single flag; browsers would break the line after the flag's dashes.
 FLAG = re.compile(r"<code>(?=--[a-z0-9-]+</code>)")
+# Cross-references in docstrings are written in Sphinx's syntax, :meth:`name`.
+ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<code>)")
 # With --strict, a warning of this logger fails the build.
 LOG = logging.getLogger("mkdocs.hooks.site")
 
@@ -73,5 +75,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Convert equations to MathML, and keep flags on one line."""
-    return FLAG.sub('<code class="flag">', with_mathml(html))
+    """Convert equations to MathML, keep flags on one line, and show references as code."""
+    return ROLE.sub("", FLAG.sub('<code class="flag">', with_mathml(html)))

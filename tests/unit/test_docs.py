@@ -1,19 +1,27 @@
-"""Test links and API names in the documentation, and example commands on the tools' pages."""
+"""Test links and examples in the documentation: those of the API, and those of the tools' pages."""
 
 from __future__ import annotations
 
-import pydoc
+import json
 import re
 import shlex
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from docs.hooks import repository_links
 from docs.hooks.tool_options import find_tools
 from docs.hooks.tool_pages import examples_of_tools, tool_pages
+from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.cli import parse_options, take_values
 from megatron_chameleon.commands import command_names
+from megatron_chameleon.mixture import chameleon_weights
+from tests.huggingface_models import write_model, write_tokenizer
+from tests.small_corpus import EOD, write_small_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
+API = ROOT / "docs/api.md"
 
 
 def anchors_of(markdown: str) -> set[str]:
@@ -33,20 +41,56 @@ def test_links_are_not_broken():
             assert not anchor or anchor in anchors_of(target.read_text("utf-8")), (source, link[0])
 
 
-def test_names_on_the_api_page_can_be_imported():
-    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"`(megatron_chameleon[.\w]+)", page))
-    for module, names in re.findall(r"from (megatron_chameleon[.\w]*) import (.+)", page):
-        documented |= {f"{module}.{name}" for name in names.split(", ")}
-    module = "megatron_chameleon"
-    for cell in re.findall(r"^\| (.*?) ?\|", page, re.MULTILINE):
-        names = re.findall(r"`([.\w]+)", cell)
-        if not names or names[0].startswith("megatron_chameleon"):
-            module = names[0] if names else "megatron_chameleon"
-        else:
-            documented |= {f"{module}.{name}" for name in names}
-    assert len(documented) > 20
-    assert not {name for name in documented if pydoc.locate(name) is None}
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", API.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch, capsys):
+    """``execute(number)`` executes an example of the API page and returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def executed(number):
+        exec(compile(EXAMPLES[number], str(API), "exec"), {"__name__": "example"})
+        return capsys.readouterr().out
+
+    return executed
+
+
+def test_examples_of_the_api_are_short():
+    lines = [len(list(filter(None, example.splitlines()))) for example in EXAMPLES]
+    assert all(n <= most for n, most in zip(lines, (3, 10, 20), strict=True)), lines
+
+
+def test_api_example_of_weights(execute, tmp_path):
+    embeddings = np.random.default_rng(0).normal(size=(4, 8))
+    np.save(tmp_path / "embeddings.npy", embeddings)
+    assert execute(0) == f"{chameleon_weights(embeddings, 'pretrain').weights}\n"
+
+
+def test_api_example_of_a_mixture(execute, tmp_path):
+    write_model(tmp_path / "model", "llama")
+    write_tokenizer(tmp_path / "model", [f"w{number}" for number in range(EOD)])
+    rng = np.random.default_rng(0)
+    for number, name in enumerate(("web", "code")):
+        words = rng.integers(number * 99, number * 99 + 150, (100, 40))
+        documents = [" ".join(f"w{word}" for word in document) for document in words]
+        lines = [json.dumps({"text": document}) for document in documents]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    printed = execute(1)
+    weights = Mixture.load(tmp_path / "mixture.json").weights
+    assert set(weights) == {"web", "code"}
+    assert sum(weights.values()) == pytest.approx(1)
+    assert printed.endswith(f"{weights}\n")
+
+
+def test_api_example_of_a_hook(execute, tmp_path):
+    write_small_corpus(tmp_path / "corpus")
+    execute(2)
+    run = TrainingRun.load(tmp_path / "run")
+    assert run.status == "finished"
+    first, *later = run.mixture_phases
+    assert len(later) == 2  # after steps 4 and 8
+    assert all(phase.weights != first.weights for phase in later)
 
 
 TOOLS = find_tools()
