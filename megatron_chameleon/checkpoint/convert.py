@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from megatron_chameleon.checkpoint.load import (
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,
     FromMegatronOptions,
+    HuggingFaceFormat,
     ToHuggingFaceOptions,
 )
 from megatron_chameleon.checkpoint.save import save_checkpoint
@@ -53,8 +54,38 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
     output = Path(os.path.abspath(options.output))
     check_output(output, CONFIG_NAME, overwrite=options.overwrite)
     record = open_checkpoint(options.checkpoint, tokenizer=options)
-    config = config_of(record)
     tokenizer = find_tokenizer(options, record)
+    write_huggingface(record, tokenizer, output, options)
+    kind = tokenizer.file.kind
+    print(
+        f"{describe(config_of(record))}, step {record.step} of {record.root}\n"
+        f"written to {options.output} in {options.dtype}, with its {tokenizer.file.name}"
+        f"{'' if kind == 'tokenizers' else f' (for the {kind} package, not for AutoTokenizer)'}\n"
+        f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
+    )
+
+
+def write_huggingface(
+    record: CheckpointRecord,
+    tokenizer: Tokenizer,
+    output: Path,
+    options: HuggingFaceFormat,
+    write_more: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a checkpoint's weights, config, tokenizer and provenance as a Hugging Face folder.
+
+    Args:
+        record: the checkpoint.
+        tokenizer: tokenizer of the checkpoint.
+        output: the folder, which is replaced if it exists.
+        options: format of the weights; all options are recorded in the provenance.
+        write_more: writes further files to the temporary folder that becomes ``output``.
+
+    Raises:
+        UserError: for a vocabulary smaller than the tokenizer's, for weights that the data type
+            cannot represent, or if the folder cannot be written. In these cases nothing is written.
+    """
+    config = config_of(record)
     _check_vocabulary(tokenizer, config, f"{record.root}/{CheckpointRecord.FILE_NAME}")
     dtype = getattr(torch, options.dtype)
     body = config_fields(config, options.dtype, tokenizer.eod_id)
@@ -76,14 +107,8 @@ def convert_to_huggingface(options: ToHuggingFaceOptions) -> None:
             tokenizer,
             provenance(options, {"checkpoint": record.hash}),
             options.max_shard_size,
+            write_more,
         )
-    kind = tokenizer.file.kind
-    print(
-        f"{describe(config)}, step {record.step} of {record.root}\n"
-        f"written to {options.output} in {options.dtype}, with its {tokenizer.file.name}"
-        f"{'' if kind == 'tokenizers' else f' (for the {kind} package, not for AutoTokenizer)'}\n"
-        f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
-    )
 
 
 def convert_from_huggingface(options: FromHuggingFaceOptions) -> None:
@@ -201,7 +226,7 @@ def _one_rank() -> Iterator[Layout]:
     with distributed(ParallelOptions(), seed=0) as layout:
         if layout.world_size > 1:
             raise UserError(
-                "convert_checkpoint runs on one rank, whatever layout wrote the checkpoint; "
-                "start it without torchrun"
+                "a checkpoint of any layout is converted on one rank; start the command without "
+                "torchrun"
             )
         yield layout

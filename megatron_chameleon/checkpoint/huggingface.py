@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +195,11 @@ def write_folder(
     tokenizer: Tokenizer,
     provenance: Provenance,
     max_shard_size: str,
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Atomically write a folder that transformers can load, and replace a folder of this name.
+
+    ``write_more`` is called with the temporary folder and writes further files to it.
 
     Raises:
         UserError: if the folder cannot be written; an existing folder is then unchanged.
@@ -222,6 +225,8 @@ def write_folder(
             write_json(temporary / "tokenizer_config.json", body)
         write_json(temporary / PROVENANCE_NAME, dataclasses.asdict(provenance))
         save_torch_state_dict(tensors, temporary, max_shard_size=max_shard_size)
+        if write_more is not None:
+            write_more(temporary)
         for path in temporary.iterdir():
             shutil.copymode(temporary / CONFIG_NAME, path)  # safetensors creates mode 0600
             flush_to_disk(path)

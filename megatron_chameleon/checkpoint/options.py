@@ -1,4 +1,4 @@
-"""Options of convert_checkpoint and of the tokenizer of a checkpoint."""
+"""Options of convert_checkpoint and push, and of the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,8 +26,24 @@ class TokenizerChoice(CheckedOptions):
     records its own end-of-document token."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HuggingFaceFormat(TokenizerChoice):
+    """Format of the weights in a Hugging Face folder, and location of the tokenizer."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of the written weights; only float32 is lossless."""
+    max_shard_size: str = "5GB"
+    """Maximum size of a weight file; larger weights are sharded into several files."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if not re.fullmatch(r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?[KMGTkmgt][Bb]", self.max_shard_size):
+            raise UserError(f"--max-shard-size {self.max_shard_size}: pass a size such as 5GB")
+
+
 @dataclasses.dataclass(frozen=True)
-class ToHuggingFaceOptions(TokenizerChoice):
+class ToHuggingFaceOptions(HuggingFaceFormat):
     """Convert a checkpoint of any layout to a Hugging Face folder."""
 
     checkpoint: Path
@@ -35,18 +51,42 @@ class ToHuggingFaceOptions(TokenizerChoice):
     Megatron-LM."""
     output: Path
     """The folder to write, with config.json, weights in safetensors and the tokenizer."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Data type of the written weights; only float32 is lossless."""
-    max_shard_size: str = "5GB"
-    """Maximum size of a weight file; larger weights are sharded into several files."""
     overwrite: bool = False
     """Replace the model that the output folder already holds."""
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PushOptions(HuggingFaceFormat):
+    """Write the model of a finished run as a Hugging Face repository, to a folder or to the hub.
+
+    The repository holds the model, its tokenizer, its mixture, its provenance and a model card.
+    """
+
+    run: Path
+    """Folder of the training run, such as runs/mine/5-base/chameleon-pretrain-seed1."""
+    output: Path | None = None
+    """The folder to write, which must not exist."""
+    hub: str | None = None
+    """Upload to this repository of the Hugging Face hub, OWNER/NAME, which is created if needed."""
+    private: bool = False
+    """Require the repository on the hub to be private; a new repository becomes private."""
+    evaluations: tuple[Path, ...] | None = None
+    """Results of evaluate perplexity and evaluate downstream for the model card; default: those of
+    the run's last checkpoint in 6-evaluation of the run folder."""
+    license: str | None = None
+    """License in the model card, by its name on the hub, such as apache-2.0; default: none."""
+    language: tuple[str, ...] = ()
+    """Languages in the model card, as ISO 639 codes such as en; default: none."""
+
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values, and that a target is passed."""
         super().__post_init__()
-        if not re.fullmatch(r"(?=.*[1-9])\d{1,9}(\.\d{1,9})? ?[KMGTkmgt][Bb]", self.max_shard_size):
-            raise UserError(f"--max-shard-size {self.max_shard_size}: pass a size such as 5GB")
+        if self.output is None and self.hub is None:
+            raise UserError("no target: pass --output FOLDER, --hub OWNER/NAME, or both")
+        if self.hub is None:
+            self.reject_changed(["private"], "has no effect without --hub")
+        elif not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub):
+            raise UserError(f"--hub {self.hub}: pass OWNER/NAME")
 
 
 @dataclasses.dataclass(frozen=True)

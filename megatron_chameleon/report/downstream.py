@@ -154,7 +154,7 @@ def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Ta
                 min,
                 "-log2 of the probability of a question's gold answer, divided by the UTF-8 bytes "
                 "of this answer: mean over questions and numbers of examples; ± is its standard "
-                "error. Lower is better; the lowest of each row is marked.",
+                f"error. Lower is better{_marked(found, 'lowest')}.",
             )
         )
     note = (
@@ -185,6 +185,10 @@ def _rows(
     return texts.iloc[:-1].rename(lambda task: f"{task}{suffix}"), [f"average{suffix}", *last]
 
 
+def _marked(found: DownstreamComparison, best: str) -> str:
+    return f"; the {best} of each row is marked" if len(found.results) > 1 else ""
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
@@ -198,7 +202,7 @@ def _notes(found: DownstreamComparison) -> list[str]:
     notes = [
         f"lm-eval {protocol.lm_eval_version} evaluated {asked} with {shots} solved examples before "
         "each question. An accuracy is the mean over these numbers of examples; ± is its standard "
-        "error over questions. Higher is better; the highest of each row is marked."
+        f"error over questions. Higher is better{_marked(found, 'highest')}."
     ]
     by_metric: dict[str, list[str]] = {}
     for task in found.tasks:

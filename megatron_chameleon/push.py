@@ -1,0 +1,141 @@
+"""Write a training run as a Hugging Face repository, to a folder or to the hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+
+from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun, find_checkpoint
+from megatron_chameleon.artifacts.files import require_new, require_writable
+from megatron_chameleon.checkpoint.convert import write_huggingface
+from megatron_chameleon.checkpoint.load import config_of, find_tokenizer
+from megatron_chameleon.checkpoint.options import PushOptions
+from megatron_chameleon.errors import UserError, first_line
+from megatron_chameleon.model.huggingface_config import describe
+from megatron_chameleon.report.model_card import (
+    MIXTURE_NAME,
+    load_card_content,
+    model_card,
+)
+
+CARD_NAME = "README.md"
+# Weight files of an earlier upload, which may have had another number of shards.
+EARLIER_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+
+
+def push(options: PushOptions) -> None:
+    """Write the repository of a finished run, and upload it with ``options.hub``.
+
+    Raises:
+        UserError: for a run that is not finished, an output folder that exists, a missing token of
+            the hub, a damaged artifact or a failed upload. Only a failed upload leaves a folder,
+            which is complete, at ``options.output``.
+    """
+    if options.output is not None:
+        require_new([options.output], "choose a new folder for --output, or remove it")
+        require_writable(options.output.parent, f"--output {options.output}")
+    run = TrainingRun.load(options.run)
+    if run.status != "finished":
+        raise UserError(
+            f"--run {options.run} is not finished ({run.status} at step {run.step} of "
+            f"{run.train_iters}); resume it, or convert its last checkpoint with "
+            "megatron-chameleon convert_checkpoint to-huggingface"
+        )
+    checkpoint = CheckpointRecord.load(find_checkpoint(options.run, "--run"))
+    if checkpoint.step != run.step:
+        raise UserError(
+            f"--run {options.run}: its last intact checkpoint is of step {checkpoint.step}, not of "
+            f"step {run.step}; resume the run with its command"
+        )
+    content = load_card_content(run, checkpoint, options.evaluations)
+    tokenizer = find_tokenizer(options, checkpoint)
+    body = model_card(
+        content,
+        options.hub or Path(str(options.output)).name,
+        describe(config_of(checkpoint)),
+        loads_tokenizer=tokenizer.file.kind == "tokenizers",
+    )
+    data = ModelCardData(
+        language=list(options.language) or None,
+        license=options.license,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["data-mixing", "megatron-chameleon"],
+    )
+
+    def write_more(folder: Path) -> None:
+        """Write the mixture, the record of the run and the model card to ``folder``."""
+        content.mixture.save(folder / MIXTURE_NAME)
+        dataclasses.replace(run, root=folder, checkpoints=[]).save()
+        card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
+        (folder / CARD_NAME).write_text(str(card), encoding="utf-8")
+
+    hub = None if options.hub is None else Hub(options.hub, private=options.private)
+    with tempfile.TemporaryDirectory(prefix="megatron-chameleon-push-") as temporary:
+        # Without --output, the folder exists only until it is uploaded.
+        output = options.output or Path(temporary) / "repository"
+        write_huggingface(checkpoint, tokenizer, output.absolute(), options, write_more)
+        if options.output is not None:
+            print(f"written to {options.output}")
+        if hub is not None:
+            print(f"uploaded to {hub.upload(output)}")
+    print(f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.hub or output}')")
+
+
+class Hub:
+    """A model repository on the Hugging Face hub, and the account of this machine's token.
+
+    Args:
+        name: OWNER/NAME.
+        private: require a private repository.
+
+    Raises:
+        UserError: if there is no token, or the hub rejects it or cannot be reached.
+    """
+
+    def __init__(self, name: str, *, private: bool) -> None:
+        self._api, self._name, self._private = HfApi(), name, private
+        try:
+            self._api.whoami()
+        except _ERRORS as error:
+            raise self._failed(error) from error
+
+    def upload(self, folder: Path) -> str:
+        """Upload ``folder`` in one commit, and return its URL.
+
+        Weight files of earlier commits that are not in ``folder`` are deleted.
+
+        Raises:
+            UserError: if the upload fails; the content of the repository is then unchanged.
+        """
+        try:
+            self._api.create_repo(self._name, private=self._private, exist_ok=True)
+            if self._private and not self._api.model_info(self._name).private:
+                raise UserError(
+                    f"--hub {self._name} exists and is public; choose another name, or leave "
+                    "--private out"
+                )
+            commit = self._api.upload_folder(
+                repo_id=self._name,
+                folder_path=folder,
+                commit_message="Upload model, tokenizer, mixture and model card",
+                delete_patterns=EARLIER_WEIGHTS,
+            )
+        except _ERRORS as error:
+            raise self._failed(error) from error
+        return str(commit)
+
+    def _failed(self, error: Exception) -> UserError:
+        return UserError(
+            f"--hub {self._name}: {first_line(error)}; log in with 'hf auth login' or set "
+            "HF_TOKEN, and check the network"
+        )
+
+
+# Without a token, offline or for a full disk: OSError. HTTPError is that of huggingface_hub's HTTP
+# library, which depends on its release.
+_ERRORS = (OSError, HFValidationError, HTTPError)
