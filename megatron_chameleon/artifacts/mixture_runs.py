@@ -11,7 +11,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +108,55 @@ def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
         domain_columns=list(shares.columns),
         metric_columns=list(losses.columns),
     )
+
+
+def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> pd.DataFrame:
+    """Read the losses of runs from a table that may have other rows and columns.
+
+    Rows whose column State (of W&B's exports) is not ``finished`` are left out with a
+    :class:`MixtureRunsWarning`.
+
+    Args:
+        path: CSV table with a row per run.
+        names: names of the losses; each must match one column, but for case, separators and
+            affixes such as eval/ and /loss.
+        columns: name of a loss -> its column; if not empty, only these losses are read.
+
+    Returns:
+        A row per run, with the run's name as index, and a float64 column per name; NaN where the
+        table has no finite number.
+
+    Raises:
+        UserError: for a table that cannot be read, a name that matches no or several columns, a
+            column without a number, or a repeated run.
+    """
+    table = _read(path)
+    key = next((name for name in (*KEYS, "") if name in table), None)
+    if key is None:
+        raise UserError(f"{path} has no column with the name of the run: add {' or '.join(KEYS)}")
+    if state := next((name for name in table if name.strip().lower() == "state"), None):
+        finished = table[state].str.strip().str.lower() == "finished"
+        _warn_left_out(f"{path}: runs not finished", pd.Index(table[key][~finished]))
+        table = table[finished]
+    table = _by_run(path, table, key)
+    chosen = dict(columns)
+    for name, column in columns.items():
+        if column not in table:
+            raise UserError(f"{path}: --column {name}={column}: unknown column")
+    if not columns:
+        simple = _by_simple_name(list(table), with_prefix=True)
+        keys = {name: key for key, name in _by_simple_name(names, with_prefix=True).items()}
+        for name in names:
+            if keys.get(name) not in simple:
+                raise UserError(
+                    f"{path}: no column matches '{name}', or several do; name all columns to read "
+                    f"with --column '{name}=COLUMN'"
+                )
+            chosen[name] = simple[keys[name]]
+    losses = _numbers(path, table[list(chosen.values())]).set_axis(list(chosen), axis=1)
+    if empty := [name for name in chosen if losses[name].isna().all()]:
+        raise UserError(f"{path}: column '{chosen[empty[0]]}' has no number; choose another column")
+    return losses
 
 
 def _read(path: Path) -> pd.DataFrame:

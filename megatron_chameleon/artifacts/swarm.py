@@ -20,7 +20,7 @@ class SwarmRecord(FolderRecord):
 
     KIND = "swarm"
     FILE_NAME = "swarm.json"
-    MADE_BY = "megatron-chameleon compute_mixture writes it"
+    MADE_BY = "megatron-chameleon swarm generate and compute_mixture write it"
 
     settings: dict[str, Any]
     corpus_hash: str
@@ -35,8 +35,16 @@ class SwarmRecord(FolderRecord):
         Raises:
             UserError: for a damaged member file.
         """
-        members = finished_members(self.root, len(self.mixtures))
-        return sum((member.cost for member in members.values()), start=Cost())
+        return sum((member.cost for member in self.finished.values()), start=Cost())
+
+    @property
+    def finished(self) -> dict[int, MemberRecord]:
+        """Results of the finished members, by number.
+
+        Raises:
+            UserError: for a damaged member file.
+        """
+        return finished_members(self.root, len(self.mixtures))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +62,7 @@ class MemberRecord(FileRecord):
     """
 
     KIND = "swarm-member"
-    MADE_BY = "megatron-chameleon compute_mixture writes it"
+    MADE_BY = "megatron-chameleon swarm run and compute_mixture write it"
 
     member: Count
     steps: list[Count]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import TaskOptions
+from megatron_chameleon.interchange.options import FormatName
 from megatron_chameleon.methods.options import TrainingMethodOptions
 from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.ranges import (
@@ -197,3 +200,97 @@ class FitOptions(TrainingMethodOptions):
     def objective(self) -> str | None:
         """Return ``--target``, or its default; None stands for the mean of all losses."""
         return self.target or ",".join(self.swarm.downstream.tasks) or None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(CheckedOptions):
+    """Sample the mixtures of a swarm, and write a folder for each member.
+
+    The mixtures are those of compute_mixture with the same options, whose folder WORK_DIR/swarm may
+    also be generated. More members can be added to an existing swarm.
+    """
+
+    corpus: Path
+    """Folder written by preprocess_data or import_corpus."""
+    swarm_dir: Path
+    """Folder of the swarm. Member 12 has the folder members/00012, with its mixture.json."""
+    num_proxies: Repetitions
+    """Members, each with its own mixture."""
+    format: FormatName | None = None
+    """Also write each mixture in this format of convert_mixture, with the files of the corpus."""
+    sampling: MixtureSamplingOptions = dataclasses.field(default_factory=MixtureSamplingOptions)
+    swarm: SwarmOptions = dataclasses.field(default_factory=SwarmOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for several rounds."""
+        super().__post_init__()
+        reason = "the mixtures of later rounds depend on losses; compute_mixture trains them"
+        self.swarm.reject_changed(["rounds"], reason)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(CheckedOptions):
+    """Train members of a generated swarm, with the options recorded in it.
+
+    Members that are finished are skipped, and interrupted ones resume. A member's losses do not
+    depend on the other members, nor on the number of ranks, processes and machines.
+    """
+
+    corpus: Path
+    """The corpus of the swarm, or a copy of it."""
+    swarm_dir: Path
+    """Folder of the swarm, which all machines that train members share."""
+    members: str | None = None
+    """Train only the members FIRST:LAST, or only this member; the first one is 0. Jobs that run
+    concurrently must train different members. Default: all members."""
+    ray: bool = False
+    """Train each member as a task of the Ray cluster at $RAY_ADDRESS or on this machine; Ray is
+    started if there is none. A member whose worker or machine dies is resumed elsewhere."""
+    members_at_once: Count | None = None
+    """Members trained concurrently on each device; default: as many as memory and CPU cores allow.
+    With --ray, members that share a GPU (default: 1); on a CPU, each member has one core."""
+    stopping: StoppingOptions = dataclasses.field(default_factory=StoppingOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for an invalid range, or a time limit with --ray."""
+        super().__post_init__()
+        _ = self.member_range  # raises for an invalid value
+        if self.ray:
+            self.stopping.reject_changed(["exit_duration_in_mins"], "not available with --ray")
+
+    @property
+    def member_range(self) -> tuple[int, int] | None:
+        """First and last member; None for all members."""
+        if self.members is None:
+            return None
+        first, colon, last = self.members.partition(":")
+        bounds = (first, last if colon else first)
+        if not all(each.isdecimal() for each in bounds) or int(bounds[0]) > int(bounds[1]):
+            raise UserError(
+                f"--members {self.members}: must be FIRST:LAST with 0 <= FIRST <= LAST, or one "
+                "member"
+            )
+        return int(bounds[0]), int(bounds[1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectOptions(CheckedOptions):
+    """Write the tables ratios.csv and metrics.csv of a swarm, which compute_mixture can fit."""
+
+    swarm_dir: Path
+    """Folder of the swarm."""
+    losses: Path | None = None
+    """CSV table of the losses that another trainer measured, such as a W&B export of its runs: a
+    row per run, whose name (column run, run_id, index or name) is or ends with the name of the
+    member's folder, such as 00012. If there is a column State, only finished runs are read.
+    Default: the losses that swarm run measured."""
+    column: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+    """NAME=COLUMN reads the loss on the domain or task NAME from a column of --losses. The option
+    can be repeated, and accepts several values; only these columns are then read. Default: for
+    each domain the column with its name, which may have affixes, such as eval/NAME/loss."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for columns without a table."""
+        super().__post_init__()
+        if self.losses is None:
+            self.reject_changed(["column"], "requires --losses")

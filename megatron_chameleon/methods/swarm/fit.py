@@ -35,7 +35,11 @@ from megatron_chameleon.methods.output import (
     warn,
     write_and_print,
 )
-from megatron_chameleon.methods.swarm import FitOptions, MixtureSamplingOptions
+from megatron_chameleon.methods.swarm import (
+    FitOptions,
+    GenerateOptions,
+    MixtureSamplingOptions,
+)
 from megatron_chameleon.methods.swarm.swarm import SwarmResult, train_swarm
 from megatron_chameleon.mixture.acquisition import next_mixtures
 from megatron_chameleon.mixture.checks import Array
@@ -405,7 +409,7 @@ def token_shares(corpus: Corpus) -> Array:
     return shares
 
 
-def mixtures_to_train(options: FitOptions, corpus: Corpus) -> Array:
+def mixtures_to_train(options: FitOptions | GenerateOptions, corpus: Corpus) -> Array:
     """Sample the proxies' mixtures [n, k]; warn about domains that few mixtures contain.
 
     Raises:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import multiprocessing
@@ -38,7 +39,7 @@ from megatron_chameleon.artifacts import Corpus, Cost, Mixture, TrainingRun, pro
 from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME as CHECKPOINTS
 from megatron_chameleon.artifacts.files import require_new
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
-from megatron_chameleon.artifacts.record import json_values
+from megatron_chameleon.artifacts.record import check_values, json_values
 from megatron_chameleon.artifacts.swarm import (
     MemberRecord,
     SwarmRecord,
@@ -53,7 +54,7 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.evaluation.downstream import check_tasks, evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions
-from megatron_chameleon.methods.swarm import SwarmOptions
+from megatron_chameleon.methods.swarm import RunOptions, SwarmOptions
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
@@ -62,6 +63,7 @@ from megatron_chameleon.parallel.layout import Layout, distributed, from_main, o
 from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.ranges import flag_of
+from megatron_chameleon.ray_tasks import map_on_ray
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
     GuardOptions,
@@ -131,13 +133,16 @@ class SwarmResult:
     cost: Cost
     tasks: Sequence[str] = ()
 
-    def runs(self, losses: Array) -> MixtureRuns:
-        """Return a table of the members that did not diverge, with their ``losses`` [n, m].
+    def runs(self, losses: Array, members: Sequence[int] | None = None) -> MixtureRuns:
+        """Return a table of ``members``, with their ``losses`` [n, m].
 
-        Domains without a finite loss, such as those without held-out text, are left out.
+        The default is all members that did not diverge. Domains without a finite loss, such as
+        those without held-out text, are left out.
         """
         names = [*self.domains, *self.tasks]
         kept = np.setdiff1d(np.arange(len(self.mixtures)), self.diverged)
+        if members is not None:
+            kept = np.array(members, int)
         measured = np.flatnonzero(np.isfinite(losses[kept]).any(axis=0))
         return MixtureRuns(
             keys=[str(member) for member in kept],
@@ -224,50 +229,183 @@ def train_swarm(
     Raises:
         UserError: for a mistake in the options, a folder of another swarm, or a failed member.
     """
-    parallel = ParallelOptions(distributed_timeout_minutes=options.distributed_timeout_minutes)
-    with StopRequests(options.stopping) as stops, distributed(parallel, options.seed) as layout:
+    with _ranks(options) as (stops, layout):
         mixtures = from_main(lambda: mixtures)
-        data = corpus_tokens(corpus).cut(options.tokens, options.target_tokens)
-        check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
-        sizes = data.tokenizer.vocab_size, options.seq_length
-        config = resolve_model(options.model, options.architecture, *sizes)
-        if options.downstream.tasks:
-
-            def check() -> None:
-                if _unfinished(folder, len(mixtures)):
-                    corpus_tokenizer(corpus)
-                    check_tasks(options.downstream)
-
-            from_main(check)
+        from_main(lambda: _check(options, corpus, mixtures, _unfinished(folder, len(mixtures))))
         with on_main(locked_run_folder(folder)):
-            unfinished = from_main(lambda: _open_folder(options, corpus, mixtures, folder))
-            members = unfinished[layout.rank :: layout.world_size]
-            micro_batch_size, at_once = concurrency(options, config, layout.device, len(members))
-            swarm = Swarm(
-                options=options,
-                corpus=corpus,
-                mixtures=mixtures,
-                folder=folder,
-                micro_batch_size=micro_batch_size,
-                members_at_once=at_once,
-                num_ranks=layout.world_size,
-                max_loss=options.max_loss or MAX_LOSS_FACTOR * math.log(config.vocab_size),
-            )
-            if layout.is_main:
-                print(
-                    f"swarm: training {len(unfinished)} of {len(mixtures)} members "
-                    f"({options.model}), {at_once} concurrently on each of "
-                    f"{layout.world_size} device(s), {micro_batch_size} sequence(s) per pass",
-                    *describe_cut(options.tokens, options.target_tokens),
-                    sep="\n",
-                    flush=True,
-                )
-            _train_members(swarm, members, layout, stops)
+            members = from_main(lambda: open_folder(options, corpus, mixtures, folder))
+            _train_on_ranks(options, corpus, mixtures, folder, members, layout, stops)
             if from_main(lambda: _unfinished(folder, len(mixtures))):
                 if layout.is_main:
                     print(f"stopped; the same command resumes the swarm in {folder}")
                 return None
-            return from_main(lambda: _collect(swarm))
+            return from_main(lambda: collect(folder, options, corpus.names, mixtures))
+
+
+def run_members(run: RunOptions) -> bool:
+    """Train the unfinished members of a generated swarm, or those of ``--members``.
+
+    Every rank calls this. Concurrent jobs may train different members.
+
+    Returns:
+        Whether these members are finished, the same on every rank; False after a stop request.
+
+    Raises:
+        UserError: for a folder without a swarm or of another corpus, or a failed member.
+    """
+    corpus, record = Corpus.load(run.corpus), SwarmRecord.load(run.swarm_dir)
+    if (record.domains, record.corpus_hash) != (corpus.names, corpus.hash):
+        raise UserError(
+            f"{record.root} was generated for another corpus than {corpus.root}; pass --corpus"
+        )
+    mixtures, folder = np.array(record.mixtures), record.root
+    first, last = run.member_range or (0, len(mixtures) - 1)
+    if last >= len(mixtures):
+        raise UserError(f"--members {run.members}: {folder} has the members 0:{len(mixtures) - 1}")
+    options = dataclasses.replace(
+        recorded_options(record),
+        stopping=run.stopping,
+        **({} if run.members_at_once is None else {"members_at_once": run.members_at_once}),
+    )
+
+    def members_left() -> list[int]:
+        return [each for each in _unfinished(folder, len(mixtures)) if first <= each <= last]
+
+    if run.ray:
+        if "RANK" in os.environ:
+            raise UserError("--ray: run the command without torchrun; Ray starts the processes")
+        members = members_left()
+        _check(options, corpus, mixtures, members)
+        print(f"swarm: training {len(members)} members ({options.model}) on Ray", flush=True)
+        train = functools.partial(
+            _train_on_ray, os.getcwd(), options, corpus.root, mixtures, folder
+        )
+        with progress_bar(len(members), " members", "swarm") as bar:
+            for _ in map_on_ray(train, members, tasks_per_gpu=run.members_at_once or 1):
+                bar.update()
+        return True
+    with _ranks(options) as (stops, layout):
+        members = from_main(members_left)
+        from_main(lambda: _check(options, corpus, mixtures, members))
+        _train_on_ranks(options, corpus, mixtures, folder, members, layout, stops)
+        finished = not from_main(members_left)
+        if layout.is_main and not finished:
+            print(f"stopped; the same command resumes the members in {folder}")
+        return finished
+
+
+def recorded_options(record: SwarmRecord) -> SwarmOptions:
+    """Return the options recorded in ``swarm.json``.
+
+    Raises:
+        UserError: if an earlier release wrote the file.
+    """
+    where = record.root / record.FILE_NAME
+    hint = "generate the swarm again, in another folder"
+    if record.settings.get("members") != MEMBERS:
+        raise UserError(f"{where} was written by an earlier release; {hint}")
+    return check_values(
+        f"{where}: provenance.options", SwarmOptions, record.provenance.options, hint
+    )
+
+
+@contextlib.contextmanager
+def _ranks(options: SwarmOptions) -> Iterator[tuple[StopRequests, Layout]]:
+    """Provide the stop requests and the process group of this session."""
+    parallel = ParallelOptions(distributed_timeout_minutes=options.distributed_timeout_minutes)
+    with StopRequests(options.stopping) as stops, distributed(parallel, options.seed) as layout:
+        yield stops, layout
+
+
+def _check(options: SwarmOptions, corpus: Corpus, mixtures: Array, members: Sequence[int]) -> None:
+    """Raise UserError if ``members`` cannot be trained."""
+    data = corpus_tokens(corpus).cut(options.tokens, options.target_tokens)
+    check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
+    _model(options, corpus)
+    if options.downstream.tasks and members:
+        corpus_tokenizer(corpus)
+        check_tasks(options.downstream)
+
+
+def _model(options: SwarmOptions, corpus: Corpus) -> ModelConfig:
+    sizes = corpus.tokenizer.vocab_size, options.seq_length
+    return resolve_model(options.model, options.architecture, *sizes)
+
+
+def _session(
+    options: SwarmOptions,
+    corpus: Corpus,
+    mixtures: Array,
+    folder: Path,
+    device: torch.device,
+    members: int,
+    num_ranks: int = 1,
+) -> Swarm:
+    """Return the settings with which a process trains ``members`` members on ``device``."""
+    config = _model(options, corpus)
+    micro_batch_size, at_once = concurrency(options, config, device, members)
+    return Swarm(
+        options=options,
+        corpus=corpus,
+        mixtures=mixtures,
+        folder=folder,
+        micro_batch_size=micro_batch_size,
+        members_at_once=at_once,
+        num_ranks=num_ranks,
+        max_loss=options.max_loss or MAX_LOSS_FACTOR * math.log(config.vocab_size),
+    )
+
+
+def _train_on_ranks(
+    options: SwarmOptions,
+    corpus: Corpus,
+    mixtures: Array,
+    folder: Path,
+    members: Sequence[int],
+    layout: Layout,
+    stops: StopRequests,
+) -> None:
+    """Train ``members``, of which each rank trains a shard, until a stop request."""
+    shard = members[layout.rank :: layout.world_size]
+    swarm = _session(
+        options, corpus, mixtures, folder, layout.device, len(shard), layout.world_size
+    )
+    if layout.is_main:
+        print(
+            f"swarm: training {len(members)} of {len(mixtures)} members "
+            f"({options.model}), {swarm.members_at_once} concurrently on each of "
+            f"{layout.world_size} device(s), {swarm.micro_batch_size} sequence(s) per pass",
+            *describe_cut(options.tokens, options.target_tokens),
+            sep="\n",
+            flush=True,
+        )
+    _train_members(swarm, shard, layout, stops)
+
+
+def _train_on_ray(
+    working_folder: str,
+    options: SwarmOptions,
+    corpus: Path,
+    mixtures: Array,
+    folder: Path,
+    member: int,
+) -> None:
+    """Train or resume a member in a Ray worker."""
+    os.chdir(working_folder)  # relative paths are those of the command
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and options.members_at_once is None:
+        options = dataclasses.replace(options, members_at_once=1)
+    _prepare_worker(device.type)
+    # On a CPU, the cost of a member is that of one core of the machine.
+    at_once = len(os.sched_getaffinity(0))
+    swarm = _session(options, Corpus.load(corpus), mixtures, folder, device, at_once)
+    try:
+        finished = train_member(swarm, member)
+    except UserError as error:
+        raise UserError(f"member {member}: {error}") from error
+    if not finished:
+        # The machine is being shut down. Ray starts the task again after the death of its worker.
+        os._exit(1)
 
 
 def concurrency(
@@ -310,7 +448,7 @@ def _unfinished(folder: Path, count: int) -> list[int]:
     return sorted(set(range(count)) - finished_members(folder, count).keys())
 
 
-def _open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path) -> list[int]:
+def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path) -> list[int]:
     """Write ``swarm.json``; an existing file must describe the same swarm.
 
     Members may be added; finished members are kept.
@@ -468,10 +606,7 @@ def _start_fork_server() -> None:
 def _start_worker(device: str) -> None:
     """Prepare a worker process. It ends when its parent ends, even if SIGKILL ends the parent."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks these signals
-    for name in NOT_FOR_WORKERS:
-        os.environ.pop(name, None)
-    if device == "cpu":
-        torch.set_num_threads(1)  # losses must not depend on the number of concurrent members
+    _prepare_worker(device)
 
     def exit_with_parent() -> None:
         parent = multiprocessing.parent_process()
@@ -480,6 +615,13 @@ def _start_worker(device: str) -> None:
         os._exit(1)  # may interrupt the training; checkpoints stay valid
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def _prepare_worker(device: str) -> None:
+    for name in NOT_FOR_WORKERS:
+        os.environ.pop(name, None)
+    if device == "cpu":
+        torch.set_num_threads(1)  # losses must not depend on the number of concurrent members
 
 
 def train_member(swarm: Swarm, member: int) -> bool:
@@ -497,8 +639,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
-    mixture = dict(zip(names, weights, strict=True))
-    Mixture(mixture, method="swarm").save(folder / "mixture.json")
+    mixture = save_mixture(swarm.folder, member, names, weights)
     metrics = folder / RUN_METRICS
 
     def skipped_step() -> int | None:
@@ -555,6 +696,17 @@ def train_member(swarm: Swarm, member: int) -> bool:
     return True
 
 
+def save_mixture(
+    folder: Path, member: int, names: Sequence[str], weights: Sequence[float]
+) -> dict[str, float]:
+    """Write a member's ``mixture.json``; return its weights by name."""
+    path = member_path(folder, member).with_suffix("") / "mixture.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mixture = dict(zip(names, weights, strict=True))
+    Mixture(mixture, method="swarm").save(path)
+    return mixture
+
+
 def score_tasks(options: SwarmOptions, run_dir: Path) -> tuple[dict[str, float], Cost]:
     """Evaluate the last checkpoint of a member on the tasks of ``options``.
 
@@ -594,15 +746,15 @@ def own_loss(losses: Mapping[str, float | None], mixture: Mapping[str, float]) -
     return float(np.average(np.array([losses[name] for name in own], np.float64), weights=weights))
 
 
-def _collect(swarm: Swarm) -> SwarmResult:
-    """Read the results of all members, and write tables of the members that did not diverge.
+def collect(
+    folder: Path, options: SwarmOptions, domains: Sequence[str], mixtures: Array
+) -> SwarmResult:
+    """Read the results of the finished members, and write tables of those that did not diverge.
 
     Raises:
         UserError: for a damaged member file.
     """
-    tasks = swarm.options.downstream.tasks
-    steps, domains, folder = swarm.options.measured_steps, swarm.corpus.names, swarm.folder
-    count = len(swarm.mixtures)
+    tasks, steps, count = options.downstream.tasks, options.measured_steps, len(mixtures)
     members = finished_members(folder, count)
     losses = np.full((count, len(steps), len(domains) + len(tasks)), np.nan)
     diverged = [member for member, record in members.items() if record.diverged is not None]
@@ -616,11 +768,19 @@ def _collect(swarm: Swarm) -> SwarmResult:
         losses[member, :, : len(domains)] = np.array(record.losses, np.float64)
         losses[member, -1, len(domains) :] = [record.bits_per_byte[task] for task in tasks]
     cost = sum((record.cost for record in members.values()), start=Cost())
-    result = SwarmResult(folder, domains, swarm.mixtures, steps, losses, diverged, cost, tasks)
-    write_mixture_runs(result.runs(losses[:, -1]), folder / RATIOS_NAME, folder / METRICS_NAME)
+    result = SwarmResult(folder, list(domains), mixtures, steps, losses, diverged, cost, tasks)
+    measured = sorted(members.keys() - diverged)
+    write_tables(folder, result.runs(losses[:, -1], measured))
     left_out = f", {len(diverged)} diverged members left out" if diverged else ""
+    if len(members) < count:
+        left_out += f", {count - len(members)} members not finished"
     print(
-        f"swarm: {count - len(diverged)} members measured{left_out}; written to {folder} "
+        f"swarm: {len(measured)} members measured{left_out}; written to {folder} "
         f"({RATIOS_NAME}, {METRICS_NAME})"
     )
     return result
+
+
+def write_tables(folder: Path, runs: MixtureRuns) -> None:
+    """Write the mixtures and losses of members as two tables in the folder of their swarm."""
+    write_mixture_runs(runs, folder / RATIOS_NAME, folder / METRICS_NAME)

@@ -9,19 +9,26 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts import Cost, Mixture
 from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, TrainingRun, read_metrics
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import TaskOptions
-from megatron_chameleon.methods.swarm import SwarmOptions
-from megatron_chameleon.methods.swarm.swarm import Swarm, concurrency, train_swarm
+from megatron_chameleon.methods.swarm import CollectOptions, RunOptions, SwarmOptions
+from megatron_chameleon.methods.swarm.any_trainer import collect_swarm
+from megatron_chameleon.methods.swarm.swarm import (
+    Swarm,
+    concurrency,
+    run_members,
+    train_swarm,
+)
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import forward_flops, training_flops
 from megatron_chameleon.model.options import ArchitectureOptions
@@ -124,6 +131,54 @@ def test_results_tables_and_cost(whole, corpus):
     assert SwarmRecord.load(folder).cost == result.cost
     run = TrainingRun.load(folder / "members" / "00002")
     assert (run.status, run.checkpoints) == ("finished", [])
+
+
+def results(folder):
+    """Results of all members but for their costs, which depend on the machine's load."""
+    return [
+        dataclasses.replace(record, cost=Cost())
+        for record in SwarmRecord.load(folder).finished.values()
+    ]
+
+
+def test_members_trained_by_swarm_run_are_the_same(whole, corpus, tmp_path):
+    folder = without(whole, tmp_path / "run", 1, 3)
+    run = RunOptions(corpus=corpus.root, swarm_dir=folder, members="2:3", members_at_once=1)
+    assert run_members(run)
+    assert sorted(SwarmRecord.load(folder).finished) == [0, 2, 3]
+    collect_swarm(CollectOptions(swarm_dir=folder))
+    assert [row[0] for row in rows_of(folder / "metrics.csv")] == ["index", "0", "2", "3"]
+    assert run_members(dataclasses.replace(run, members=None))
+    assert results(folder) == results(whole[1])
+    collect_swarm(CollectOptions(swarm_dir=folder))
+    assert (folder / "metrics.csv").read_bytes() == (whole[1] / "metrics.csv").read_bytes()
+    for changes, problem in [({"members": "3:4"}, "3:4"), ({"swarm_dir": tmp_path}, "swarm.json")]:
+        with pytest.raises(UserError, match=problem):
+            run_members(dataclasses.replace(run, **changes))
+
+
+@pytest.mark.slow
+def test_a_member_on_ray_resumes_after_its_worker_was_killed(whole, corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    folder = without(whole, tmp_path / "ray", 1)
+    run_dir = member_path(folder, 1).with_suffix("")
+    killed = list[int]()
+
+    def kill_at_the_first_checkpoint():
+        while not (killed or member_path(folder, 1).exists()):
+            if any(run_dir.glob("checkpoints/*/checkpoint.json")):
+                holder = (run_dir / "run.lock").read_text().split()
+                if holder:
+                    os.kill(int(holder[1]), signal.SIGKILL)
+                    killed.append(int(holder[1]))
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=kill_at_the_first_checkpoint)
+    thread.start()
+    assert run_members(RunOptions(corpus=corpus.root, swarm_dir=folder, ray=True))
+    thread.join()
+    assert killed
+    assert results(folder) == results(whole[1])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,155 @@
+"""Swarms for any trainer: write the members' mixtures, and collect the losses of their runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_chameleon.artifacts import Corpus, Mixture
+from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, read_losses
+from megatron_chameleon.artifacts.swarm import SwarmRecord, member_path
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange import FormatName, write_mixture
+from megatron_chameleon.interchange.convert import with_corpus
+from megatron_chameleon.methods.output import warn
+from megatron_chameleon.methods.swarm import CollectOptions, GenerateOptions
+from megatron_chameleon.methods.swarm.fit import mixtures_to_train
+from megatron_chameleon.methods.swarm.swarm import (
+    METRICS_NAME,
+    RATIOS_NAME,
+    collect,
+    open_folder,
+    recorded_options,
+    save_mixture,
+    write_tables,
+)
+from megatron_chameleon.training.run_folder import locked_run_folder
+
+# Suffix of the files of each format that is not JSON.
+SUFFIXES: dict[FormatName, str] = {
+    "csv": "csv",
+    "megatron-data-path": "txt",
+    "megatron-data-args": "txt",
+    "olmo-core": "yaml",
+    "levanter": "yaml",
+    "olmix": "yaml",
+    "regmix": "yaml",
+}
+
+
+def generate_swarm(options: GenerateOptions) -> None:
+    """Write ``swarm.json``, and a folder with its mixture for each member.
+
+    Raises:
+        UserError: if the mixtures cannot be sampled or written in the format, or the folder holds
+            another swarm.
+    """
+    corpus = Corpus.load(options.corpus)
+    if len(corpus.names) < 2:
+        raise UserError(f"{corpus.root} has only one domain; add another domain")
+    mixtures, folder, name = mixtures_to_train(options, corpus), options.swarm_dir, options.format
+    files = list[tuple[Path, str]]()
+    if name not in (None, "json"):
+        for member, weights in enumerate(mixtures.tolist()):
+            mixture = Mixture(dict(zip(corpus.names, weights, strict=True)), method="swarm")
+            text = write_mixture(with_corpus(mixture, corpus), name)
+            path = member_path(folder, member).with_suffix("")
+            files.append((path / f"mixture.{name}.{SUFFIXES.get(name, 'json')}", text))
+    with locked_run_folder(folder):
+        open_folder(options.swarm, corpus, mixtures, folder)
+        for member, weights in enumerate(mixtures.tolist()):
+            save_mixture(folder, member, corpus.names, weights)
+        for path, text in files:
+            with replacing(path) as temporary:
+                temporary.write_text(text, encoding="utf-8", newline="")
+    last = member_path(folder, len(mixtures) - 1).with_suffix("")
+    print(
+        f"{len(mixtures)} members written to {last.parent}, 00000 to {last.name}",
+        f"train them: megatron-chameleon swarm run --corpus {corpus.root} --swarm-dir {folder}",
+        "or with another trainer, whose losses swarm collect --losses reads",
+        sep="\n",
+    )
+
+
+def collect_swarm(options: CollectOptions) -> None:
+    """Write ``ratios.csv`` and ``metrics.csv`` in the folder of a swarm.
+
+    Raises:
+        UserError: for a folder without a swarm, a table that does not match it, or no finished
+            member.
+    """
+    record = SwarmRecord.load(options.swarm_dir)
+    folder, mixtures = record.root, np.array(record.mixtures)
+    if options.losses is None:
+        if not record.finished:
+            raise UserError(f"{folder} has no finished member; train members with swarm run")
+        collect(folder, recorded_options(record), record.domains, mixtures)
+    else:
+        columns = dict[str, str]()
+        for each in (value for group in options.column for value in group):
+            name, equals, column = each.partition("=")
+            if not (name and equals and column) or name in columns:
+                raise UserError(f"--column {each}: must be NAME=COLUMN, once for each NAME")
+            columns[name] = column
+        runs = match_runs(options.losses, record.domains, mixtures, columns)
+        write_tables(folder, runs)
+        print(
+            f"swarm: {len(runs.keys)} of {len(mixtures)} members measured; written to {folder} "
+            f"({RATIOS_NAME}, {METRICS_NAME})"
+        )
+    print(
+        "fit them: megatron-chameleon compute_mixture --method surrogate --corpus CORPUS "
+        f"--ratios {folder / RATIOS_NAME} --metrics {folder / METRICS_NAME} --output MIXTURE.json"
+    )
+
+
+def match_runs(
+    path: Path, domains: Sequence[str], mixtures: np.ndarray, columns: dict[str, str]
+) -> MixtureRuns:
+    """Read the losses of members from another trainer's table; runs without a loss are left out.
+
+    Args:
+        path: CSV table, see :func:`read_losses`.
+        domains: the k domains.
+        mixtures: [n, k] mixture of each member.
+        columns: name of a loss -> its column; if empty, the columns that match ``domains``.
+
+    Raises:
+        UserError: for a table that does not match the members or domains.
+    """
+    table = read_losses(path, domains, columns)
+    members = [_member_of(str(run), len(mixtures), path) for run in table.index]
+    if len(set(members)) < len(members):
+        twice = next(member for member in members if members.count(member) > 1)
+        raise UserError(f"{path}: several runs of member {twice}; keep one")
+    table = table.set_axis(members).sort_index()
+    complete = table.notna().all(axis=1)
+    if not complete.any():
+        raise UserError(f"{path}: no run has a number in all of {', '.join(table)}")
+    if not complete.all():
+        left_out = ", ".join(map(str, table.index[~complete]))
+        warn(f"{path}: members that lack a loss, such as diverged ones, are left out: {left_out}")
+    table = table[complete]
+    return MixtureRuns(
+        keys=[str(member) for member in table.index],
+        domains=list(domains),
+        mixtures=mixtures[table.index.to_numpy()],
+        metrics=list(table),
+        losses=table.to_numpy(np.float64),
+    )
+
+
+def _member_of(run: str, count: int, path: Path) -> int:
+    """Return the member that a run's name refers to: 12, 00012, or a name that ends with 00012."""
+    found = re.fullmatch(r"(\d+)|.*\D(\d{5,})", run)
+    member = int(found[1] or found[2]) if found else count
+    if member >= count:
+        raise UserError(
+            f"{path}: run '{run}' is no member of the swarm: expected a name that ends with the "
+            f"name of a member's folder, 00000 to {count - 1:05d}; remove other runs"
+        )
+    return member
