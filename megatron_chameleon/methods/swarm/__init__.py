@@ -206,8 +206,8 @@ class FitOptions(TrainingMethodOptions):
 class GenerateOptions(CheckedOptions):
     """Sample the mixtures of a swarm, and write a folder for each member.
 
-    The mixtures are those of compute_mixture with the same options, whose folder WORK_DIR/swarm may
-    also be generated. More members can be added to an existing swarm.
+    The mixtures are those that compute_mixture samples with the same options; it accepts a
+    generated swarm in WORK_DIR/swarm. A larger --num-proxies adds members to an existing swarm.
     """
 
     corpus: Path
@@ -232,8 +232,8 @@ class GenerateOptions(CheckedOptions):
 class RunOptions(CheckedOptions):
     """Train members of a generated swarm, with the options recorded in it.
 
-    Members that are finished are skipped, and interrupted ones resume. A member's losses do not
-    depend on the other members, nor on the number of ranks, processes and machines.
+    Finished members are skipped, and interrupted members resume. A member's losses do not depend on
+    which process or machine trains it.
     """
 
     corpus: Path

@@ -262,11 +262,9 @@ def run_members(run: RunOptions) -> bool:
     first, last = run.member_range or (0, len(mixtures) - 1)
     if last >= len(mixtures):
         raise UserError(f"--members {run.members}: {folder} has the members 0:{len(mixtures) - 1}")
-    options = dataclasses.replace(
-        recorded_options(record),
-        stopping=run.stopping,
-        **({} if run.members_at_once is None else {"members_at_once": run.members_at_once}),
-    )
+    options = recorded_options(record)
+    at_once = run.members_at_once or options.members_at_once
+    options = dataclasses.replace(options, members_at_once=at_once, stopping=run.stopping)
 
     def members_left() -> list[int]:
         return [each for each in _unfinished(folder, len(mixtures)) if first <= each <= last]
@@ -281,7 +279,7 @@ def run_members(run: RunOptions) -> bool:
             _train_on_ray, os.getcwd(), options, corpus.root, mixtures, folder
         )
         with progress_bar(len(members), " members", "swarm") as bar:
-            for _ in map_on_ray(train, members, tasks_per_gpu=run.members_at_once or 1):
+            for _ in map_on_ray(train, members, tasks_per_gpu=at_once or 1):
                 bar.update()
         return True
     with _ranks(options) as (stops, layout):
@@ -393,11 +391,11 @@ def _train_on_ray(
     """Train or resume a member in a Ray worker."""
     os.chdir(working_folder)  # relative paths are those of the command
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda" and options.members_at_once is None:
-        options = dataclasses.replace(options, members_at_once=1)
     _prepare_worker(device.type)
-    # On a CPU, the cost of a member is that of one core of the machine.
-    at_once = len(os.sched_getaffinity(0))
+    # On a CPU, Ray runs a member on each core.
+    cores = len(os.sched_getaffinity(0))
+    at_once = cores if device.type == "cpu" else options.members_at_once or 1
+    options = dataclasses.replace(options, members_at_once=at_once)
     swarm = _session(options, Corpus.load(corpus), mixtures, folder, device, at_once)
     try:
         finished = train_member(swarm, member)
