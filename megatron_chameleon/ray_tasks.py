@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from megatron_chameleon.errors import UserError, first_line
@@ -21,7 +21,7 @@ def map_on_ray(
     *,
     num_cpus: float = 1.0,
     tasks_per_gpu: int = 0,
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield ``function(item)`` of each item, in the order in which the tasks finish.
 
     The tasks run on the cluster at ``$RAY_ADDRESS``, or on the one that ``ray start`` has started

@@ -236,11 +236,18 @@ class PreprocessOptions(CheckedOptions):
     shard: str | None = None
     """i/n: process every n-th shard, starting with the i-th, and stop. Use it on n machines that
     share the output folder; then run the same command without it to join the shards."""
+    ray: bool = False
+    """Process the shards as tasks on a Ray cluster, one core each, instead of --workers: on the
+    cluster at $RAY_ADDRESS, or else on this machine. The machines of the cluster share the input,
+    the tokenizer and the output folder, under the same paths. A killed worker repeats its shard."""
 
     def __post_init__(self) -> None:
-        """Raise UserError for a value out of range."""
+        """Raise UserError for a value out of range, or options that contradict --ray."""
         super().__post_init__()
         _ = self.split_shares, self.shard_share  # raise for invalid values
+        for flag, value in (("--workers", self.workers), ("--shard", self.shard)):
+            if self.ray and value is not None:
+                raise UserError(f"{flag} has no effect with --ray; leave out one of the two")
 
     @functools.cached_property
     def split_shares(self) -> tuple[float, float, float]:

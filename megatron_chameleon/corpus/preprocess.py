@@ -7,11 +7,13 @@ number of processes and machines, and survive a killed run; joining copies their
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import multiprocessing
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -44,6 +46,7 @@ from megatron_chameleon.corpus.staging import (
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.ray_tasks import map_on_ray
 
 OnBytes = Callable[[int], object]
 
@@ -127,7 +130,8 @@ class _Run:
         self, tokenizer: Tokenizer, number: int, on_bytes: OnBytes | None = None
     ) -> None:
         """Write shard ``number`` and move it to the folder of finished shards."""
-        folder = self.folder.staging / f"{number:06d}"
+        # The name is unique, since Ray may start a shard again while a lost machine still writes.
+        folder = self.folder.staging / f"{number:06d}-{secrets.token_hex(4)}"
         with writing(folder):
             folder.mkdir()
         chunks, shares = self.plan.shards[number], self.options.split_shares
@@ -167,14 +171,17 @@ class _Run:
         reader = self._reader()
         sample = (document.text for chunk in chunks for document in reader.read(chunk))
         tokenizer = with_encoder(tokenizer, self.options.encoding.encoder, sample)
+        run = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
         # By default there is one worker fewer than cores, since each worker reads and encodes
         # concurrently, which keeps more than one core busy.
         num_workers = self.options.workers or max(1, len(os.sched_getaffinity(0)) - 1)
         num_workers = min(num_workers, len(missing))
         total = sum(map(self.plan.shard_bytes, missing))
         with progress_bar(total, "B", "tokenizing") as bar:
+            if self.options.ray:
+                make_on_ray(run, missing, bar.update)
+                return
             if num_workers > 1:
-                run = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
                 # Free the memory of the tokenizer, since each worker loads its own copy.
                 del tokenizer
                 make_in_processes(run, missing, num_workers, bar.update)
@@ -204,8 +211,8 @@ class _Run:
             wall_seconds=stopwatch.seconds() + sum(shards[number].seconds for number in found),
         )
         sources_hash = _write_sources(made / SOURCES_NAME, self.plan, shards)
-        # These two options are not recorded, since the corpus does not depend on them.
-        options = dataclasses.replace(self.options, workers=None, shard=None)
+        # These options are not recorded, since the corpus does not depend on them.
+        options = dataclasses.replace(self.options, workers=None, shard=None, ray=False)
         inputs = {"tokenizer": tokenizer.sha256, "sources": sources_hash}
         Corpus(
             root=made,
@@ -310,6 +317,21 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
 # Worker processes
 
 
+def make_on_ray(run: _Run, numbers: Sequence[int], on_bytes: OnBytes) -> None:
+    """Write the shards ``numbers`` as tasks of a Ray cluster, which start again if they are killed.
+
+    Raises:
+        UserError: from a task, or if Ray is unreachable or kills the same task several times.
+        RuntimeError: with the traceback of a task that failed for another reason.
+    """
+    task = functools.partial(_make_shard_on_ray, run, os.getcwd())
+    with contextlib.closing(map_on_ray(task, numbers)) as made:
+        for number, error in made:
+            if error:
+                raise error
+            on_bytes(run.plan.shard_bytes(number))
+
+
 def make_in_processes(
     run: _Run, numbers: Sequence[int], num_workers: int, on_bytes: OnBytes
 ) -> None:
@@ -347,13 +369,24 @@ def make_in_processes(
             process.join()
 
 
-_worker_run: _Run  # in a worker process
+_worker_run: _Run  # in a worker process, which serves one run
 
 
 def _start_worker(run: _Run, threads: int) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _set_worker_run(run, threads)
+
+
+def _make_shard_on_ray(run: _Run, working_folder: str, number: int) -> tuple[int, Exception | None]:
+    """Write shard ``number``; return it with the error of :func:`_make_shard_in_worker`."""
+    os.chdir(working_folder)  # paths may be relative
+    _set_worker_run(run, threads=1)
+    return number, _make_shard_in_worker(number)
+
+
+def _set_worker_run(run: _Run, threads: int) -> None:
     global _worker_run
     _worker_run = run
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
     # Limit the threads of the Rust libraries, which would otherwise use all cores in each worker.
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     # The parent process has already printed these warnings.

@@ -14,13 +14,14 @@ import psutil
 import pytest
 
 from megatron_chameleon.artifacts import Corpus
+from tests.unit.corpus.corpus_making import assert_same
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def wait_until(condition):
-    end = time.monotonic() + 60
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -130,6 +131,45 @@ def test_concurrent_machines_make_the_same_corpus(command, jsonl, texts, tmp_pat
     (tmp_path / "corpus").rename(tmp_path / "shared")
     assert run([*arguments, "--workers", "2"]).returncode == 0
     assert Corpus.load(tmp_path / "corpus").hash == shared.hash
+
+
+@pytest.mark.slow
+def test_a_worker_killed_on_ray_repeats_its_shard(command, jsonl, texts, tmp_path, monkeypatch):
+    some = texts(4000)
+    for name in "ab":
+        jsonl(f"{name}.jsonl", [f"{name} {number} {text}" for number, text in enumerate(some * 10)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    inputs = ("--input", "a=a.jsonl", "--input", "b=b.jsonl")  # relative paths
+    python, tool, *arguments = command(*inputs, "--shard-bytes", 1_000_000)
+    arguments = [python, str(ROOT / tool), *arguments]
+    process = subprocess.Popen([*arguments, "--ray"], stderr=subprocess.PIPE)
+    partial = tmp_path / "corpus" / ".partial"
+
+    def busy():
+        """The workers that are writing a shard, after two shards were finished."""
+        assert process.poll() is None
+        if len([*partial.glob("shards/*")]) < 2 or not [*partial.glob("staging/*/*-*/tokens.bin")]:
+            return []
+        workers = psutil.Process(process.pid).children(recursive=True)
+        return [worker for worker in workers if "ray::_call" in " ".join(worker.cmdline())]
+
+    def repeated():
+        """The finished shards of which a killed worker left a part."""
+        assert process.poll() is None
+        parts = {path.name.partition("-")[0] for path in partial.glob("staging/*/*-*")}
+        return parts & {path.name for path in partial.glob("shards/*")}
+
+    wait_until(busy, seconds=300)
+    busy()[0].kill()
+    wait_until(repeated, seconds=300)
+    assert len(repeated()) == 1
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    (tmp_path / "corpus").rename(tmp_path / "on-ray")
+    assert subprocess.run([*arguments, "--workers", "1"]).returncode == 0
+    assert_same(Corpus.load(tmp_path / "corpus"), Corpus.load(tmp_path / "on-ray"))
 
 
 @pytest.mark.parametrize("shard_bytes", [4000, pytest.param(1_000_000, marks=pytest.mark.slow)])
