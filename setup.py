@@ -120,6 +120,9 @@ setup(
             "s3fs>=2024.6",
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            # Execute the notebooks.
+            "ipykernel>=6.29",
+            "nbclient>=0.10",
             "mypy>=1.13",
             # Tests the report's page in an installed browser; downloads no browser of its own.
             "playwright>=1.50",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DOCS = "docs"
+NOTEBOOKS = f"{DOCS}/notebooks"
 # Files outside docs/ that the site includes as pages.
 PAGES = {
     "README.md": "index.md",
@@ -68,7 +69,7 @@ def page_of(name: str) -> str:
     if os.path.dirname(name) == "tools":
         return f"{name.removesuffix('.py')}.md"
     if name.startswith(f"{DOCS}/"):
-        return name.removeprefix(f"{DOCS}/")
+        return re.sub(r"\.ipynb$", ".md", name.removeprefix(f"{DOCS}/"))
     return f"{FILES}/{name}.md"
 
 

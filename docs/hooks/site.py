@@ -17,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from docs.hooks.equations import with_mathml
 from docs.hooks.measurements import measurements_page
+from docs.hooks.notebooks import notebook_page
 from docs.hooks.repository_links import (
     DOCS,
+    NOTEBOOKS,
     PAGES,
     file_page,
     linked_files,
@@ -54,6 +56,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in PAGES.items():
         if files.get_file_from_path(page) is None:
             generated[page] = with_site_links((ROOT / name).read_text(encoding="utf-8"), name, page)
+    for path in sorted((ROOT / NOTEBOOKS).glob("*.ipynb")):
+        name = path.relative_to(ROOT).as_posix()
+        generated[page_of(name)] = with_site_links(notebook_page(path), name, page_of(name))
     for name in sorted(linked_files(ROOT)):
         if (ROOT / name).is_file():
             generated[page_of(name)] = file_page(ROOT, name)
