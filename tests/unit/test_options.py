@@ -12,6 +12,7 @@ from typing import TypeGuard
 import pytest
 
 from megatron_chameleon.blend.options import TraceOptions
+from megatron_chameleon.checkpoint.options import PushOptions
 from megatron_chameleon.cli import parse_options, run_tool
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
@@ -63,6 +64,8 @@ def default_options(options_type):
             argv += ["--weights", "x"]
         elif options_type is TraceOptions and field.name == "steps":
             argv += ["--steps", "1:2"]
+        elif options_type is PushOptions and field.name == "output":
+            argv += ["--output", "x"]
     return parse_options(options_type, argv)
 
 
