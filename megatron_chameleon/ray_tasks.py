@@ -43,6 +43,8 @@ def map_on_ray(
             if a task's worker died ``MAX_RETRIES + 1`` times. The task's other exceptions are
             raised unchanged.
     """
+    if not items:
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports usage to its makers
     try:
         import ray

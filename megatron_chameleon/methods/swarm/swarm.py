@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -389,6 +390,11 @@ def _train_on_ray(
     member: int,
 ) -> None:
     """Train or resume a member in a Ray worker."""
+    if not os.path.isdir(working_folder):
+        raise UserError(
+            f"{working_folder} does not exist on {socket.gethostname()}: all machines of the Ray "
+            "cluster must share the swarm's folder, the corpus and the working folder"
+        )
     os.chdir(working_folder)  # relative paths are those of the command
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _prepare_worker(device.type)
