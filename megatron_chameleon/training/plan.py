@@ -17,6 +17,7 @@ from megatron_chameleon.artifacts import (
     implied_epochs,
     provenance,
 )
+from megatron_chameleon.artifacts.files import require_writable
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.dataset import BlendedTokens
@@ -118,6 +119,8 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         UserError: if an option or an artifact is invalid, or if some of them are incompatible.
     """
     check_overwrite(options)
+    if (cache := options.data.data_cache_path) is not None:
+        require_writable(cache, f"--data-cache-path {cache}")  # used after the start of training
     # Raises for an invalid model before anything is read.
     model = options.model or DEFAULT_MODEL
     config = resolve_model(model, options.architecture, 1, options.seq_length)
