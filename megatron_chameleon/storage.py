@@ -148,16 +148,12 @@ def read_ranges(path: Location, ranges: Sequence[tuple[int, int]]) -> Iterator[b
 
 
 def concurrently(read: Callable[[S], T], files: Sequence[S]) -> list[T]:
-    """Call ``read`` for each of ``files``, in up to 32 threads; return the results in order."""
-    results: dict[int, T] = {}
+    """Call ``read`` for each of ``files``, in up to 32 threads; return the results in order.
 
-    def read_some(first: int) -> None:
-        for number in range(first, len(files), _CONCURRENT_FILES):
-            results[number] = read(files[number])
-
+    After an error, which is raised, no other file is begun.
+    """
     with ThreadPoolExecutor(_CONCURRENT_FILES) as pool:
-        list(pool.map(read_some, range(min(_CONCURRENT_FILES, len(files)))))
-    return [results[number] for number in range(len(files))]
+        return list(pool.map(read, files))
 
 
 def file_state(path: Location, *, refresh: bool = False) -> FileState:

@@ -267,8 +267,9 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     def _open(self, domains: Iterable[int]) -> None:
         """Open those of ``domains`` that are not open yet."""
         missing = [domain for domain in domains if domain not in self._files]
-        files = concurrently(lambda domain: self.data.domains[domain].open(), missing)
-        self._files.update(zip(missing, files, strict=True))
+        if missing:
+            files = concurrently(lambda domain: self.data.domains[domain].open(), missing)
+            self._files.update(zip(missing, files, strict=True))
 
     def _build_megatron_views(self, domains: Iterable[int]) -> None:
         """Build Megatron's indices of those of ``domains`` that have none yet."""
