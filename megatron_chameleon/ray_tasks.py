@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
@@ -28,7 +29,8 @@ def map_on_ray(
     on this machine; otherwise, Ray is started on this machine until the last task has finished. A
     task whose worker or machine dies is started again up to ``MAX_RETRIES`` times; no other task is
     affected. Unfinished tasks are killed when the iterator is closed or raises, and when this
-    process ends. The tasks' standard output goes to Ray's logs.
+    process ends. The tasks' standard output goes to Ray's logs. Relative paths are those of this
+    process: a task runs in its working folder, which must exist on every machine.
 
     Args:
         function: a module-level function, or a ``functools.partial`` of one; the workers import
@@ -39,9 +41,9 @@ def map_on_ray(
             tasks no GPU.
 
     Raises:
-        UserError: if Ray is not installed or unreachable, if ``function`` raises a UserError, or
-            if a task's worker died ``MAX_RETRIES + 1`` times. The task's other exceptions are
-            raised unchanged.
+        UserError: if Ray is not installed or unreachable, if a machine lacks the working folder,
+            if ``function`` raises a UserError, or if a task's worker died ``MAX_RETRIES + 1``
+            times. The task's other exceptions are raised unchanged.
     """
     if not items:
         return
@@ -67,7 +69,7 @@ def map_on_ray(
         task = ray.remote(_call).options(
             num_cpus=num_cpus, num_gpus=num_gpus, max_retries=MAX_RETRIES
         )
-        shared = ray.put(function)
+        shared = ray.put((function, os.getcwd()))
         running = {task.remote(shared, item): item for item in items}
         while running:
             (done,), _ = ray.wait(list(running), num_returns=1)
@@ -86,5 +88,14 @@ def map_on_ray(
         ray.shutdown()
 
 
-def _call(function: Callable[[Any], Any], item: Any) -> Any:
+def _call(shared: tuple[Callable[[Any], Any], str], item: Any) -> Any:
+    function, working_folder = shared
+    try:
+        os.chdir(working_folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot enter {working_folder} on {socket.gethostname()} ({error.strerror}): all "
+            "machines of the Ray cluster must share the working folder, and the files that the "
+            "command reads and writes, under the same paths"
+        ) from error
     return function(item)

@@ -324,7 +324,7 @@ def make_on_ray(run: _Run, numbers: Sequence[int], on_bytes: OnBytes) -> None:
         UserError: from a task, or if Ray is unreachable or kills the same task several times.
         RuntimeError: with the traceback of a task that failed for another reason.
     """
-    task = functools.partial(_make_shard_on_ray, run, os.getcwd())
+    task = functools.partial(_make_shard_on_ray, run)
     with contextlib.closing(map_on_ray(task, numbers)) as made:
         for number, error in made:
             if error:
@@ -377,9 +377,8 @@ def _start_worker(run: _Run, threads: int) -> None:
     _set_worker_run(run, threads)
 
 
-def _make_shard_on_ray(run: _Run, working_folder: str, number: int) -> tuple[int, Exception | None]:
+def _make_shard_on_ray(run: _Run, number: int) -> tuple[int, Exception | None]:
     """Write shard ``number``; return it with the error of :func:`_make_shard_in_worker`."""
-    os.chdir(working_folder)  # paths may be relative
     _set_worker_run(run, threads=1)
     return number, _make_shard_in_worker(number)
 

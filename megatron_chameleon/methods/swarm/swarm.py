@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -276,9 +275,7 @@ def run_members(run: RunOptions) -> bool:
         members = members_left()
         _check(options, corpus, mixtures, members)
         print(f"swarm: training {len(members)} members ({options.model}) on Ray", flush=True)
-        train = functools.partial(
-            _train_on_ray, os.getcwd(), options, corpus.root, mixtures, folder
-        )
+        train = functools.partial(_train_on_ray, options, corpus.root, mixtures, folder)
         with progress_bar(len(members), " members", "swarm") as bar:
             for _ in map_on_ray(train, members, tasks_per_gpu=at_once or 1):
                 bar.update()
@@ -382,7 +379,6 @@ def _train_on_ranks(
 
 
 def _train_on_ray(
-    working_folder: str,
     options: SwarmOptions,
     corpus: Path,
     mixtures: Array,
@@ -390,12 +386,6 @@ def _train_on_ray(
     member: int,
 ) -> None:
     """Train or resume a member in a Ray worker."""
-    if not os.path.isdir(working_folder):
-        raise UserError(
-            f"{working_folder} does not exist on {socket.gethostname()}: all machines of the Ray "
-            "cluster must share the swarm's folder, the corpus and the working folder"
-        )
-    os.chdir(working_folder)  # relative paths are those of the command
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _prepare_worker(device.type)
     # On a CPU, Ray runs a member on each core.
