@@ -22,9 +22,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 def wait_until(condition, seconds=60):
     end = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < end
         time.sleep(0.005)
+    return found
 
 
 # The command
@@ -158,13 +159,11 @@ def test_a_worker_killed_on_ray_repeats_its_shard(command, jsonl, texts, tmp_pat
     def repeated():
         """The finished shards of which a killed worker left a part."""
         assert process.poll() is None
-        parts = {path.name.partition("-")[0] for path in partial.glob("staging/*/*-*")}
-        return parts & {path.name for path in partial.glob("shards/*")}
+        shards = {path.name for path in partial.glob("shards/*")}  # before any is moved there
+        return shards & {path.name.partition("-")[0] for path in partial.glob("staging/*/*-*")}
 
-    wait_until(busy, seconds=300)
-    busy()[0].kill()
-    wait_until(repeated, seconds=300)
-    assert len(repeated()) == 1
+    wait_until(busy, seconds=300)[0].kill()
+    assert len(wait_until(repeated, seconds=300)) == 1
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     (tmp_path / "corpus").rename(tmp_path / "on-ray")
