@@ -95,7 +95,7 @@ setup(
         "hf": ["transformers>=4.56"],
         # The report's map of windows, which uses PCA if umap-learn is not installed.
         "plots": ["umap-learn>=0.5.9", "threadpoolctl>=3.1"],
-        # Runs tasks on the machines of a cluster: the members of a swarm.
+        # Runs tasks on the machines of a cluster: shards of a corpus, members of a swarm.
         "ray": ["ray>=2.40"],
         # s3:// and gs://. fsspec is their common interface.
         "storage": ["s3fs>=2024.6", "gcsfs>=2024.6"],
