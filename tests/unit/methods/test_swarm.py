@@ -173,7 +173,7 @@ def test_a_member_on_ray_resumes_after_its_worker_was_killed(whole, corpus, tmp_
                     killed.append(int(holder[1]))
             time.sleep(0.005)
 
-    thread = threading.Thread(target=kill_at_the_first_checkpoint)
+    thread = threading.Thread(target=kill_at_the_first_checkpoint, daemon=True)
     thread.start()
     assert run_members(RunOptions(corpus=corpus.root, swarm_dir=folder, ray=True))
     thread.join()
