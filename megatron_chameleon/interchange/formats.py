@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Format:
         read: reads a file; the arguments are its path, the value of ``--split``, and the corpus
             that names the listed files.
         write: returns the text of a file that lists the files of one split. It leaves out domains
-            with a weight of 0, which most readers reject, unless ``keeps_zeros``.
+            with a weight of 0 if its reader rejects them.
         has_caps: whether the format can hold limits on repetition.
         has_stages: whether the format can hold weights that change.
     """
@@ -125,7 +125,9 @@ def _read_csv(path: Path, _split: Split | None, _corpus: Corpus | None) -> Mixtu
         raise UserError(f"{path}: not a CSV table ({error})") from error
     columns = set(rows[0]) if rows else set()
     if not {"domain", "weight"} <= columns or any(None in (*row, *row.values()) for row in rows):
-        raise UserError(f"{path}: every row must have the columns domain and weight, and no others")
+        raise UserError(
+            f"{path}: must have the columns domain and weight, and in every row a value per column"
+        )
     by_step: dict[int, list[tuple[str, str]]] = {}
     caps: dict[str, float] = {}
     sources: dict[str, DomainSource] = {}
@@ -376,18 +378,26 @@ def _read_olmix(path: Path, split: Split | None, _corpus: Corpus | None) -> Mixt
         add(node, _name(name, f"{path}: mix"), 1.0, None)
     files: dict[str, list[str]] = {}
 
-    def add_files(listed: Iterable[Any], parent: str) -> None:
-        for source in listed:
+    def add_files(listed: Any, parent: str) -> None:
+        for source in listed if isinstance(listed, list) else [listed]:
             if not isinstance(source, dict):
-                raise UserError(f"{path}: data.sources must be objects with name and paths")
+                raise UserError(f"{path}: data.sources must be a list of objects with a name")
             name = parent + _name(source.get("name"), f"{path}: data.sources")
             if (paths := source.get("paths")) is not None:
                 files[name] = _paths(paths, path, name)
             for key in ("topics", "quality"):
-                add_files(source.get(key) or (), f"{name}:")
+                add_files(source.get(key) or [], f"{name}:")
 
-    add_files((body.get("data") or {}).get("sources") or (), "")
-    tokens = (body.get("priors") or {}).get("token_counts") or {}
+    def part_of(section: str, key: str) -> Any:
+        content = body.get(section) or {}
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: {section} must be an object, such as with {key}")
+        return content.get(key)
+
+    add_files(part_of("data", "sources") or [], "")
+    tokens = part_of("priors", "token_counts") or {}
+    if not isinstance(tokens, dict):
+        raise UserError(f"{path}: priors.token_counts must have a number of tokens for each name")
     known = {name for name, _ in weights}
     if extra := [name for name in (*files, *tokens) if name not in known]:
         # Sources without weight are not sampled.

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.ranges import CheckedOptions, LargeCount
+from megatron_chameleon.ranges import LARGEST_INT32, Between, CheckedOptions, LargeCount
 
 FormatName = Literal[
     "json",
@@ -89,7 +89,7 @@ class ConvertOptions(CheckedOptions):
     rename: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """OLD=NEW renames the domain OLD of the mixture. The option can be repeated, and accepts
     several values."""
-    at_step: int | None = None
+    at_step: Annotated[int, Between(0, LARGEST_INT32)] | None = None
     """Convert only the weights in force at this training step, for formats whose weights cannot
     change."""
     drop_max_repetition: bool = False
