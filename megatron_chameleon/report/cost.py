@@ -230,7 +230,7 @@ def _made_from(
     missing += map(str, mixture.parameters.get("unknown_costs", ()))
     for place in ((path[-1].parent / str(name)).resolve() for name in named):
         if place.is_file() and place.suffix == ".json":
-            part = Mixture.load(place)
+            part = Mixture.load(place, may_change=True)
             parts[_entry(folder, place)] = part.cost
             if place not in path:  # avoid cycles: an overwritten mixture can be its own input
                 found, lacking = _made_from(folder, part, proxies, (*path, place))

@@ -91,7 +91,7 @@ def load_card_content(
     mixture, cost = _recorded_mixture(run, checkpoint), None
     file = _mixture_file(run, checkpoint)
     if file is not None:
-        mixture = Mixture.load(file) if len(run.mixture_phases) == 1 else mixture
+        mixture = Mixture.load(file, may_change=True) if len(run.mixture_phases) == 1 else mixture
         names = folder.paths if folder is not None else {}
         same = (key for key, other in names.items() if other.resolve() == file)
         name = next((key.rpartition("/")[2] for key in same), None)
@@ -113,7 +113,7 @@ def _mixture_file(run: TrainingRun, checkpoint: CheckpointRecord) -> Path | None
     if not name or not path.is_file():
         return None
     with contextlib.suppress(UserError):  # the file was replaced by something else
-        return path if Mixture.load(path).hash == checkpoint.mixture_hash else None
+        return path if Mixture.load(path, may_change=True).hash == checkpoint.mixture_hash else None
     return None
 
 
