@@ -241,8 +241,8 @@ class RunOptions(CheckedOptions):
     swarm_dir: Path
     """Folder of the swarm, which all machines that train members share."""
     members: str | None = None
-    """Train only the members FIRST:LAST, or only this member; the first one is 0. Jobs that run
-    concurrently must train different members. Default: all members."""
+    """Train only the members FIRST:LAST that exist, or only this member; the first one is 0. Jobs
+    that run concurrently must train different members. Default: all members."""
     ray: bool = False
     """Train each member as a task of the Ray cluster at $RAY_ADDRESS or on this machine; Ray is
     started if there is none. A member whose worker or machine dies is resumed elsewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from megatron_chameleon.methods.swarm.swarm import (
     METRICS_NAME,
     RATIOS_NAME,
     collect,
+    model_config,
     open_folder,
     recorded_options,
     save_mixture,
@@ -31,7 +33,6 @@ from megatron_chameleon.training.run_folder import locked_run_folder
 
 # Suffix of the files of each format that is not JSON.
 SUFFIXES: dict[FormatName, str] = {
-    "csv": "csv",
     "megatron-data-path": "txt",
     "megatron-data-args": "txt",
     "olmo-core": "yaml",
@@ -45,12 +46,13 @@ def generate_swarm(options: GenerateOptions) -> None:
     """Write ``swarm.json``, and a folder with its mixture for each member.
 
     Raises:
-        UserError: if the mixtures cannot be sampled or written in the format, or the folder holds
-            another swarm.
+        UserError: if the model is unknown, the mixtures cannot be sampled or written in the format,
+            or the folder holds another swarm.
     """
     corpus = Corpus.load(options.corpus)
     if len(corpus.names) < 2:
         raise UserError(f"{corpus.root} has only one domain; add another domain")
+    model_config(options.swarm, corpus)
     mixtures, folder, name = mixtures_to_train(options, corpus), options.swarm_dir, options.format
     files = list[tuple[Path, str]]()
     if name not in (None, "json"):
@@ -58,7 +60,8 @@ def generate_swarm(options: GenerateOptions) -> None:
             mixture = Mixture(dict(zip(corpus.names, weights, strict=True)), method="swarm")
             text = write_mixture(with_corpus(mixture, corpus), name)
             path = member_path(folder, member).with_suffix("")
-            files.append((path / f"mixture.{name}.{SUFFIXES.get(name, 'json')}", text))
+            suffix = "csv" if name == "csv" else f"{name}.{SUFFIXES.get(name, 'json')}"
+            files.append((path / f"mixture.{suffix}", text))
     with locked_run_folder(folder):
         open_folder(options.swarm, corpus, mixtures, folder)
         for member, weights in enumerate(mixtures.tolist()):
@@ -69,7 +72,8 @@ def generate_swarm(options: GenerateOptions) -> None:
     last = member_path(folder, len(mixtures) - 1).with_suffix("")
     print(
         f"{len(mixtures)} members written to {last.parent}, 00000 to {last.name}",
-        f"train them: megatron-chameleon swarm run --corpus {corpus.root} --swarm-dir {folder}",
+        "train them: megatron-chameleon swarm run "
+        + shlex.join(["--corpus", str(corpus.root), "--swarm-dir", str(folder)]),
         "or with another trainer, whose losses swarm collect --losses reads",
         sep="\n",
     )
@@ -103,7 +107,10 @@ def collect_swarm(options: CollectOptions) -> None:
         )
     print(
         "fit them: megatron-chameleon compute_mixture --method surrogate --corpus CORPUS "
-        f"--ratios {folder / RATIOS_NAME} --metrics {folder / METRICS_NAME} --output MIXTURE.json"
+        + shlex.join(
+            ["--ratios", str(folder / RATIOS_NAME), "--metrics", str(folder / METRICS_NAME)]
+        )
+        + " --output MIXTURE.json"
     )
 
 

@@ -260,7 +260,7 @@ def run_members(run: RunOptions) -> bool:
         )
     mixtures, folder = np.array(record.mixtures), record.root
     first, last = run.member_range or (0, len(mixtures) - 1)
-    if last >= len(mixtures):
+    if first >= len(mixtures):
         raise UserError(f"--members {run.members}: {folder} has the members 0:{len(mixtures) - 1}")
     options = recorded_options(record)
     at_once = run.members_at_once or options.members_at_once
@@ -317,13 +317,14 @@ def _check(options: SwarmOptions, corpus: Corpus, mixtures: Array, members: Sequ
     """Raise UserError if ``members`` cannot be trained."""
     data = corpus_tokens(corpus).cut(options.tokens, options.target_tokens)
     check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
-    _model(options, corpus)
+    model_config(options, corpus)
     if options.downstream.tasks and members:
         corpus_tokenizer(corpus)
         check_tasks(options.downstream)
 
 
-def _model(options: SwarmOptions, corpus: Corpus) -> ModelConfig:
+def model_config(options: SwarmOptions, corpus: Corpus) -> ModelConfig:
+    """Return the config of the members' model. Raises UserError for an unknown model."""
     sizes = corpus.tokenizer.vocab_size, options.seq_length
     return resolve_model(options.model, options.architecture, *sizes)
 
@@ -338,7 +339,7 @@ def _session(
     num_ranks: int = 1,
 ) -> Swarm:
     """Return the settings with which a process trains ``members`` members on ``device``."""
-    config = _model(options, corpus)
+    config = model_config(options, corpus)
     micro_batch_size, at_once = concurrency(options, config, device, members)
     return Swarm(
         options=options,
@@ -459,7 +460,7 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
     rows = mixtures.tolist()
     ratios, metrics = folder / RATIOS_NAME, folder / METRICS_NAME
     if not SwarmRecord.exists(folder):
-        require_new((ratios, metrics), "choose another --work-dir")
+        require_new((ratios, metrics), "choose another folder for the swarm")
     else:
         found = SwarmRecord.load(folder)
         # Earlier releases had no flags of the architecture, of tasks and of rounds, and recorded
@@ -486,7 +487,7 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
         if differences:
             raise UserError(
                 f"{folder} holds another swarm: {differences[0]}; restore the earlier settings, "
-                "choose another --work-dir, or fit the folder's tables with --ratios "
+                "choose another folder, or fit the folder's tables with --ratios "
                 f"{ratios} --metrics {metrics}"
             )
     made_by = provenance(options, {"corpus": corpus.hash})
@@ -626,6 +627,8 @@ def train_member(swarm: Swarm, member: int) -> bool:
     Raises:
         UserError: for any error in training, except divergence, which is recorded.
     """
+    if member_path(swarm.folder, member).exists():
+        return True  # finished since this session began, by another job or an earlier Ray task
     options, names = swarm.member_run(member), swarm.corpus.names
     folder, weights = options.run_dir, swarm.mixtures[member].tolist()
     folder.mkdir(parents=True, exist_ok=True)
