@@ -151,10 +151,15 @@ def test_a_worker_killed_on_ray_repeats_its_shard(command, jsonl, texts, tmp_pat
     def busy():
         """The workers that are writing a shard, after two shards were finished."""
         assert process.poll() is None
-        if len([*partial.glob("shards/*")]) < 2 or not [*partial.glob("staging/*/*-*/tokens.bin")]:
+        if len([*partial.glob("shards/*")]) < 2:
             return []
         workers = psutil.Process(process.pid).children(recursive=True)
-        return [worker for worker in workers if "ray::_call" in " ".join(worker.cmdline())]
+        return [
+            worker
+            for worker in workers
+            if "ray::_call" in " ".join(worker.cmdline())
+            and any("/staging/" in file.path for file in worker.open_files())
+        ]
 
     def repeated():
         """The finished shards of which a killed worker left a part."""
