@@ -86,9 +86,9 @@ def renamed(mixture: Mixture, renames: Sequence[str]) -> Mixture:
     table = {name: name for name in mixture.weights}
     for rename in renames:
         old, _, new = rename.partition("=")
-        if old not in table or not new:
+        if table.get(old) != old or not new:  # unknown, or renamed before
             raise UserError(
-                f"--rename {rename}: must be OLD=NEW, with OLD one of {quoted(list(table))}"
+                f"--rename {rename}: must be OLD=NEW, once for each OLD of {quoted(list(table))}"
             )
         table[old] = new
     if len(set(table.values())) < len(table):

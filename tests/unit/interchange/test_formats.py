@@ -183,9 +183,9 @@ def test_names_are_matched_with_the_corpus(corpus, tmp_path):
         UserError, match=r"'pages', 'poem', which are not domains of .*'wiki\(en\)'"
     ):
         converted_text(dataclasses.replace(options, rename=()))
-    for rename in ("x=news", "poem", "pages=code"):
+    for renames in (("x=news",), ("poem",), ("pages=code",), ("pages=news", "pages=web")):
         with pytest.raises(UserError, match="--rename"):
-            converted_text(dataclasses.replace(options, rename=((rename,),)))
+            converted_text(dataclasses.replace(options, rename=(renames,)))
 
 
 def test_files_get_the_names_of_the_corpus_in_any_order(export, corpus, sampled, tmp_path):
