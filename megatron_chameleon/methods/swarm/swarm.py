@@ -525,8 +525,10 @@ def _train_members(
             for future in done:
                 member = running.pop(future)
                 try:
-                    stopped |= not future.result()
-                    finished += 1
+                    if future.result():
+                        finished += 1
+                    else:
+                        stopped = True
                 except BrokenProcessPool:
                     # No error after a stop request: it terminates workers that are starting.
                     if not (stopped or stopping):
