@@ -29,4 +29,4 @@ done
 [ -e "$TOKENIZER" ] ||
   python -m megatron_chameleon train_tokenizer "${DOMAINS[@]}" --output "$TOKENIZER" --vocab-size "$VOCAB_SIZE"
 python -m megatron_chameleon preprocess_data "${DOMAINS[@]}" --output "$OUTPUT" \
-  --tokenizer-model "$TOKENIZER" --split 80,10,10 --min-tokens-per-split 20000 "$@"
+  --tokenizer-model "$TOKENIZER" --split 80,10,10 --min-tokens-per-split 2000 "$@"

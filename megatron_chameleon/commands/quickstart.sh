@@ -44,7 +44,7 @@ say "2/7 Tokenizer and corpus"
   megatron-chameleon train_tokenizer "${INPUT[@]}" --output "$RUN/tokenizer.json" --vocab-size 8192
 [ -e "$CORPUS/corpus.json" ] ||
   megatron-chameleon preprocess_data "${INPUT[@]}" --output "$CORPUS" \
-    --tokenizer-model "$RUN/tokenizer.json" --split 80,10,10 --min-tokens-per-split 20000
+    --tokenizer-model "$RUN/tokenizer.json" --split 80,10,10 --min-tokens-per-split 2000
 
 say "3/7 Proxy, uniform weights, tensor parallel over 2 ranks"
 torchrun "${RANKS[@]}" pretrain_gpt "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \
