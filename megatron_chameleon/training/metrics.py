@@ -366,7 +366,7 @@ class MlflowLogger:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        self._error = MlflowException
+        self._error, self._train_iters, self._step = MlflowException, options.train_iters, 0
         id_file = options.run_dir / "mlflow-id.txt"
         try:
             self._client = MlflowClient()
@@ -407,20 +407,21 @@ class MlflowLogger:
         """
         from mlflow.entities import Metric
 
-        now = time.time_ns() // 1_000_000
+        self._step, now = step, time.time_ns() // 1_000_000
         metrics = [Metric(mlflow_name(n), value, now, step) for n, value in scalars(figures)]
         with self._as_os_error():
             for first in range(0, len(metrics), self.MAX_METRICS):
                 self._client.log_batch(self._id, metrics[first : first + self.MAX_METRICS])
 
     def close(self) -> None:
-        """Mark the run as finished.
+        """Mark the run as finished, or as killed if the last step has not been logged.
 
         Raises:
             OSError: if the server cannot be reached.
         """
+        status = "FINISHED" if self._step >= self._train_iters else "KILLED"
         with self._as_os_error():
-            self._client.set_terminated(self._id)
+            self._client.set_terminated(self._id, status)
 
     @contextlib.contextmanager
     def _as_os_error(self) -> Iterator[None]:

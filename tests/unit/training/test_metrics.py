@@ -120,14 +120,17 @@ def test_mlflow_run_continues_after_a_resume(pretrain_options, tmp_path, monkeyp
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     logging = LoggingOptions(tensorboard=False, mlflow_experiment="mixtures")
-    options = pretrain_options(tmp_path / "run", logging=logging)
+    options = pretrain_options(tmp_path / "run", logging=logging, train_iters=15)
+    client = MlflowClient()
     many = {f"{'../' * (i % 3)}domain<{i}>": float(i) for i in range(1200)}
     for steps in ((5, 10), (15,)):
         _, logger = open_loggers(options, 0)
         for step in steps:
             logger.log(step, {**FIGURES, "validation_loss": many})
         logger.close()
-    client = MlflowClient()
+        run_id = (options.run_dir / "mlflow-id.txt").read_text()
+        status = client.get_run(run_id).info.status
+        assert status == ("FINISHED" if steps[-1] == 15 else "KILLED")
     [run] = client.search_runs([client.get_experiment_by_name("mixtures").experiment_id])
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.info.run_id == (options.run_dir / "mlflow-id.txt").read_text()
