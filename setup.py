@@ -35,7 +35,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="the megatron_chameleon authors",
-    license="MIT",
+    license_expression="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_chameleon", "megatron_chameleon.*"]),
     package_data={
@@ -134,7 +134,6 @@ setup(
         ],
     },
     classifiers=[
-        "License :: OSI Approved :: MIT License",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
