@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import stat
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -111,7 +112,11 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     text = read_text(path, hint)
     try:
         body = json.loads(
-            text, object_pairs_hook=_object, parse_float=_finite, parse_constant=_finite
+            text,
+            object_pairs_hook=_object,
+            parse_float=_finite,
+            parse_int=_integer,
+            parse_constant=_finite,
         )
     except json.JSONDecodeError as error:
         raise UserError(
@@ -154,6 +159,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is not finite")
     return number
+
+
+def _integer(text: str) -> int:
+    if len(text) > sys.float_info.max_10_exp:  # float() of the integer could raise OverflowError
+        raise ValueError(f"{text[:20]}... has too many digits")
+    return int(text)
 
 
 def require_regular_file(path: Path) -> None:

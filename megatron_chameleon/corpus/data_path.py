@@ -55,7 +55,8 @@ class DataPath:
         prefixes = [prefix for _, prefix in named]
         if not prefixes or any(_number(word) is not None for word in prefixes):
             raise UserError(
-                f"{flag} '{text}': must be 'WEIGHT PREFIX WEIGHT PREFIX ...' or prefixes only"
+                f"{flag} '{' '.join(words):.80}': must be 'WEIGHT PREFIX WEIGHT PREFIX ...' or "
+                "prefixes only"
             )
         # The system resolves each folder once, since this takes long on network storage.
         folders = {os.path.dirname(prefix) for prefix in prefixes}

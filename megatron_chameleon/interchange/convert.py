@@ -22,7 +22,7 @@ from megatron_chameleon.artifacts.files import replacing, require_new, sha256_of
 from megatron_chameleon.artifacts.mixture import BRIDGE_SUFFIX
 from megatron_chameleon.corpus.options import quoted
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.interchange.formats import read_mixture, write_mixture
+from megatron_chameleon.interchange.formats import FORMATS, read_mixture, write_mixture
 from megatron_chameleon.interchange.megatron import split_option, words
 from megatron_chameleon.interchange.options import ConvertOptions
 from megatron_chameleon.storage import absolute
@@ -55,9 +55,17 @@ def converted_text(options: ConvertOptions) -> str:
         UserError: as :func:`convert_mixture`.
     """
     corpus = None if options.corpus is None else Corpus.load(options.corpus)
-    mixture = read_mixture(
-        options.mixture, options.mixture_format, split=options.split, corpus=corpus
-    )
+    try:
+        mixture = read_mixture(
+            options.mixture, options.mixture_format, split=options.split, corpus=corpus
+        )
+    except UserError as error:
+        if options.mixture_format != "json" or not options.mixture.is_file():
+            raise
+        others = ", ".join(name for name in FORMATS if name != "json")
+        raise UserError(
+            f"{error}; if the file has another format, pass --mixture-format with one of {others}"
+        ) from error
     if options.mixture_format != "json":
         inputs = {"mixture": sha256_of_files(options.mixture)}
         source = {"file": str(options.mixture), "format": options.mixture_format}

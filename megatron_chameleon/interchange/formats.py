@@ -31,7 +31,26 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import megatron
 from megatron_chameleon.interchange.megatron import TOKENS_SUFFIX, sampled_from, split_option
 from megatron_chameleon.interchange.options import FormatName
+from megatron_chameleon.ranges import LARGEST_INT64
 from megatron_chameleon.storage import is_remote
+
+
+CSV_COLUMNS = (
+    "domain",
+    "weight",
+    "step",
+    "max_repetition",
+    *(f"{split}_tokens" for split in SPLITS),
+    *(f"{split}_prefix" for split in SPLITS),
+    "split",
+)
+OLMO_CORE_KEYS = (
+    "source_name",
+    "target_ratio",
+    "paths",
+    "max_repetition_ratio",
+    "max_source_fraction",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,16 +134,21 @@ def _write_json(mixture: Mixture, _split: Split) -> str:
 
 
 def _read_csv(path: Path, _split: Split | None, _corpus: Corpus | None) -> Mixture:
-    """Read a table with the columns domain and weight, and optionally those of ``_write_csv``."""
+    """Read a table with the columns domain and weight, and optionally the other ones."""
     text = read_text(path, "pass a table with the columns domain and weight", "utf-8-sig")
+    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
     try:
-        rows = list(
-            csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-        )
+        columns, rows = reader.fieldnames or [], list(reader)
     except csv.Error as error:
         raise UserError(f"{path}: not a CSV table ({error})") from error
-    columns = set(rows[0]) if rows else set()
-    if not {"domain", "weight"} <= columns or any(None in (*row, *row.values()) for row in rows):
+    for column in columns:
+        if column not in CSV_COLUMNS or columns.count(column) > 1:
+            problem = "repeated" if column in CSV_COLUMNS else "unknown"
+            raise UserError(
+                f"{path}: column '{column:.40}' is {problem}; the columns of a mixture are "
+                f"{', '.join(CSV_COLUMNS)}, of which only domain and weight are required"
+            )
+    if not {"domain", "weight"} <= {*columns} or any(None in (*row, *row.values()) for row in rows):
         raise UserError(
             f"{path}: must have the columns domain and weight, and in every row a value per column"
         )
@@ -133,9 +157,8 @@ def _read_csv(path: Path, _split: Split | None, _corpus: Corpus | None) -> Mixtu
     sources: dict[str, DomainSource] = {}
     for row in rows:
         name, step = row["domain"], row.get("step") or "0"
-        if not step.isdecimal():
-            raise UserError(f"{path}: the step of '{name}' is '{step}'; it must be a number")
-        by_step.setdefault(int(step), []).append((name, row["weight"]))
+        at = _count(step, f"{path}: the step of '{name}'")
+        by_step.setdefault(at, []).append((name, row["weight"]))
         if cap := row.get("max_repetition"):
             caps[name] = _number(cap, f"{path}: max_repetition of '{name}'")
         tokens: dict[Split, int] = {
@@ -171,7 +194,7 @@ def _write_csv(mixture: Mixture, _split: Split) -> str:
                 row |= {f"{split}_prefix": _prefix(source, split, name) for split in SPLITS}
                 row["split"] = source.split or ""
             rows.append(row)
-    columns = [name for name in rows[0] if any(str(row.get(name, "")) for row in rows)]
+    columns = [name for name in CSV_COLUMNS if any(str(row.get(name, "")) for row in rows)]
     text = io.StringIO(newline="")
     # The reader skips white space before an unquoted value, and ends a row at a carriage return.
     spaced = any(name != " ".join(name.split()) for name in mixture.weights)
@@ -210,6 +233,12 @@ def _read_olmo_core(path: Path, split: Split | None, _corpus: Corpus | None) -> 
     sources: dict[str, DomainSource] = {}
     for source in listed:
         name = _name(source.get("source_name"), f"{path}: source_name")
+        # OLMo-core also writes private keys, such as _CLASS_.
+        if unknown := [key for key in source if key not in OLMO_CORE_KEYS and f"{key}"[:1] != "_"]:
+            raise UserError(
+                f"{path}: '{name}' has the unknown key '{unknown[0]}'; the keys of a source are "
+                f"{', '.join(OLMO_CORE_KEYS)}"
+            )
         weights.append((name, source.get("target_ratio")))
         limits = [source.get(key) for key in ("max_repetition_ratio", "max_source_fraction")]
         if found := [limit for limit in limits if limit is not None]:
@@ -481,7 +510,7 @@ def _staged(
     """Check names, weights and steps, and return the mixture; a missing weight is 0."""
     checked: list[tuple[int, dict[str, float]]] = []
     for step, pairs in stages:
-        if type(step) is not int or step <= (checked[-1][0] if checked else -1):
+        if _count(step, f"{path}: the step") <= (checked[-1][0] if checked else -1):
             raise UserError(f"{path}: step {step}: the steps must be integers that increase from 0")
         weights: dict[str, float] = {}
         for key, value in pairs:
@@ -520,15 +549,16 @@ def _number(value: object, where: str) -> float:
             return float(value)
     except (ValueError, OverflowError):
         pass
-    raise UserError(f"{where} is {value!r}; it must be a number")
+    raise UserError(f"{where} is {value!r:.40}; it must be a number")
 
 
 def _count(value: object, where: str) -> int:
-    if type(value) is int and value >= 0:
+    """Convert an integer, or a text of one."""
+    if isinstance(value, str) and value.isdecimal() and len(value) <= len(str(LARGEST_INT64)):
+        value = int(value)
+    if type(value) is int and 0 <= value <= LARGEST_INT64:
         return value
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
-    raise UserError(f"{where} is {value!r}; it must be a number of tokens")
+    raise UserError(f"{where} is {value!r:.40}; it must be an integer from 0 to {LARGEST_INT64}")
 
 
 def _paths(value: object, path: Path, name: str) -> list[str]:

@@ -137,6 +137,11 @@ def test_splits_with_different_domains_or_weights_are_an_error(tmp_path):
     ("name", "text", "problem"),
     [
         ("olmo-core", "sources: [{source_name: a, target_ratio: 1}]", "paths of 'a'"),
+        (
+            "olmo-core",
+            "sources: [{source_name: a, target_ratio: 1, paths: [a], max_repetition: 2}]",
+            "unknown key 'max_repetition'",
+        ),
         ("olmo-core", "sources: [{source_name: 1, target_ratio: 1, paths: [a]}]", "1 must be text"),
         ("levanter", "train_weights: {a: 0.5, b: 0.25, a: 0.25}", "'a' is repeated"),
         ("levanter", "train_weights: {no: 1.0}", "False must be text"),
@@ -157,6 +162,12 @@ def test_splits_with_different_domains_or_weights_are_an_error(tmp_path):
         ("megatron-bridge", '{"blend": [["x/a", "x/a"], [0.5, 0.5]]}', "two weights for"),
         ("automodel", '{"train": ["1", "a"], "dve": []}', "'dve'"),
         ("csv", "domain,weight\na,1\na,1\n", "duplicate domain 'a'"),
+        ("csv", "domain,weight,max_repetitions\na,1,2\n", "'max_repetitions' is unknown"),
+        ("csv", "domain,weight,weight\na,1,2\n", "'weight' is repeated"),
+        ("csv", "domain,weight,step\na,1,1" + "0" * 20, "the step of 'a'"),
+        ("json", '{"weights": {"a": 1' + "0" * 400 + "}}", "too many digits"),
+        ("megatron-bridge", '{"blend": [["a"], [1' + "0" * 400 + "]]}", "too many digits"),
+        ("megatron-data-args", "1 a\n1" + "0" * 400 + " b", "prefixes only"),
     ],
 )
 def test_a_damaged_file_is_an_error_that_names_the_place(name, text, problem, tmp_path):
