@@ -6,6 +6,8 @@ Tables of RegMix (``index,train_<domain>...`` and ``index,valid_<domain>...``) a
 
 from __future__ import annotations
 
+import ast
+import collections
 import dataclasses
 import math
 import os
@@ -19,7 +21,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, first_line
 
 Array = npt.NDArray[np.float64]
 # Published shares are rounded to three digits, so many sums are off by some thousandths.
@@ -31,6 +33,7 @@ KEYS = ("run", "run_id", "index", "name")
 # valid_arxiv/loss.
 _BEFORE = re.compile(r"^(metrics?|eval|train|training|valid|validation|val|test)[_/:.\- ]", re.I)
 _AFTER = re.compile(r"[_/:.\- ](train|valid|validation|val|test|loss|lm[_ ]loss)$", re.I)
+_TRAINING, _HELD_OUT = {"train", "training"}, {"eval", "valid", "validation", "val", "test"}
 
 
 class MixtureRunsWarning(UserWarning):
@@ -113,13 +116,15 @@ def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
 def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> pd.DataFrame:
     """Read the losses of runs from a table that may have other rows and columns.
 
-    Rows whose column State (of W&B's exports) is not ``finished`` are left out with a
-    :class:`MixtureRunsWarning`.
+    Two tables of Weights & Biases are supported: the CSV export of the runs table, with columns
+    Name and State, and the data frame of the summaries of ``wandb.Api().runs``, whose column
+    summary has a Python dictionary per run. Rows whose State is not ``finished`` are left out with
+    a :class:`MixtureRunsWarning`.
 
     Args:
         path: CSV table with a row per run.
         names: names of the losses; each must match one column, but for case, separators and
-            affixes such as eval/ and /loss.
+            affixes such as eval/ and /loss. Training losses, such as train/NAME/loss, never match.
         columns: name of a loss -> its column; if not empty, only these losses are read.
 
     Returns:
@@ -130,10 +135,13 @@ def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) ->
         UserError: for a table that cannot be read, a name that matches no or several columns, a
             column without a number, or a repeated run.
     """
-    table = _read(path)
+    table = _with_summaries(path, _read(path))
     key = next((name for name in (*KEYS, "") if name in table), None)
     if key is None:
-        raise UserError(f"{path} has no column with the name of the run: add {' or '.join(KEYS)}")
+        raise UserError(
+            f"{path} has no column with the name of the run: pass a table with a row per run, and "
+            f"its name in column {' or '.join(KEYS)}"
+        )
     if state := next((name for name in table if name.strip().lower() == "state"), None):
         finished = table[state].str.strip().str.lower() == "finished"
         _warn_left_out(f"{path}: runs not finished", pd.Index(table[key][~finished]))
@@ -144,15 +152,28 @@ def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) ->
         if column not in table:
             raise UserError(f"{path}: --column {name}={column}: unknown column")
     if not columns:
-        simple = _by_simple_name(list(table), with_prefix=True)
-        keys = {name: key for key, name in _by_simple_name(names, with_prefix=True).items()}
+        matching = collections.defaultdict[str, list[str]](list)
+        for column in table:
+            matching[_simple_name(column)].append(column)
+        known = collections.Counter(map(_simple_name, names))
         for name in names:
-            if keys.get(name) not in simple:
-                raise UserError(
-                    f"{path}: no column matches '{name}', or several do; name all columns to read "
-                    f"with --column '{name}=COLUMN'"
-                )
-            chosen[name] = simple[keys[name]]
+            found = matching[_simple_name(name)]
+            held_out = [column for column in found if not _is_training_loss(column)]
+            if known[_simple_name(name)] > 1:
+                problem = f"the name of '{name}' is too similar to that of another domain"
+            elif len(held_out) > 1:
+                problem = f"columns '{held_out[0]}' and '{held_out[1]}' both match '{name}'"
+            elif found and not held_out:
+                problem = f"'{found[0]}' is a training loss, and no held-out loss matches '{name}'"
+            elif not found:
+                problem = f"no column matches '{name}'"
+            else:
+                chosen[name] = held_out[0]
+                continue
+            raise UserError(
+                f"{path}: {problem}; name the columns of all held-out losses: "
+                f"--column '{name}=COLUMN' ..."
+            )
     losses = _numbers(path, table[list(chosen.values())]).set_axis(list(chosen), axis=1)
     if empty := [name for name in chosen if losses[name].isna().all()]:
         raise UserError(f"{path}: column '{chosen[empty[0]]}' has no number; choose another column")
@@ -181,6 +202,36 @@ def _read(path: Path) -> pd.DataFrame:
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{path}: column '{repeated[0]}' is repeated; remove one")
     return rows[1:].set_axis(names, axis=1)
+
+
+def _with_summaries(path: Path, table: pd.DataFrame) -> pd.DataFrame:
+    """Replace W&B's column summary, if there is one, by a column for each key of a summary."""
+    cells = table.get("summary")
+    if cells is None or not cells.str.startswith("{").all():
+        return table
+    try:
+        summaries = pd.DataFrame(map(_summary, cells), table.index).fillna("")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(
+            f"{path}: column summary: not a Python dictionary ({first_line(error)}); write a "
+            "column per metric instead"
+        ) from error
+    table = table.drop(columns="summary")
+    return table.join(summaries[[name for name in summaries if name not in table]])
+
+
+def _summary(text: str) -> dict[str, str]:
+    """Parse a dictionary as Python prints it; unlike literal_eval, this accepts nan and inf."""
+    body = ast.parse(text, mode="eval").body
+    if not isinstance(body, ast.Dict):
+        raise ValueError(text[:40])
+    return {
+        key.value: value.value
+        if isinstance(value, ast.Constant) and isinstance(value.value, str)
+        else ast.unparse(value)
+        for key, value in zip(body.keys, body.values, strict=True)
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
 
 
 def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:
@@ -291,10 +342,23 @@ def matched(names: Sequence[str], known: Sequence[str]) -> dict[str, str]:
 
 def _by_simple_name(names: Sequence[str], *, with_prefix: bool) -> dict[str, str]:
     """Map each unique name, in lower case and without affixes, to the original name."""
-    keys = [re.sub(r"[_/:.\- ]+", "_", _without_affixes(name)).lower() for name in names]
+    keys = [_simple_name(name) for name in names]
     prefix = "" if with_prefix else _common_prefix(keys)
     keys = [key.removeprefix(prefix) for key in keys]
     return {key: name for key, name in zip(keys, names, strict=True) if keys.count(key) == 1}
+
+
+def _simple_name(name: str) -> str:
+    return re.sub(r"[_/:.\- ]+", "_", _without_affixes(name)).lower()
+
+
+def _is_training_loss(column: str) -> bool:
+    """Whether the affixes of ``column`` name the training text, and not also held-out text."""
+    name = _without_affixes(column)
+    start = column.find(name)
+    affixes = column[:start] + " " + column[start + len(name) :]
+    words = {*re.split(r"[_/:.\- ]+", affixes.lower())}
+    return bool(words & _TRAINING) and not words & _HELD_OUT
 
 
 def _without_shared(affix: re.Pattern[str], names: list[str]) -> list[str]:

@@ -34,7 +34,6 @@ from megatron_chameleon.interchange.options import FormatName
 from megatron_chameleon.ranges import LARGEST_INT64
 from megatron_chameleon.storage import is_remote
 
-
 CSV_COLUMNS = (
     "domain",
     "weight",

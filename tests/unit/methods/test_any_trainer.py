@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from megatron_chameleon.artifacts import Mixture
@@ -65,7 +66,8 @@ def rows_of(path):
         return list(csv.reader(stream))
 
 
-HEADER = ["Name", "State", "Created", *(f"eval/{name}/loss" for name in DOMAINS), "train/lm_loss"]
+HEADER = ["Name", "State", "Created", *(f"eval/{name}/loss" for name in DOMAINS)]
+HEADER.append(f"train/{DOMAINS[1]}/loss")
 ROWS = [
     ["swarm-00002", "finished", "2026-11-27", "2.0", "2.5", "3.0", "9"],
     ["swarm-00000", "finished", "2026-11-27", "1.0", "1.5", "2.0", "9"],
@@ -94,8 +96,18 @@ def test_a_wandb_export_is_matched_by_name(generated, corpus, tmp_path):
     expected = [[0, *mixtures[0]], [2, *mixtures[2]]]
     np.testing.assert_array_equal(np.array(ratios[1:], float), expected)
     assert [[float(x) for x in row] for row in metrics[1:]] == [[0, 1, 1.5, 2], [2, 2, 2.5, 3]]
-    collect(folder, [HEADER, *ROWS], column=((f"{DOMAINS[1]}=train/lm_loss",),))
+    collect(folder, [HEADER, *ROWS], column=((f"{DOMAINS[1]}={HEADER[-1]}",),))
     assert [row[1] for row in rows_of(folder / "metrics.csv")[1:]] == ["9.0", "9.0", "9.0"]
+    # The data frame of W&B's API.
+    summaries = [
+        {"_step": 9, **dict(zip(HEADER[3:], map(float, row[3:]), strict=True))}
+        for row in ROWS
+        if row[1] == "finished"
+    ]
+    table = {"summary": summaries, "config": [{}] * 3, "name": ["x-00002", "x-00000", "x-00001"]}
+    pd.DataFrame(table).to_csv(folder / "project.csv")
+    collect_swarm(CollectOptions(swarm_dir=folder, losses=folder / "project.csv"))
+    assert rows_of(folder / "metrics.csv") == metrics
 
 
 @pytest.mark.parametrize(
@@ -104,7 +116,8 @@ def test_a_wandb_export_is_matched_by_name(generated, corpus, tmp_path):
         (HEADER, ["swarm-00004", *ROWS[0][1:]], {}, "swarm-00004"),
         (HEADER, ["swarm-00000-b", *ROWS[0][1:]], {}, "swarm-00000-b"),
         (HEADER, ["00002", *ROWS[0][1:]], {}, "member 2"),
-        ([*HEADER[:-1], f"train/{DOMAINS[0]}/loss"], ROWS[1], {}, DOMAINS[0]),
+        ([*HEADER[:-1], f"valid_{DOMAINS[0]}"], ROWS[1], {}, "both match"),
+        ([*HEADER[:4], "eval/other/loss", *HEADER[5:]], ROWS[1], {}, "is a training loss"),
         ([*HEADER[:3], "eval/other/loss", *HEADER[4:]], ROWS[1], {}, DOMAINS[0]),
         (HEADER, ROWS[1], {"column": (("a=missing",),)}, "a=missing"),
         (HEADER, ROWS[1], {"column": (("missing",),)}, "--column missing"),
