@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 
 def litgpt(path: Path) -> Any:
@@ -51,6 +54,50 @@ def automodel(path: Path) -> Any:
     return {split: get_blend_from_list(listed) for split, listed in paths.items()}
 
 
+class TransformerEngine(MetaPathFinder, Loader):
+    """Imports placeholders for Transformer Engine's modules."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Find ``transformer_engine`` and its submodules."""
+        if fullname.partition(".")[0] != "transformer_engine":
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        """Return a module that has every attribute."""
+        return MagicMock(__version__="2.10.0")
+
+    def exec_module(self, module: Any) -> None:
+        """Do nothing: the module is complete."""
+
+
+def megatron_bridge(path: Path) -> Any:
+    """Prefixes and weights of the splits of Megatron Bridge's GPTDatasetConfig.
+
+    Megatron Bridge imports Transformer Engine, which needs a GPU; its data configuration does not
+    use it.
+    """
+    sys.meta_path.append(TransformerEngine())
+    from megatron.bridge.training.config import GPTDatasetConfig
+
+    config = GPTDatasetConfig(
+        seq_length=32,
+        random_seed=1,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        path_to_cache=None,
+        **json.loads(path.read_text()),
+    )
+    config.finalize()
+    return dict(zip(("train", "validation", "test"), config.blend_per_split, strict=True))
+
+
 if __name__ == "__main__":
-    reader = {"litgpt": litgpt, "torchtitan": torchtitan, "automodel": automodel}[sys.argv[1]]
+    reader = {
+        "litgpt": litgpt,
+        "torchtitan": torchtitan,
+        "automodel": automodel,
+        "megatron-bridge": megatron_bridge,
+    }[sys.argv[1]]
     print(json.dumps(reader(Path(sys.argv[2]))))
