@@ -370,25 +370,17 @@ def fit_surrogate(
     folds = folds_of(len(rows), NUM_FOLDS, seed)
     trees = dataclasses.replace(TREES, seed=seed)
     law_settings = dataclasses.replace(LAW, seed=seed)
-    # A law is positive, so the law of a metric with values <= 0 is fitted to its shifted values.
-    lowest = values.min(axis=0)
-    shift = np.where(lowest > 0, 0.0, values.std(axis=0) + 1e-6 - lowest)
-    laws = fit_mixing_laws(rows, values + shift, law_settings, on_fit)
     models: dict[str, Predict] = {
         "trees": fit_trees(rows, values, trees, on_fit),
-        "law": lambda others: laws.predict(others) - shift,
+        "law": fit_limited_laws(rows, values, law_settings, on_fit),
     }
     held_out = {
         "trees": held_out_predictions(
             lambda some, their: fit_trees(some, their, trees), rows, values, folds
         ),
         "law": held_out_predictions(
-            lambda some, their: fit_mixing_laws(some, their, law_settings).predict,
-            rows,
-            values + shift,
-            folds,
-        )
-        - shift,
+            lambda some, their: fit_limited_laws(some, their, law_settings), rows, values, folds
+        ),
     }
     center, spread = values.mean(axis=0), values.std(axis=0)
     spread = np.where(spread > 0, spread, 1.0)
@@ -429,6 +421,30 @@ def fit_surrogate(
         scale,
         _error_correlation(standardized),
     )
+
+
+def fit_limited_laws(
+    mixtures: Array,
+    losses: Array,
+    settings: LawSettings,
+    on_fit: Callable[[], object] = lambda: None,
+) -> Predict:
+    """Fit mixing laws whose predictions are at most one range of the losses outside this range.
+
+    Far from the runs, the exponential of a law that was fitted to few or noisy runs can be many
+    times larger than any loss, and an error of this size outweighs all others in the stack.
+
+    Args:
+        mixtures: [n, k].
+        losses: [n, m] of any sign; as a law is positive, losses with a value <= 0 are shifted.
+        settings: settings of the fits.
+        on_fit: called after each of the m fits.
+    """
+    lowest, highest = losses.min(axis=0), losses.max(axis=0)
+    shift = np.where(lowest > 0, 0.0, losses.std(axis=0) + 1e-6 - lowest)
+    laws = fit_mixing_laws(mixtures, losses + shift, settings, on_fit)
+    low, high = 2 * lowest - highest, 2 * highest - lowest
+    return lambda others: np.clip(laws.predict(others) - shift, low, high)
 
 
 def _gp_predictions(processes: list[GaussianProcess], center: Array, spread: Array) -> Predict:

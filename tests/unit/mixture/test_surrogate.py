@@ -142,6 +142,14 @@ def test_stacking_prefers_the_law_on_laws_and_trees_on_steps_and_intervals_cover
     assert covered[0] <= 0.97, covered
 
 
+def test_a_law_that_explodes_in_one_fold_does_not_dominate_the_stack():
+    rng = np.random.default_rng(2)
+    rows = rng.dirichlet(np.full(8, 0.3), 16)
+    quality = fit_surrogate(rows, 6 + rng.normal(0, 0.2, (16, 2))).report.quality
+    errors = {name: each.mae.mean() for name, each in quality.items()}
+    assert errors["stack"] < 1.2 * min(errors.values())  # twice as large without limits of the law
+
+
 def test_draws_agree_with_predictions_and_depend_on_the_seed_alone():
     rng = np.random.default_rng(0)
     rows, others = mixtures_of(24), mixtures_of(5, seed=1)
