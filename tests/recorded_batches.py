@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pandas as pd
 import torch
 
 from megatron_chameleon.blend.trace import RunTrace
@@ -39,9 +40,14 @@ def traced_batches(trace: RunTrace, first: int, last: int) -> Windows:
     """The windows of the steps ``first`` to ``last`` according to the run's record."""
     found: Windows = {}
     numbers = {name: number for number, name in enumerate(trace.data.names)}
-    for line in trace.rows(first, last).itertuples():
+    for line in traced_rows(trace, first, last).itertuples():
         place = line.step, line.rank, line.micro_batch, line.row
         _, window = found.setdefault(place, (line.domain, []))
         index = trace.index(numbers[line.domain])
         window += index.tokens(line.document, line.first_token, line.stop_token).tolist()
     return found
+
+
+def traced_rows(trace: RunTrace, first: int, last: int) -> pd.DataFrame:
+    """All rows of the steps ``first`` to ``last`` in one table."""
+    return pd.concat(trace.rows(first, last), ignore_index=True)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FiniteFloat, TypeAdapter
 
+from megatron_chameleon.artifacts.corpus import TokenizerIdentity
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.artifacts.mixture import MixturePhase
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
@@ -87,6 +88,7 @@ class TrainingRun(FolderRecord):
         batch_layouts: how batches were sharded, in order of steps; a resumed run may change it.
             Runs of earlier releases do not record the layouts before their last resumption.
         order_version: version of the sample order; None in runs of earlier releases.
+        tokenizer: the tokenizer of the tokens; None in runs of earlier releases.
     """
 
     KIND = "training run"
@@ -112,6 +114,7 @@ class TrainingRun(FolderRecord):
     failed_saves: list[FailedSave] = dataclasses.field(default_factory=list)
     batch_layouts: list[BatchLayout] = dataclasses.field(default_factory=list)
     order_version: Count | None = None
+    tokenizer: TokenizerIdentity | None = None
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl, ordered by step."""

@@ -103,6 +103,8 @@ class TraceOptions(CheckedOptions):
     """The corpus of the run, if it was moved."""
     data_path: str | None = None
     """The --data-path of the run, if its files were moved."""
+    tokenizer_model: Path | None = None
+    """The tokenizer of the run, if it was moved; only --text, --find and --source-lines need it."""
     output: Path | None = None
     """A .jsonl or .csv file to write; the table that is printed shows only the first lines."""
     overwrite: bool = False

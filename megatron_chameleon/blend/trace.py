@@ -7,9 +7,10 @@ reading tokens; the documents follow from the .idx files.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,15 @@ from megatron_chameleon.blend.token_data import (
 )
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.corpus.indexed import TokenFile
+from megatron_chameleon.corpus.shards import text_digest
 from megatron_chameleon.corpus.source_lines import source_lines
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.storage import absolute
 
-# Samples whose ranges are listed at a time.
-_BLOCK_SAMPLES = 1 << 17
+# Number of tokens of the samples whose ranges are listed at a time.
+_BLOCK_TOKENS = 1 << 25
 _ROWS_PRINTED = 40
 _TEXT_PRINTED = 60
 _STEPS_PRINTED = 12
@@ -50,6 +52,8 @@ _HINT = "pass another --run; megatron-chameleon pretrain_gpt writes this file"
 
 # (domain, document): the position of a domain in the data, and the number of a document in its file
 Documents = Mapping[int, NDArray[np.int64]]
+# Starts again with the first table at each call.
+Tables = Callable[[], Iterator[pd.DataFrame]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,7 @@ class RunTrace:
         run: record of the run.
         corpus: folder of the corpus, if it was moved.
         data_path: value of ``--data-path``, if the files were moved.
+        tokenizer_model: the tokenizer, if it was moved; only texts need it.
 
     Raises:
         UserError: if the run does not record its options, or if its data were changed or are not
@@ -143,7 +148,11 @@ class RunTrace:
     """
 
     def __init__(
-        self, run: TrainingRun, corpus: Path | None = None, data_path: str | None = None
+        self,
+        run: TrainingRun,
+        corpus: Path | None = None,
+        data_path: str | None = None,
+        tokenizer_model: Path | None = None,
     ) -> None:
         self.run = run
         where = f"{run.root / run.FILE_NAME}: provenance.options"
@@ -159,6 +168,7 @@ class RunTrace:
         # New paths are relative to the current folder, and recorded ones to that of the run.
         moved = _absolute(DataPath.parse(data_path)) if data_path is not None else None
         corpus = corpus and corpus.absolute()
+        self._tokenizer_model = tokenizer_model and tokenizer_model.absolute()
         with in_folder(run.provenance.working_folder):
             if uses_data_path:
                 data, by_size = self._open_data_path(moved)
@@ -207,7 +217,11 @@ class RunTrace:
     def _open_data_path(self, moved: DataPath | None) -> tuple[TokenData, bool]:
         options = self.options.data
         path = moved or _absolute(DataPath.read(options.data_path, options.data_args_path))
-        data = data_path_tokens(path, options.split, self.tokenizer.identity, cache=self._cache)
+        if self._tokenizer_model is None and options.tokenizer_model is not None:
+            self._tokenizer_model = options.tokenizer_model.absolute()
+        # Runs of earlier releases do not record the tokenizer, which is part of the data's hash.
+        identity = self.run.tokenizer or self.tokenizer.identity
+        data = data_path_tokens(path, options.split, identity, cache=self._cache)
         # A moved path may have other weights; those of the run are recorded. But whether it had any
         # decides the order, and only the recorded path tells.
         trained = path if options.data_path is None else DataPath.parse(options.data_path)
@@ -220,13 +234,26 @@ class RunTrace:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the tokens."""
+        """The tokenizer of the tokens.
+
+        Raises:
+            UserError: if it is missing, or is another tokenizer.
+        """
+        path, data, run = self._tokenizer_model, self.options.data, self.run
         if self.corpus:
-            return corpus_tokenizer(self.corpus)
-        data = self.options.data
-        if data.tokenizer_model is None:
-            raise UserError(f"{self.run.root / self.run.FILE_NAME}: names no --tokenizer-model")
-        return load_tokenizer(data.tokenizer_model, data.eod_token, data.tiktoken_pattern)
+            return corpus_tokenizer(self.corpus, path)
+        if path is None or not path.exists():
+            raise UserError(
+                f"{path}: no tokenizer here, with which {run.root} was trained; pass "
+                "--tokenizer-model if it was moved"
+            )
+        tokenizer = load_tokenizer(path, data.eod_token, data.tiktoken_pattern)
+        if run.tokenizer is not None and tokenizer.sha256 != run.tokenizer.sha256:
+            raise UserError(
+                f"{path} is not the tokenizer with which {run.root} was trained (its hash "
+                "differs); pass the original as --tokenizer-model"
+            )
+        return tokenizer
 
     def _check_order(self) -> None:
         """Check that this release has the run's order, by its version and the domains' counts."""
@@ -277,38 +304,49 @@ class RunTrace:
         tokens = self.index(domain).tokens(document, first, stop)
         return self.tokenizer.decode(tokens[tokens != self.data.tokenizer.eod_id].tolist())
 
-    def rows(self, first: int, last: int, only: Documents | None = None) -> pd.DataFrame:
+    def rows(self, first: int, last: int, only: Documents | None = None) -> Iterator[pd.DataFrame]:
         """List the tokens that the steps ``first`` to ``last`` read, from 1 and both included.
+
+        The rows of a long run do not fit in memory, so each table has the rows of some samples.
 
         Args:
             first: first step.
             last: last step.
             only: domain -> sorted documents to list; None lists all.
 
-        Returns:
-            A row for each range of a document's tokens in a sample, in the order of the samples:
-            step; sample, its number in the run, from 0; the data-parallel ``rank`` that read it,
-            the ``micro_batch`` of that rank, and the ``row`` in the micro-batch (missing if the run
-            does not record its layout); domain; document, its number in ``file``;
-            ``document_tokens``, its length; and its tokens from ``first_token`` to ``stop_token``,
-            exclusive. A sample of s tokens has s + 1 tokens here: the last one is only predicted.
+        Yields:
+            A row for each range of a document's tokens in a sample: step; sample, its number in the
+            run, from 0; the data-parallel ``rank`` that read it, the ``micro_batch`` of that rank,
+            and the ``row`` in the micro-batch (missing if the run does not record its layout);
+            domain; document, its number in ``file``; ``document_tokens``, its length; and its
+            tokens from ``first_token`` to ``stop_token``, exclusive. A sample of s tokens has s + 1
+            tokens here: the last one is only predicted.
         """
-        parts = [np.empty((6, 0), np.int64)]
-        for begin, ranges in self._ranges(first, last):
-            if only is not None and ranges.domain not in only:
-                continue
-            index = self.index(ranges.domain)
-            part, documents, starts, stops = index.split(ranges.starts, ranges.lengths)
-            if only is not None:
-                found = np.isin(documents, only[ranges.domain])
-                part, documents = part[found], documents[found]
-                starts, stops = starts[found], stops[found]
-            samples = begin + ranges.rows[part]
-            numbers, sizes = np.full(len(part), ranges.domain), index.lengths(documents)
-            parts.append(np.stack([samples, numbers, documents, sizes, starts, stops]))
-        samples, domain, documents, sizes, starts, stops = np.concatenate(parts, axis=1)
-        order = np.argsort(samples, kind="stable")
-        samples, domain = samples[order], domain[order]
+        for begin, found in self._ranges(first, last):
+            parts = [np.empty((6, 0), np.int64)]
+            for ranges in found:
+                if only is not None and ranges.domain not in only:
+                    continue
+                index = self.index(ranges.domain)
+                part, documents, starts, stops = index.split(ranges.starts, ranges.lengths)
+                if only is not None:
+                    listed = np.isin(documents, only[ranges.domain])
+                    part, documents = part[listed], documents[listed]
+                    starts, stops = starts[listed], stops[listed]
+                samples = begin + ranges.rows[part]
+                numbers, sizes = np.full(len(part), ranges.domain), index.lengths(documents)
+                parts.append(np.stack([samples, numbers, documents, sizes, starts, stops]))
+            yield self._table(np.concatenate(parts, axis=1))
+
+    def _table(self, columns: NDArray[np.int64]) -> pd.DataFrame:
+        """Return the rows of some samples, in the order of the samples.
+
+        Args:
+            columns: [6, r] sample, domain, document, length of the document, first token and one
+                past the last token of each row; the rows of a sample follow each other.
+        """
+        columns = columns[:, np.argsort(columns[0], kind="stable")]
+        samples, domain, documents, sizes, starts, stops = columns
         steps = samples // self.options.global_batch_size + 1
         ranks, batches, rows = self._places(samples, steps)
         return pd.DataFrame(
@@ -319,10 +357,10 @@ class RunTrace:
                 "row": rows,
                 "sample": samples,
                 "domain": _named(domain, self.data.names),
-                "document": documents[order],
-                "first_token": starts[order],
-                "stop_token": stops[order],
-                "document_tokens": sizes[order],
+                "document": documents,
+                "first_token": starts,
+                "stop_token": stops,
+                "document_tokens": sizes,
                 "file": _named(domain, self._files),
             }
         )
@@ -343,15 +381,16 @@ class RunTrace:
         """
         counts: dict[int, NDArray[np.int64]] = {}  # [2, num_documents] samples and tokens
         last_samples: dict[int, NDArray[np.int64]] = {}
-        for begin, ranges in self._ranges(first, last):
-            domain, edges = ranges.domain, self.index(ranges.domain).edges
-            if only is not None and domain not in only:
-                continue
-            if domain not in counts:
-                counts[domain] = np.zeros((2, len(edges) - 1), np.int64)
-                last_samples[domain] = np.full(len(edges) - 1, -1)
-            tables = counts[domain], last_samples[domain]
-            _count(edges, begin + ranges.rows, ranges.starts, ranges.lengths, *tables)
+        for begin, found_ranges in self._ranges(first, last):
+            for ranges in found_ranges:
+                domain, edges = ranges.domain, self.index(ranges.domain).edges
+                if only is not None and domain not in only:
+                    continue
+                if domain not in counts:
+                    counts[domain] = np.zeros((2, len(edges) - 1), np.int64)
+                    last_samples[domain] = np.full(len(edges) - 1, -1)
+                tables = counts[domain], last_samples[domain]
+                _count(edges, begin + ranges.rows, ranges.starts, ranges.lengths, *tables)
         found = only
         if found is None:
             found = {domain: np.flatnonzero(count[1]) for domain, count in sorted(counts.items())}
@@ -410,16 +449,15 @@ class RunTrace:
         steps = (skipped["step"] for skips in lines for skipped in skips)
         return [step for step in steps if first <= step <= last]
 
-    def _ranges(self, first: int, last: int) -> Iterator[tuple[int, TokenRanges]]:
-        """Yield the ranges of all samples, with the number of the sample in row 0."""
-        size = self.options.global_batch_size
+    def _ranges(self, first: int, last: int) -> Iterator[tuple[int, Iterator[TokenRanges]]]:
+        """Yield the ranges of some samples at a time, with the number of the first of them."""
+        size, block = self.options.global_batch_size, _BLOCK_TOKENS // self.options.seq_length
         begin, end = (first - 1) * size, last * size
         with progress_bar(end - begin, "sample", "tracing", delay=1) as bar:
-            for start in range(begin, end, _BLOCK_SAMPLES):
-                stop = min(start + _BLOCK_SAMPLES, end)
-                for ranges in self.samples.token_ranges(np.arange(start, stop)):
-                    yield start, ranges
-                bar.update(stop - start)
+            for start in range(begin, end, max(block, 1)):
+                samples = np.arange(start, min(start + max(block, 1), end))
+                yield start, self.samples.token_ranges(samples)
+                bar.update(len(samples))
 
     @property
     def _files(self) -> list[str]:
@@ -476,9 +514,9 @@ def _count(
 
 def _named(numbers: NDArray[np.int64], names: list[str]) -> Any:
     """Column of the names of domains or files, stored once each; two domains may share a file."""
-    unique = list(dict.fromkeys(names))
-    codes = np.array([unique.index(name) for name in names], np.int64)
-    return pd.Categorical.from_codes(codes[numbers], categories=unique)
+    codes = {name: code for code, name in enumerate(dict.fromkeys(names))}
+    code_of = np.array([codes[name] for name in names], np.int64)
+    return pd.Categorical.from_codes(code_of[numbers], categories=[*codes])
 
 
 def _absolute(path: DataPath) -> DataPath:
@@ -495,7 +533,9 @@ def trace_samples(options: TraceOptions) -> None:
         if not options.overwrite:
             require_new([options.output], "choose another --output or pass --overwrite")
         require_writable(options.output.parent, f"--output {options.output}")
-    trace = RunTrace(TrainingRun.load(options.run), options.corpus, options.data_path)
+    trace = RunTrace(
+        TrainingRun.load(options.run), options.corpus, options.data_path, options.tokenizer_model
+    )
     first, last = trace.steps(options.step_range)
     if options.source_lines and trace.corpus is None:
         raise UserError("--source-lines: Megatron data sets do not record their raw text")
@@ -508,41 +548,26 @@ def trace_samples(options: TraceOptions) -> None:
     if found is not None:
         count = sum(len(documents) for documents in found.values())
         lines.append(f"{count} training documents contain {options.find!r}")
+    tables: Tables = partial(trace.rows, first, last, found)
     if options.counts:
-        table = trace.counts(first, last, found)
+        counts = trace.counts(first, last, found)
         if found is None:
-            lines += ["", _summary(trace, table)]
-        table = table.sort_values("epochs", ascending=False, kind="stable", ignore_index=True)
-    else:
-        table = trace.rows(first, last, found)
-        if found is not None:
-            lines += _when(table, found)
+            lines += ["", _summary(trace, counts)]
+        ordered = counts.sort_values("epochs", ascending=False, kind="stable", ignore_index=True)
+        tables = partial(iter, [ordered])
+    elif found is not None:
+        lines += _when(tables(), found)
     if skipped := trace.skipped(first, last):
         lines.append(
             f"steps {', '.join(map(str, skipped[:_STEPS_PRINTED]))}"
             f"{' ...' if len(skipped) > _STEPS_PRINTED else ''} read their samples, but did not "
             "update the model"
         )
-    if not options.counts and table["rank"].isna().any():
+    layouts = trace.run.batch_layouts
+    if not options.counts and (not layouts or layouts[0].first_step >= first):
         lines.append("the run does not record the ranks of all of these steps")
-    shown = table if options.output is not None else table.head(_ROWS_PRINTED)
-    if options.source_lines:
-        shown = _with_source_lines(trace, shown)
-    if options.text:
-        shown = _with_text(trace, shown)
     print("\n".join(lines))
-    if len(shown):
-        print(f"\n{_printed(shown.head(_ROWS_PRINTED))}")
-    if len(table) > _ROWS_PRINTED:
-        rest = f"... {len(table) - _ROWS_PRINTED:,} more lines"
-        print(rest if options.output else f"{rest}; --output FILE.jsonl writes all of them")
-    if options.output is not None:
-        with replacing(options.output) as temporary:
-            if options.output.suffix == ".csv":
-                shown.to_csv(temporary, index=False)
-            else:
-                shown.to_json(temporary, orient="records", lines=True, force_ascii=False)
-        print(f"written to {options.output}")
+    _print_and_write(options, trace, tables)
 
 
 def _summary(trace: RunTrace, table: pd.DataFrame) -> str:
@@ -559,20 +584,88 @@ def _summary(trace: RunTrace, table: pd.DataFrame) -> str:
     return str(pd.DataFrame.from_dict(rows, orient="index").to_string())
 
 
-def _when(table: pd.DataFrame, found: Documents) -> list[str]:
-    """One line per document that was read, with the steps that read it."""
+def _when(tables: Iterable[pd.DataFrame], found: Documents) -> list[str]:
+    """One line per document that was read, with the steps that read it, in the order of reading."""
+    steps: dict[tuple[str, int], list[int]] = {}
+    others: set[tuple[str, int]] = set()
+    for table in tables:
+        read = table[["domain", "document", "step"]].drop_duplicates()
+        for name, document, step in read.itertuples(index=False, name=None):
+            if (name, document) in steps:
+                steps[name, document].append(step)
+            elif len(steps) < _ROWS_PRINTED:
+                steps[name, document] = [step]
+            else:
+                others.add((name, document))
     lines = []
-    by_document = table.groupby(["domain", "document"], observed=True)
-    read = {key: part["step"].unique() for key, part in by_document}
-    for (name, document), steps in [*read.items()][:_ROWS_PRINTED]:
-        when = ", ".join(map(str, steps[:_STEPS_PRINTED]))
-        more = f" and {len(steps) - _STEPS_PRINTED} more" if len(steps) > _STEPS_PRINTED else ""
-        lines.append(f"  {name} document {document}: steps {when}{more}")
-    if len(read) > _ROWS_PRINTED:
-        lines.append(f"  ... {len(read) - _ROWS_PRINTED:,} more documents were read")
-    if unread := sum(map(len, found.values())) - len(read):
+    for (name, document), of_document in steps.items():
+        when = ", ".join(map(str, of_document[:_STEPS_PRINTED]))
+        more = len(of_document) - _STEPS_PRINTED
+        lines.append(
+            f"  {name} document {document}: steps {when}{f' and {more} more' if more > 0 else ''}"
+        )
+    if others:
+        lines.append(f"  ... {len(others):,} more documents were read")
+    if unread := sum(map(len, found.values())) - len(steps) - len(others):
         lines.append(f"  {unread:,} of them were not read in these steps")
     return lines
+
+
+def _print_and_write(options: TraceOptions, trace: RunTrace, tables: Tables) -> None:
+    """Print the first rows of the tables, and write all rows with ``--output``."""
+    if options.output is None:
+        tables = partial(_first_rows, tables, _ROWS_PRINTED + 1)
+    sources = _sources(trace, tables()) if options.source_lines else None
+    shown: list[pd.DataFrame] = []
+    count = 0
+    with _writer(options.output) as write:
+        for table in tables():
+            if sources is not None:
+                keys = zip(table["domain"], table["document"], strict=True)
+                table = table.assign(source=[sources.get(key) for key in keys])
+            if options.text:
+                table = _with_text(trace, table)
+            if count < _ROWS_PRINTED and len(table):
+                shown.append(table.head(_ROWS_PRINTED - count))
+            count += len(table)
+            write(table)
+    if shown:
+        print(f"\n{_printed(pd.concat(shown, ignore_index=True))}")
+    if options.output is None and count > _ROWS_PRINTED:
+        print("... more lines; --output FILE.jsonl writes all of them")
+    elif count > _ROWS_PRINTED:
+        print(f"... {count - _ROWS_PRINTED:,} more lines")
+    if options.output is not None:
+        print(f"written to {options.output}")
+
+
+def _first_rows(tables: Tables, count: int) -> Iterator[pd.DataFrame]:
+    """Yield the first ``count`` rows."""
+    for table in tables():
+        yield table.head(count)
+        count -= len(table)
+        if count <= 0:
+            return
+
+
+@contextlib.contextmanager
+def _writer(path: Path | None) -> Iterator[Callable[[pd.DataFrame], None]]:
+    """Yield a function that appends a table to the new file ``path``; without one, it does nothing.
+
+    The file appears when the block succeeds.
+    """
+    if path is None:
+        yield lambda _table: None
+        return
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
+
+        def write(table: pd.DataFrame) -> None:
+            if path.suffix == ".csv":
+                table.to_csv(stream, index=False, header=stream.tell() == 0)
+            elif len(table):
+                table.to_json(stream, orient="records", lines=True, force_ascii=False)
+
+        yield write
 
 
 def _with_text(trace: RunTrace, table: pd.DataFrame) -> pd.DataFrame:
@@ -584,18 +677,22 @@ def _with_text(trace: RunTrace, table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(text=[trace.text(numbers[name], *place) for name, *place in rows])
 
 
-def _with_source_lines(trace: RunTrace, table: pd.DataFrame) -> pd.DataFrame:
-    """Add the file and line of each document; None if its text is not found."""
+def _sources(trace: RunTrace, tables: Iterable[pd.DataFrame]) -> dict[tuple[str, int], str]:
+    """Find the file and line of every document of ``tables``, if its text is found."""
     assert trace.corpus is not None
     numbers = {name: number for number, name in enumerate(trace.data.names)}
-    keys = [*zip(table["domain"], table["document"], strict=True)]
-    texts = {key: trace.text(numbers[key[0]], key[1]) for key in dict.fromkeys(keys)}
-    wanted: dict[str, set[str]] = {}
-    for (name, _), text in texts.items():
-        wanted.setdefault(name, set()).add(text)
+    digests: dict[tuple[str, int], bytes] = {}
+    wanted: dict[str, set[bytes]] = {}
+    for table in tables:
+        documents = table[["domain", "document"]].drop_duplicates()
+        for name, document in documents.itertuples(index=False, name=None):
+            if (name, document) not in digests:
+                digest = text_digest(trace.text(numbers[name], document).encode())
+                digests[name, document] = digest
+                wanted.setdefault(name, set()).add(digest)
     lines = source_lines(trace.corpus, wanted)
-    found = {key: lines.get((key[0], text)) for key, text in texts.items()}
-    return table.assign(source=[found[key] for key in keys])
+    places = {key: lines.get((key[0], digest)) for key, digest in digests.items()}
+    return {key: place for key, place in places.items() if place is not None}
 
 
 def _printed(table: pd.DataFrame) -> str:

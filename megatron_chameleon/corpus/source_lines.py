@@ -31,18 +31,18 @@ class _Recorded:
     drop_duplicates: bool = True
 
 
-def source_lines(corpus: Corpus, texts: Mapping[str, Set[str]]) -> dict[tuple[str, str], str]:
+def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tuple[str, bytes], str]:
     """Find texts in the sources of ``corpus``.
 
     Args:
         corpus: corpus that preprocess_data wrote.
-        texts: domain -> the texts to find.
+        digests: domain -> ``text_digest`` of each text to find.
 
     Returns:
-        (domain, text) -> 'FILE:LINE' of the first line with this text, counted from 1; of a table,
-        'FILE:ROW'. If the corpus keeps duplicates, all lines with the text, separated by commas.
-        Texts that are not found are missing: the file has changed, or the tokenizer does not decode
-        tokens to exactly the text that was encoded.
+        (domain, digest) -> 'FILE:LINE' of the first line with this text, counted from 1; of a
+        table, 'FILE:ROW'. If the corpus keeps duplicates, all lines with the text, separated by
+        commas. Texts that are not found are missing: the file has changed, or the tokenizer does
+        not decode tokens to exactly the text that was encoded.
 
     Raises:
         UserError: if the corpus does not record its sources, or a source cannot be read.
@@ -55,22 +55,17 @@ def source_lines(corpus: Corpus, texts: Mapping[str, Set[str]]) -> dict[tuple[st
         )
     where = f"{corpus.root / corpus.FILE_NAME}: provenance.options"
     recorded = check_values(where, _Recorded, options, corpus.RESTORE)
-    wanted = {
-        (domain, text_digest(text.encode())): (domain, text)
-        for domain, found in texts.items()
-        for text in found
-    }
-    lines: dict[tuple[str, str], str] = {}
+    lines: dict[tuple[str, bytes], str] = {}
     with in_folder(corpus.provenance.working_folder):
         sources = find_sources(recorded.source, recorded.domains)
-        needed = [n for n, source in enumerate(sources) if source.domain in (None, *texts)]
+        needed = [n for n, source in enumerate(sources) if source.domain in (None, *digests)]
         total = sum(sources[number].bytes for number in needed)
         with progress_bar(total, "B", "finding source lines") as bar:
             reader = DocumentReader(recorded.source, sources, recorded.domains, bar.update)
             for number in needed:
                 for line, document in reader.read_numbered(Chunk(number)):
-                    key = wanted.get((document.domain, text_digest(document.text.encode())))
-                    if key is None:
+                    key = document.domain, text_digest(document.text.encode())
+                    if key[1] not in digests.get(document.domain, ()):
                         continue
                     place = f"{sources[number].name}:{line}"
                     if key not in lines:

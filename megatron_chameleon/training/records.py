@@ -353,6 +353,7 @@ class RunRecords:
             failed_saves=self.failed_saves,
             batch_layouts=self._batch_layouts,
             order_version=self.samples.order_version,
+            tokenizer=plan.data.tokenizer,
         )
         try:
             run.save()

@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from megatron_chameleon.artifacts import Corpus, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import BatchLayout
+from megatron_chameleon.blend import trace as trace_module
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
 from megatron_chameleon.blend.trace import DocumentIndex, RunTrace, trace_samples
 from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions, SourceOptions
@@ -28,13 +29,19 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.online import hook_class
 from megatron_chameleon.training.options import OnlineOptions, OptimizerOptions, PretrainOptions
 from megatron_chameleon.training.trainer import pretrain
-from tests.recorded_batches import recorded_batches, traced_batches
+from tests.recorded_batches import recorded_batches, traced_batches, traced_rows
 from tests.unit.corpus.corpus_making import documents_of
 
 # As --data-path without weights, 48 samples are read within an epoch; with weights, one sample more
 # is built, which begins another.
 STEPS, SAVE_INTERVAL, BATCH = 8, 4, 6
 WORDS = 90
+
+
+@pytest.fixture(autouse=True)
+def _small_tables(monkeypatch):
+    """List the rows of five samples at a time."""
+    monkeypatch.setattr(trace_module, "_BLOCK_TOKENS", 5 * 16)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +96,8 @@ def options_of(corpus, run_dir, data, **changes):
 
 def test_traced_samples_are_those_that_training_read(corpus, tmp_path):
     (tmp_path / "mixture.json").write_text('{"weights": {"a": 0.1, "b": 0.9}}')
+    tokenizer, moved_tokenizer = tmp_path / "tokenizer.json", tmp_path / "moved.json"
+    shutil.copy(corpus.root / corpus.tokenizer.file, tokenizer)
     prefixes = " ".join(str(corpus.prefix(name, "train")) for name in corpus.names)
     changes = ((f"1..5={tmp_path / 'mixture.json'}",), ("6=uniform",))
     online = OnlineOptions(online="odm", online_interval=1, online_warmup_iters=1)
@@ -100,7 +109,7 @@ def test_traced_samples_are_those_that_training_read(corpus, tmp_path):
             DataOptions(
                 data_path=prefixes,
                 split="9,1,0",
-                tokenizer_model=corpus.root / corpus.tokenizer.file,
+                tokenizer_model=tokenizer,
             ),
         ),
         "resumed": options_of(
@@ -130,8 +139,13 @@ def test_traced_samples_are_those_that_training_read(corpus, tmp_path):
         assert traced_batches(trace, 1, STEPS) == read, name
         if name == "data path":  # the run had no weights, which decides its order
             weighted = " ".join(f"0.5 {corpus.prefix(name, 'train')}" for name in corpus.names)
+            text = trace.text(0, 0)
+            tokenizer.rename(moved_tokenizer)
             moved = RunTrace(run, data_path=weighted)
             assert traced_batches(moved, 1, STEPS) == read
+            with pytest.raises(UserError, match="--tokenizer-model"):
+                moved.text(0, 0)
+            assert RunTrace(run, tokenizer_model=moved_tokenizer).text(0, 0) == text
         some = {place: windows for place, windows in read.items() if 3 <= place[0] <= 5}
         assert traced_batches(trace, 3, 5) == some
         expected = [BatchLayout(0, 1, 2)] + [BatchLayout(4, 1, 1)] * (name == "resumed")
@@ -144,7 +158,7 @@ def assert_counts_are_those_of_the_rows(trace):
     tokens: dict[tuple[str, int], int] = {}
     samples: dict[tuple[str, int], set[int]] = {}
     before = None
-    for line in trace.rows(2, STEPS).itertuples():
+    for line in traced_rows(trace, 2, STEPS).itertuples():
         count = line.stop_token - line.first_token - (line.sample != before)
         before = line.sample
         if count:
@@ -185,7 +199,7 @@ def test_document_is_found_with_its_source_line_and_its_steps(corpus, run_dir, t
         assert line.document_tokens == len(text.split()) + 1
     text = documents_of(corpus, "b", "train")[3]
     trace = RunTrace(TrainingRun.load(run_dir))
-    everything = trace.rows(1, STEPS)
+    everything = traced_rows(trace, 1, STEPS)
     found = written(tmp_path, run=run_dir, find=text)
     expected = everything[(everything["domain"] == "b") & (everything["document"] == 3)]
     assert found["sample"].tolist() == expected["sample"].tolist()
@@ -194,6 +208,8 @@ def test_document_is_found_with_its_source_line_and_its_steps(corpus, run_dir, t
     count = trace.counts(1, STEPS).query("domain == 'b' and document == 3")
     assert counted["tokens"].tolist() == count["tokens"].tolist()
     assert written(tmp_path, run=run_dir, find="no such text").empty
+    trace_samples(TraceOptions(run=run_dir, steps=f"1:{STEPS}", output=tmp_path / "trace.csv"))
+    assert pd.read_csv(tmp_path / "trace.csv").equals(everything.astype(object).infer_objects())
 
 
 def test_user_errors(corpus, run_dir, tmp_path):
