@@ -133,7 +133,7 @@ $(STAMP):
 	  echo "make: $(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2
 	  exit 1
 	fi
-	echo "Setting up $(VENV): about 2 minutes and 2.5 GB of disk, once."
+	echo "Setting up $(VENV): about 3 minutes and 4 GB of disk, once."
 	made_by="$(CURDIR), $$("$(PYTHON)" -VV | tr '\n' ' ')"
 	if ! grep -qsxF "$$made_by" $(VENV)/.installed-*; then
 	  "$(PYTHON)" -m venv --clear $(VENV)

@@ -120,6 +120,8 @@ setup(
             "s3fs>=2024.6",
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            # Its store of files takes the place of a server in tests.
+            "mlflow-skinny>=2.16",
             # Execute the notebooks.
             "ipykernel>=6.29",
             "nbclient>=0.10",

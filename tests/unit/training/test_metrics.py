@@ -112,7 +112,6 @@ def test_wandb_run_continues_after_a_resume(pretrain_options, tmp_path, monkeypa
     assert any(b"domain_loss/news" in file.read_bytes() for file in runs[0].glob("*.wandb"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is an extra")
 def test_mlflow_run_continues_after_a_resume(pretrain_options, tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
