@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun, find_checkpoint
 from megatron_chameleon.artifacts.files import require_new, require_writable
@@ -94,15 +96,15 @@ class Hub:
         private: require a private repository.
 
     Raises:
-        UserError: if there is no token, or the hub rejects it or cannot be reached.
+        UserError: if the name is invalid, if there is no token, or the hub rejects it or cannot be
+            reached.
     """
 
     def __init__(self, name: str, *, private: bool) -> None:
         self._api, self._name, self._private = HfApi(), name, private
-        try:
+        with self._errors_of_users():
+            validate_repo_id(name)
             self._api.whoami()
-        except _ERRORS as error:
-            raise self._failed(error) from error
 
     def upload(self, folder: Path) -> str:
         """Upload ``folder`` in one commit, and return its URL.
@@ -112,30 +114,35 @@ class Hub:
         Raises:
             UserError: if the upload fails; the content of the repository is then unchanged.
         """
-        try:
+        with self._errors_of_users():
             self._api.create_repo(self._name, private=self._private, exist_ok=True)
-            if self._private and not self._api.model_info(self._name).private:
-                raise UserError(
-                    f"--hub {self._name} exists and is public; choose another name, or leave "
-                    "--private out"
-                )
+            is_public = self._private and not self._api.model_info(self._name).private
+        if is_public:
+            raise UserError(
+                f"--hub {self._name} exists and is public; choose another name, or leave "
+                "--private out"
+            )
+        with self._errors_of_users():
             commit = self._api.upload_folder(
                 repo_id=self._name,
                 folder_path=folder,
                 commit_message="Upload model, tokenizer, mixture and model card",
                 delete_patterns=EARLIER_WEIGHTS,
             )
-        except _ERRORS as error:
-            raise self._failed(error) from error
         return str(commit)
 
-    def _failed(self, error: Exception) -> UserError:
-        return UserError(
-            f"--hub {self._name}: {first_line(error)}; log in with 'hf auth login' or set "
-            "HF_TOKEN, and check the network"
-        )
+    @contextlib.contextmanager
+    def _errors_of_users(self) -> Iterator[None]:
+        """Turn every error of the block into a UserError.
 
-
-# Without a token, offline or for a full disk: OSError. HTTPError is that of huggingface_hub's HTTP
-# library, which depends on its release.
-_ERRORS = (OSError, HFValidationError, HTTPError)
+        Their types depend on the release of huggingface_hub, and on its HTTP and Xet libraries.
+        """
+        try:
+            yield
+        except Exception as error:
+            # Some errors name the cause only in the exception that they were raised from.
+            reasons = dict.fromkeys(map(first_line, filter(None, (error, error.__cause__))))
+            raise UserError(
+                f"--hub {self._name}: {' '.join(reasons)}; check the name, the network, and that "
+                "the token of 'hf auth login' or HF_TOKEN may write to the repository"
+            ) from error

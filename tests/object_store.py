@@ -59,7 +59,9 @@ class ObjectStore:
         return None
 
 
-class _SilentHandler(WSGIRequestHandler):
+class SilentHandler(WSGIRequestHandler):
+    """Logs nothing."""
+
     def log(self, *_: object) -> None:
         pass
 
@@ -83,7 +85,7 @@ def serve() -> Iterator[ObjectStore]:
         body = re.sub(rb"\.\d{3}Z</LastModified>", b".789Z</LastModified>", body)
         return [body[: len(body) // 2] if fault == "truncated" else body]
 
-    server = make_server("127.0.0.1", 0, respond, threaded=True, request_handler=_SilentHandler)
+    server = make_server("127.0.0.1", 0, respond, threaded=True, request_handler=SilentHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",

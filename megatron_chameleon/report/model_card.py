@@ -25,6 +25,7 @@ from megatron_chameleon.report.cost import MixtureCost, ledger_of
 from megatron_chameleon.report.downstream import downstream_tables
 from megatron_chameleon.report.run_folder import BASE, PROXY, RunFolder, same_weights
 from megatron_chameleon.report.tables import (
+    MISSING,
     Table,
     cells_of,
     format_flops,
@@ -44,8 +45,9 @@ class CardContent:
 
     Attributes:
         run: the training run.
-        mixture: the mixture file that the run was started with; without such a file, or if the
-            weights changed during training, the weights that the run records.
+        mixture: the mixture file that the run was started with; without such a file, or if the run
+            changed the weights in another way, the weights that the run records, with the limits
+            and sources of the file.
         mixture_cost: cost to obtain the mixture; None if it is unknown.
         perplexity: held-out perplexities of the run's last checkpoint.
         downstream: downstream scores of this checkpoint.
@@ -91,7 +93,7 @@ def load_card_content(
     mixture, cost = _recorded_mixture(run, checkpoint), None
     file = _mixture_file(run, checkpoint)
     if file is not None:
-        mixture = Mixture.load(file, may_change=True) if len(run.mixture_phases) == 1 else mixture
+        mixture = _used(Mixture.load(file, may_change=True), mixture, checkpoint.step)
         names = folder.paths if folder is not None else {}
         same = (key for key, other in names.items() if other.resolve() == file)
         name = next((key.rpartition("/")[2] for key in same), None)
@@ -115,6 +117,19 @@ def _mixture_file(run: TrainingRun, checkpoint: CheckpointRecord) -> Path | None
     with contextlib.suppress(UserError):  # the file was replaced by something else
         return path if Mixture.load(path, may_change=True).hash == checkpoint.mixture_hash else None
     return None
+
+
+def _used(file: Mixture, recorded: Mixture, num_steps: int) -> Mixture:
+    """``file`` if its weights are those of ``recorded``; otherwise these with its limits."""
+    planned, actual = (
+        [MixtureStage(0, each.weights), *(each.stages or ())] for each in (file, recorded)
+    )
+    planned = [stage for stage in planned if stage.step < num_steps]
+    if [stage.step for stage in planned] == [stage.step for stage in actual] and all(
+        same_weights(one.weights, other.weights) for one, other in zip(planned, actual, strict=True)
+    ):
+        return file
+    return dataclasses.replace(recorded, max_repetition=file.max_repetition, sources=file.sources)
 
 
 def _recorded_mixture(run: TrainingRun, checkpoint: CheckpointRecord) -> Mixture:
@@ -161,7 +176,8 @@ def model_card(content: CardContent, name: str, model: str, *, loads_tokenizer: 
     parts = [
         f"# {markdown(name.rpartition('/')[2])}",
         f"{markdown(model)}. It was trained{start} on {run.tokens:,} tokens of {len(run.mixture)} "
-        f"domains, with weights by the method {markdown(run.mixture_method)}.",
+        f"domains with megatron_chameleon. The method {markdown(run.mixture_method)} set the "
+        "weights of the domains, which are their shares of the training tokens.",
         "\n".join(["```python", *code, "```"]),
         *map(markdown_table, tables),
         markdown_table(_cost_table(content)),
@@ -196,7 +212,7 @@ def _data_table(run: TrainingRun, mixture: Mixture) -> Table:
     columns["tokens"] = {name: f"{each.actual:,}" for name, each in tokens.items()}
     columns["epochs"] = {name: format_epochs(each.epochs) for name, each in tokens.items()}
     total = ["total", f"{sum(each.actual for each in tokens.values()):,}", ""]
-    notes = ["Weights are shares of the training tokens."]
+    notes = []
     if len(run.mixture_phases) > 1:
         notes = [
             "The weights changed during training; these are the weights at the last step. "
@@ -250,17 +266,14 @@ def _cost_table(content: CardContent) -> Table:
         ["training device-hours", format_hours(run.cost.device_seconds)],
         ["devices", str(run.cost.num_devices)],
     ]
-    if content.mixture_cost is not None:
-        flops, hours = content.mixture_cost.cells()
-        rows += [["FLOPs of the mixture", flops], ["device-hours of the mixture", hours]]
+    notes = ["FLOPs are counted from the model's shapes; device-hours are hours times devices."]
+    cells = content.mixture_cost.cells() if content.mixture_cost is not None else [MISSING]
+    if set(cells) != {MISSING}:  # a mixture of the user has no cost
+        names = ("FLOPs of the mixture", "device-hours of the mixture")
+        rows += map(list, zip(names, cells, strict=True))
+        notes.append(
+            "The cost of the mixture includes the proxies and embeddings that it was made from."
+        )
     versions = run.provenance.versions.items()
     rows.append(["software", ", ".join(f"{package} {version}" for package, version in versions)])
-    return Table.of(
-        "Training and cost",
-        ["quantity", "value"],
-        rows,
-        notes=[
-            "FLOPs are counted from the model's shapes; device-hours are hours times devices. The "
-            "cost of the mixture includes the proxies and embeddings that it was made from."
-        ],
-    )
+    return Table.of("Training and cost", ["quantity", "value"], rows, notes=notes)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import socket
+import time
+import types
 
 import huggingface_hub
 import pytest
@@ -25,9 +28,10 @@ from megatron_chameleon.checkpoint.options import PushOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
-from megatron_chameleon.push import push
+from megatron_chameleon.push import Hub, push
 from megatron_chameleon.report.model_card import load_card_content
 from megatron_chameleon.training.trainer import pretrain
+from tests.hub_server import TOKEN, Repository, hub_server
 from tests.small_corpus import EOD, VOCAB_SIZE, word_tokenizer, write_small_corpus
 from tests.unit.report.samples import PROVENANCE, ZERO_SHOT, downstream, edit, save
 
@@ -45,6 +49,7 @@ def root(pretrain_options, tmp_path_factory):
         {"news": 0.5, "code": 0.3, "poems": 0.2},
         intervals={"code": (0.25, 0.36)},
         confidence=0.95,
+        max_repetition={"poems": 2.0},
         provenance=PROVENANCE,
     )
     file = root / "4-mixture/manual.json"
@@ -90,19 +95,116 @@ def test_a_pushed_folder_loads_in_transformers_and_has_a_valid_card(root, tmp_pa
     assert inputs == {"checkpoint": result.checkpoint_hash}
 
 
-def test_a_changed_mixture_is_written_in_stages(root):
+@pytest.mark.parametrize("is_of_file", [True, False])
+def test_a_changed_mixture_is_written_in_stages(root, tmp_path, is_of_file):
+    path, even = tmp_path / "staged.json", {"news": 0.5, "code": 0.5}
+    mixture = Mixture(
+        {"news": 0.25, "code": 0.75},
+        stages=[MixtureStage(2, even), MixtureStage(9, {"news": 0.1, "code": 0.9})],
+        max_repetition={"code": 4.0},
+        scores={"news": 1.0, "code": 3.0},
+    )
+    mixture.save(path)
     run = TrainingRun.load(root / "5-base" / NAME)
     checkpoint = CheckpointRecord.load(find_checkpoint(run.root))
     phases = [
-        MixturePhase(0, {"news": 1.0, "code": 3.0}),
-        MixturePhase(16, {"news": 2.0, "code": 2.0}),
+        MixturePhase(0, {"news": 1.0, "code": 3.0, "poems": 0.0}),
+        MixturePhase(16 if is_of_file else 8, {"news": 2.0, "code": 2.0, "poems": 0.0}),
     ]
+    options = {**run.provenance.options, "mixture": str(path)}
     content = load_card_content(
-        dataclasses.replace(run, mixture_phases=phases), checkpoint, evaluations=()
+        dataclasses.replace(
+            run,
+            mixture_phases=phases,
+            provenance=dataclasses.replace(run.provenance, options=options),
+        ),
+        dataclasses.replace(checkpoint, mixture_hash=mixture.hash),
+        evaluations=(),
     )
-    assert content.mixture.weights == {"news": 0.25, "code": 0.75}
-    assert content.mixture.stages == [MixtureStage(2, {"news": 0.5, "code": 0.5})]
     assert not content.perplexity
+    if is_of_file:
+        assert content.mixture == mixture
+    else:
+        assert content.mixture.stages == [MixtureStage(1, {**even, "poems": 0.0})]
+        assert content.mixture.max_repetition == mixture.max_repetition
+        assert content.mixture.scores is None
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub whose token is in the environment; failed requests are repeated without waiting."""
+    store = tmp_path / "xet"
+    store.mkdir()
+    with hub_server(store) as hub:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        no_wait = types.SimpleNamespace(sleep=lambda _: None, time=time.time)
+        monkeypatch.setattr(huggingface_hub.utils._http, "time", no_wait)
+        yield hub
+
+
+def files_in(folder):
+    return {path.name: sha256_of_files(path) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("protocol", ["lfs", "xet"])
+def test_the_hub_gets_every_file_and_loses_earlier_weights(
+    root, hub, tmp_path, monkeypatch, capsys, protocol
+):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", protocol == "lfs")
+    options = {"run": root / "5-base" / NAME, "hub": "someone/model", "private": True}
+    push(PushOptions(**options, output=tmp_path / "sharded", max_shard_size="400KB"))
+    repository = hub.repositories["someone/model"]
+    assert repository.private
+    assert repository.files == files_in(tmp_path / "sharded")
+    sharded = {path for path in repository.files if path.startswith("model")}
+    assert len(sharded) > 3
+    assert any(hub.xet_store.iterdir()) == (protocol == "xet")
+    repository.files["notes.md"] = "0"  # written by the user
+    push(PushOptions(**options, output=tmp_path / "single"))
+    assert repository.files == {**files_in(tmp_path / "single"), "notes.md": "0"}
+    _, changes = repository.commits
+    assert set(changes["deletedFile"]) == sharded
+    assert changes["lfsFile"] == ["model.safetensors"]
+    assert f"uploaded to {hub.address}/someone/model/commit/2" in capsys.readouterr().out
+
+
+def test_a_failed_upload_is_one_line_and_changes_no_repository(root, hub, tmp_path, monkeypatch):
+    before = Repository(private=False, files={"model-00001-of-00002.safetensors": "0"})
+    hub.repositories["someone/model"] = copy.deepcopy(before)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    for name in ("README.md", "model.safetensors"):
+        (folder / name).write_bytes(bytes(100_000))
+
+    def error(upload, request="", status=None):
+        hub.objects.clear()
+        hub.failures = {request: status} if request else {}
+        with pytest.raises(UserError, match="--hub someone/") as found:
+            upload()
+        assert hub.repositories["someone/model"] == before
+        assert "\n" not in str(found.value)
+        return str(found.value)
+
+    def upload(name="model", *, private=False):
+        Hub(f"someone/{name}", private=private).upload(folder)
+
+    assert "is public" in error(lambda: upload(private=True))
+    assert "403" in error(lambda: upload("new"), "POST /api/repos/create", 403)
+    assert "500" in error(upload, "GET .*/tree/main", 500)
+    for status in (0, 403, 500):  # 0: the server ends the connection
+        assert "model.safetensors" in error(upload, "PUT /lfs", status)
+        assert "lfs" not in error(upload, "POST .*/commit/main", status)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    assert "403" in error(upload, "GET .*/xet-write-token", 403)
+    output = tmp_path / "complete"
+    options = PushOptions(run=root / "5-base" / NAME, hub="someone/model", output=output)
+    assert "500" in error(lambda: push(options), "POST .*/commit/main", 500)
+    assert transformers.AutoModelForCausalLM.from_pretrained(output)
+    assert "Repo id" in error(lambda: Hub("someone/-model-", private=False))
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    assert "Invalid user token" in error(lambda: Hub("someone/model", private=False))
 
 
 def test_a_push_that_cannot_succeed_writes_nothing(root, trained_run, tmp_path, monkeypatch):
