@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_type_hints
 
@@ -10,6 +12,14 @@ import tyro
 
 from megatron_chameleon import cli
 from megatron_chameleon.commands import PROGRAM, command_names, load_command
+
+# Parts of the scripts that tyro generates -> replacement. In fish, tyro passes a program that
+# contains all flags as an argument, but Linux limits an argument to 128 KiB. In bash, it appends a
+# space instead of a slash to the name of a folder.
+_REPLACED_LINES = {
+    '$python_cmd -c "$pycode" $': 'printf %s "$pycode" | $python_cmd - $',
+    "\ncomplete -F ": "\ncomplete -o filenames -F ",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +35,17 @@ def main(options: CompletionOptions) -> None:
     parsers = {name: _parser_of(name, load_command(name)) for name in command_names()}
     arguments = ["--tyro-write-completion", options.shell, "-"]
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    script = io.StringIO()
     try:
-        tyro.cli(_one_of(parsers), prog=PROGRAM, args=arguments, config=config)
+        with contextlib.redirect_stdout(script):
+            tyro.cli(_one_of(parsers), prog=PROGRAM, args=arguments, config=config)
     except SystemExit as printed:  # tyro ends a process that prints a script
         if printed.code:
             raise
+    text = script.getvalue()
+    for generated, replacement in _REPLACED_LINES.items():
+        text = text.replace(generated, replacement)
+    print(text, end="")
 
 
 def _parser_of(name: str, command: cli.Command) -> Any:

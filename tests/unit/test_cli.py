@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import threading
@@ -250,6 +251,17 @@ def test_unknown_command_is_one_line_with_the_closest_name(megatron_chameleon, a
 )
 def test_bash_completes_commands_and_flags(bash_completion, line, completed):
     assert bash_completion(line) == completed
+
+
+def test_fish_gets_no_argument_longer_than_linux_allows(megatron_chameleon):
+    _, script, _ = megatron_chameleon("completion", "fish")
+    assert 'printf %s "$pycode" | $python_cmd - $words' in script
+    assert "$python_cmd -c" not in script
+    if shutil.which("fish") is not None:
+        line = "complete --do-complete 'megatron-chameleon evaluate perplexity --pac'"
+        program = ["fish", "--no-config", "--command", f"source -; {line}"]
+        completed = subprocess.run(program, input=script, capture_output=True, text=True)
+        assert completed.stdout.startswith("--packing\t")
 
 
 @pytest.fixture(scope="module")
