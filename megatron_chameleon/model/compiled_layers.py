@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch.distributed import distributed_c10d
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.parallel.triton_probe import triton_problem
 
 
@@ -151,22 +150,17 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 column_parallel_linear.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def check_compile(parallel: TrainingParallelOptions) -> None:
-    """Check that layers can be compiled.
+def check_compile() -> None:
+    """Check that layers can be compiled on this machine.
 
     Raises:
-        UserError: if they cannot; the message names the option to leave out.
+        UserError: if they cannot.
     """
     if not torch.cuda.is_available():
         raise UserError("--compile-layers needs a CUDA device, but none is available; leave it out")
     problem = triton_problem()
     if problem is not None:
         raise UserError(f"--compile-layers: {problem}; or leave it out")
-    if parallel.overlap_param_gather:
-        raise UserError(
-            "--compile-layers and --overlap-param-gather exclude each other: gathering parameters "
-            "within a layer cannot be compiled; leave out one of them"
-        )
 
 
 def compile_layers(model: GPTModel, backend: str | Callable[..., Any] = "inductor") -> None:

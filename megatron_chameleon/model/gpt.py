@@ -101,8 +101,10 @@ def check_model_layout(config: ModelConfig, options: ParallelOptions, seq_length
     """
     tensor, training = options.tensor_model_parallel_size, options.for_training()
     stage_layers = config.num_layers // options.pipeline_model_parallel_size
+    has_groups = config.num_query_groups < config.num_attention_heads
+    heads = "key-value heads" if has_groups else "attention heads"
     for degree, number, what in (
-        ("tensor-model-parallel-size", config.num_query_groups, "key-value heads"),
+        ("tensor-model-parallel-size", config.num_query_groups, heads),
         ("tensor-model-parallel-size", config.ffn_hidden_size, "columns of the MLP"),
         ("pipeline-model-parallel-size", config.num_layers, "layers"),
         ("num-virtual-stages-per-pipeline-rank", stage_layers, "layers of a pipeline stage"),

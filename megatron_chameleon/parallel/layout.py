@@ -202,8 +202,9 @@ def check_layout(options: ParallelOptions, world_size: int) -> None:
     tensor, pipeline = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     if world_size % (tensor * pipeline):
         raise UserError(
-            f"{world_size} rank(s) cannot be laid out as tensor {tensor} x pipeline {pipeline}; "
-            f"start a multiple of {tensor * pipeline} ranks with torchrun --nproc-per-node"
+            f"{world_size} rank(s) cannot be laid out as tensor {tensor} x pipeline {pipeline} "
+            "(--tensor-model-parallel-size, --pipeline-model-parallel-size); use a multiple of "
+            f"{tensor * pipeline} ranks (torchrun --nproc-per-node; plan_run --world-size)"
         )
 
 

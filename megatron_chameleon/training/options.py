@@ -333,6 +333,15 @@ class TrainingOptions(ModelOptions):
     validation: ValidationOptions = dataclasses.field(default_factory=ValidationOptions)
     logging: LoggingOptions = dataclasses.field(default_factory=LoggingOptions)
 
+    def __post_init__(self) -> None:
+        """Raise UserError for --compile-layers with --overlap-param-gather."""
+        super().__post_init__()
+        if self.compile_layers and self.parallel.overlap_param_gather:
+            raise UserError(
+                "--compile-layers and --overlap-param-gather exclude each other: gathering "
+                "parameters within a layer cannot be compiled; leave out one of them"
+            )
+
     @property
     def tokens(self) -> int:
         """Number of tokens that the run is trained on."""

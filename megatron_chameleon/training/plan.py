@@ -125,7 +125,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     model = options.model or DEFAULT_MODEL
     config = resolve_model(model, options.architecture, 1, options.seq_length)
     if options.compile_layers:
-        check_compile(options.parallel)
+        check_compile()
     tokenizer = None
     if options.data.tokenizer_model is not None:
         opened = load_tokenizer(

@@ -15,7 +15,6 @@ from megatron_chameleon.model.compiled_layers import check_compile, compile_laye
 from megatron_chameleon.model.config import INIT_STD, ModelConfig, preset
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.initialization import initialize_weights
-from megatron_chameleon.parallel.options import TrainingParallelOptions
 from tests.families import FAMILIES, VARIANTS
 
 SMALL = 2, 4, 32, 48
@@ -156,11 +155,11 @@ def test_compiled_layers_share_one_graph_and_do_not_change_results(one_rank, tok
 
 def test_layers_that_cannot_be_compiled_are_an_error(monkeypatch):
     with pytest.raises(UserError, match="CUDA"):
-        check_compile(TrainingParallelOptions())
+        check_compile()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(compiled_layers, "triton_problem", lambda: "Triton needs gcc")
     with pytest.raises(UserError, match="Triton needs gcc"):
-        check_compile(TrainingParallelOptions())
+        check_compile()
 
 
 def test_the_sizes_have_the_papers_numbers_of_parameters():
