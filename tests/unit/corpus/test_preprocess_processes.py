@@ -221,7 +221,8 @@ def test_an_array_makes_the_shards_and_a_job_joins_them(tmp_path):
         subprocess.run([*launch, "--input", "a"], env=environment, check=True)
     assert calls.read_text().splitlines() == [
         f"--parsable --array=1-3 {LAUNCHER} --input a",
-        f"--parsable --dependency=afterok:7 --kill-on-invalid-dep=yes {LAUNCHER} --input a",
+        "--parsable --output=%x-%j.log --dependency=afterok:7 --kill-on-invalid-dep=yes "
+        f"{LAUNCHER} --input a",
         "16 python -m megatron_chameleon preprocess_data --input a --shard 2/3",
         "16 python -m megatron_chameleon preprocess_data --input a",
     ]
