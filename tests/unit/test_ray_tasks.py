@@ -1,6 +1,7 @@
 """Test tasks on Ray: retries of killed workers, and errors of tasks."""
 
 import functools
+import json
 import os
 import signal
 
@@ -48,3 +49,19 @@ def test_errors_of_tasks_are_raised_here(tmp_path):
         list(map_on_ray(function, [3]))
     assert (tmp_path / "3").stat().st_size == MAX_RETRIES + 1
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def assigned_gpu(item):
+    import ray
+
+    assigned = ray.get_runtime_context().get_assigned_resources()
+    return assigned.get("GPU"), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_tasks_get_a_share_of_a_gpu_if_the_cluster_has_one(monkeypatch):
+    [(share, _)] = map_on_ray(assigned_gpu, [0], tasks_per_gpu=2)
+    assert share is None
+    # A GPU that exists only in Ray's schedule.
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", json.dumps({"CPU": 2, "GPU": 1}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert list(map_on_ray(assigned_gpu, [0, 1], tasks_per_gpu=2)) == [(0.5, "0")] * 2
