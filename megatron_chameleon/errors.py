@@ -37,9 +37,10 @@ _SYSTEM_ERRNOS = (
     errno.ENOMEM,
 )
 _BUGS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
-# Errors from libraries in C++ and Rust have the text of a system error, but no errno.
+# Errors from libraries in C++ and Rust have the text of a system error, but no errno. Python's
+# tempfile raises FileNotFoundError if the disk is full.
 _SYSTEM_ERROR_TEXT = re.compile(
-    "|".join(re.escape(os.strerror(number)) for number in _SYSTEM_ERRNOS)
+    "|".join(map(re.escape, [*map(os.strerror, _SYSTEM_ERRNOS), "No usable temporary directory"]))
 )
 
 

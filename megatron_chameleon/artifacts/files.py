@@ -129,21 +129,23 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     return body
 
 
-def read_text(path: Path, hint: str, encoding: str = "utf-8") -> str:
-    """Read the regular file ``path`` as text, at most ``MAX_JSON_BYTES`` of it.
+def read_text(path: Path, hint: str) -> str:
+    """Read the regular file ``path`` as UTF-8, without a byte order mark.
 
     Raises:
-        UserError: naming the file and ending with ``hint``, if it cannot be read.
+        UserError: naming the file and ending with ``hint``, if it cannot be read or has more than
+            ``MAX_JSON_BYTES``.
     """
     try:
         require_regular_file(path)
         if (size := path.stat().st_size) > MAX_JSON_BYTES:
             raise OSError(errno.EFBIG, f"{size} bytes, more than {MAX_JSON_BYTES}")
-        return path.read_bytes().decode(encoding)
+        return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {hint}") from None
     except (OSError, ValueError) as error:  # ValueError: the text is not UTF-8
-        raise UserError(f"cannot read {path}: {error}; {hint}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read {path}: {reason}; {hint}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

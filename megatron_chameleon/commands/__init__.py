@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import megatron_chameleon
-from megatron_chameleon.cli import Command, exit_with_error, leave, start
+from megatron_chameleon.cli import INTERRUPTED_STATUS, Command, exit_with_error, leave, start
 
 PROGRAM = "megatron-chameleon"
 USAGE = f"""\
@@ -63,4 +63,7 @@ def main() -> NoReturn:
         hint = f"did you mean '{closest[0]}'? " if closest else ""
         exit_with_error(f"{problem}; {hint}'{PROGRAM} --help' lists the commands", rank)
     sys.argv = [f"{PROGRAM} {name}", *others]
-    load_command(name).run()
+    try:
+        load_command(name).run()
+    except KeyboardInterrupt:  # during the imports, before the tool handles it
+        sys.exit(INTERRUPTED_STATUS)

@@ -134,7 +134,7 @@ def _write_json(mixture: Mixture, _split: Split) -> str:
 
 def _read_csv(path: Path, _split: Split | None, _corpus: Corpus | None) -> Mixture:
     """Read a table with the columns domain and weight, and optionally the other ones."""
-    text = read_text(path, "pass a table with the columns domain and weight", "utf-8-sig")
+    text = read_text(path, "pass a table with the columns domain and weight")
     reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
     try:
         columns, rows = reader.fieldnames or [], list(reader)

@@ -51,7 +51,7 @@ from megatron_chameleon.artifacts.training_run import read_metrics
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_tokens, describe_cut
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
-from megatron_chameleon.errors import UserError, first_line
+from megatron_chameleon.errors import UserError, first_line, system_error_message
 from megatron_chameleon.evaluation.downstream import check_tasks, evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions
 from megatron_chameleon.methods.swarm import RunOptions, SwarmOptions
@@ -279,15 +279,25 @@ def run_members(run: RunOptions) -> bool:
         with progress_bar(len(members), " members", "swarm") as bar:
             for _ in map_on_ray(train, members, tasks_per_gpu=at_once or 1):
                 bar.update()
+        _print_finished(folder, len(mixtures))
         return True
     with _ranks(options) as (stops, layout):
         members = from_main(members_left)
         from_main(lambda: _check(options, corpus, mixtures, members))
         _train_on_ranks(options, corpus, mixtures, folder, members, layout, stops)
         finished = not from_main(members_left)
-        if layout.is_main and not finished:
+        if layout.is_main and finished:
+            _print_finished(folder, len(mixtures))
+        elif layout.is_main:
             print(f"stopped; the same command resumes the members in {folder}")
         return finished
+
+
+def _print_finished(folder: Path, count: int) -> None:
+    """Print how many of ``count`` members are finished, and the next command if all are."""
+    left = len(_unfinished(folder, count))
+    collect = f"; collect their losses: megatron-chameleon swarm collect --swarm-dir {folder}"
+    print(f"{count - left} of {count} members are finished{'' if left else collect}")
 
 
 def recorded_options(record: SwarmRecord) -> SwarmOptions:
@@ -485,10 +495,10 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
             if old != new
         ]
         if differences:
+            fit = f", or fit the folder's tables with --ratios {ratios} --metrics {metrics}"
             raise UserError(
-                f"{folder} holds another swarm: {differences[0]}; restore the earlier settings, "
-                "choose another folder, or fit the folder's tables with --ratios "
-                f"{ratios} --metrics {metrics}"
+                f"{folder} holds another swarm: {differences[0]}; restore the earlier settings, or "
+                f"choose another folder{fit if ratios.exists() else ''}"
             )
     made_by = provenance(options, {"corpus": corpus.hash})
     SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by).save()
@@ -539,8 +549,7 @@ def _train_members(
                 except UserError as failure:
                     error = error or UserError(f"member {member}: {failure}")
                 except Exception as failure:  # stored, so that all members can save first
-                    what = f"{type(failure).__name__}: {first_line(failure)}"
-                    error = error or UserError(f"member {member}: {what}")
+                    error = error or UserError(f"member {member}: {_reason(failure)}")
             busy = len(pending) + len(running)
             sums = torch.tensor(
                 [stopped or error is not None, busy, finished], device=layout.device
@@ -653,9 +662,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
             raise
     except Exception as error:  # as a UserError, it is reported on every rank, so no rank waits
         traceback.print_exc()
-        raise UserError(
-            f"{type(error).__name__}: {first_line(error)}; see {folder / LOG_NAME}"
-        ) from error
+        raise UserError(f"{_reason(error)}; see {folder / LOG_NAME}") from error
     run = TrainingRun.load(folder) if TrainingRun.exists(folder) else None
     # The status of a run that was killed is still "running".
     if run is None or run.status in ("interrupted", "running"):
@@ -693,6 +700,10 @@ def train_member(swarm: Swarm, member: int) -> bool:
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     dataclasses.replace(run, checkpoints=[]).save()
     return True
+
+
+def _reason(error: Exception) -> str:
+    return system_error_message(error) or f"{type(error).__name__}: {first_line(error)}"
 
 
 def save_mixture(
