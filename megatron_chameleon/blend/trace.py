@@ -23,7 +23,7 @@ from megatron_chameleon.artifacts import Corpus, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.files import replacing, require_new, require_writable
 from megatron_chameleon.artifacts.provenance import in_folder
-from megatron_chameleon.artifacts.record import check_values
+from megatron_chameleon.artifacts.record import Count, Positive, check_values
 from megatron_chameleon.blend.dataset import BlendedTokens, TokenRanges
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
 from megatron_chameleon.blend.sampler import place_in_step
@@ -60,17 +60,12 @@ Tables = Callable[[], Iterator[pd.DataFrame]]
 class _Recorded:
     """The options in run.json that determine the samples."""
 
-    seq_length: int
-    global_batch_size: int
-    train_iters: int
-    seed: int
+    seq_length: Positive
+    global_batch_size: Positive
+    seed: Count
     data: DataOptions
     corpus: str | None = None
     target_tokens: int | None = None
-
-    @property
-    def num_samples(self) -> int:
-        return self.train_iters * self.global_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +152,7 @@ class RunTrace:
         self.run = run
         where = f"{run.root / run.FILE_NAME}: provenance.options"
         self.options = options = check_values(where, _Recorded, run.provenance.options, _HINT)
+        self.num_samples = run.train_iters * options.global_batch_size
         self.corpus: Corpus | None = None
         uses_data_path = options.data.uses_data_path
         if (corpus if uses_data_path else data_path) is not None:
@@ -181,20 +177,12 @@ class RunTrace:
                     f"{data.hash[:8]}, not {str(recorded)[:8]}); restore it, or pass --corpus or "
                     "--data-path if it was moved"
                 )
-            run_tokens = options.num_samples * options.seq_length
+            run_tokens = self.num_samples * options.seq_length
             self.data = data.cut(run_tokens, options.target_tokens)
-            phases = (
-                Phase(
-                    phase.first_sample,
-                    tuple(phase.weights[name] for name in self.data.names),
-                    phase.ramp_samples,
-                )
-                for phase in run.mixture_phases
-            )
             self.samples = BlendedTokens(
                 data=self.data,
-                schedule=MixtureSchedule(tuple(phases)),
-                num_samples=options.num_samples,
+                schedule=self._schedule(),
+                num_samples=self.num_samples,
                 seq_length=options.seq_length,
                 seed=options.seed,
                 permutation=options.data.permutation,
@@ -202,6 +190,22 @@ class RunTrace:
             )
         self._indices: dict[int, DocumentIndex] = {}
         self._check_order()
+
+    def _schedule(self) -> MixtureSchedule:
+        try:
+            phases = (
+                Phase(
+                    phase.first_sample,
+                    tuple(phase.weights[name] for name in self.data.names),
+                    phase.ramp_samples,
+                )
+                for phase in self.run.mixture_phases
+            )
+            return MixtureSchedule(tuple(phases))
+        except (KeyError, ValueError) as error:
+            where = f"{self.run.root / self.run.FILE_NAME}: field mixture_phases"
+            problem = f"no weight of {error}" if isinstance(error, KeyError) else error
+            raise UserError(f"{where}: {problem}; {_HINT}") from error
 
     def _open_corpus(self, moved: Path | None) -> tuple[TokenData, bool]:
         folder = moved or Path(self.options.corpus or "").absolute()
@@ -281,11 +285,17 @@ class RunTrace:
         Raises:
             UserError: if the run has not done all of them.
         """
-        first, last = wanted or (1, self.run.step)
-        if last > self.run.step or self.run.step == 0:
+        run = self.run
+        if run.step == 0:
             raise UserError(
-                f"--steps {first}:{last}: {self.run.root} is at step {self.run.step} of "
-                f"{self.run.train_iters}; pass steps from 1 to {self.run.step}"
+                f"{run.root / run.FILE_NAME} records no finished step; wait until training has "
+                "written the first checkpoint"
+            )
+        first, last = wanted or (1, run.step)
+        if last > run.step:
+            raise UserError(
+                f"--steps {first}:{last}: {run.root} is at step {run.step} of {run.train_iters}; "
+                f"pass steps from 1 to {run.step}"
             )
         return first, last
 
@@ -421,7 +431,7 @@ class RunTrace:
         Raises:
             UserError: if the tokens are damaged, or the tokenizer is missing.
         """
-        sampled = np.flatnonzero(self.samples.counts(self.options.num_samples)).tolist()
+        sampled = np.flatnonzero(self.samples.counts(self.num_samples)).tolist()
         found: dict[int, NDArray[np.int64]] = {}
         searched = {domain: self._training_documents(domain) for domain in sampled}
         total = sum(map(len, searched.values()))
@@ -547,7 +557,7 @@ def trace_samples(options: TraceOptions) -> None:
     ]
     if found is not None:
         count = sum(len(documents) for documents in found.values())
-        lines.append(f"{count} training documents contain {options.find!r}")
+        lines.append(f"{count:,} training document(s) contain {options.find!r}")
     tables: Tables = partial(trace.rows, first, last, found)
     if options.counts:
         counts = trace.counts(first, last, found)
@@ -566,8 +576,7 @@ def trace_samples(options: TraceOptions) -> None:
     layouts = trace.run.batch_layouts
     if not options.counts and (not layouts or layouts[0].first_step >= first):
         lines.append("the run does not record the ranks of all of these steps")
-    print("\n".join(lines))
-    _print_and_write(options, trace, tables)
+    _print_and_write(options, trace, lines, tables)
 
 
 def _summary(trace: RunTrace, table: pd.DataFrame) -> str:
@@ -607,12 +616,14 @@ def _when(tables: Iterable[pd.DataFrame], found: Documents) -> list[str]:
     if others:
         lines.append(f"  ... {len(others):,} more documents were read")
     if unread := sum(map(len, found.values())) - len(steps) - len(others):
-        lines.append(f"  {unread:,} of them were not read in these steps")
+        lines.append(f"  not read in these steps: {unread:,} document(s)")
     return lines
 
 
-def _print_and_write(options: TraceOptions, trace: RunTrace, tables: Tables) -> None:
-    """Print the first rows of the tables, and write all rows with ``--output``."""
+def _print_and_write(
+    options: TraceOptions, trace: RunTrace, lines: list[str], tables: Tables
+) -> None:
+    """Print ``lines`` and the first rows of the tables, and write all rows with ``--output``."""
     if options.output is None:
         tables = partial(_first_rows, tables, _ROWS_PRINTED + 1)
     sources = _sources(trace, tables()) if options.source_lines else None
@@ -629,6 +640,7 @@ def _print_and_write(options: TraceOptions, trace: RunTrace, tables: Tables) -> 
                 shown.append(table.head(_ROWS_PRINTED - count))
             count += len(table)
             write(table)
+    print("\n".join(lines))
     if shown:
         print(f"\n{_printed(pd.concat(shown, ignore_index=True))}")
     if options.output is None and count > _ROWS_PRINTED:

@@ -222,12 +222,15 @@ def test_user_errors(corpus, run_dir, tmp_path):
     run = TrainingRun.load(run_dir)
     copy = Path(shutil.copytree(run_dir, tmp_path / "copy"))
     dataclasses.replace(run, root=copy, order_version=1).save()
+    damaged = tmp_path / "damaged"
+    dataclasses.replace(run, root=damaged, mixture_phases=[]).save()
     for options, problem in (
         ({"run": run_dir, "steps": f"7:{STEPS + 1}"}, f"at step {STEPS} of {STEPS}"),
         ({"run": run_dir, "steps": "1", "corpus": moved}, "has changed"),
         ({"run": run_dir, "steps": "1", "corpus": tmp_path}, "no corpus"),
         ({"run": run_dir, "steps": "1", "data_path": "x"}, "--data-path"),
         ({"run": copy, "steps": "1"}, "version 1 of the sample order"),
+        ({"run": damaged, "steps": "1"}, "mixture_phases"),
         ({"run": tmp_path, "steps": "1"}, "run.json"),
     ):
         with pytest.raises(UserError, match=problem):
