@@ -142,7 +142,8 @@ class Hub:
         except Exception as error:
             # Some errors name the cause only in the exception that they were raised from.
             reasons = dict.fromkeys(map(first_line, filter(None, (error, error.__cause__))))
+            reason = " ".join(reasons).rstrip(".")
             raise UserError(
-                f"--hub {self._name}: {' '.join(reasons)}; check the name, the network, and that "
-                "the token of 'hf auth login' or HF_TOKEN may write to the repository"
+                f"--hub {self._name}: {reason}; check the name, the network, and that the token of "
+                "'hf auth login' or HF_TOKEN may write to the repository"
             ) from error
