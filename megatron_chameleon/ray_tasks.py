@@ -59,7 +59,10 @@ def map_on_ray(
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = os.environ.get("RAY_ADDRESS", "this machine")
-        raise UserError(f"no Ray cluster at {where}: {first_line(error)}") from error
+        raise UserError(
+            f"no Ray cluster at {where}: {first_line(error)}; a cluster whose 'ray start' reports "
+            "token authentication needs RAY_AUTH_MODE=token"
+        ) from error
     finally:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray installs its own handler
     try:
