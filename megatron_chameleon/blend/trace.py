@@ -44,7 +44,7 @@ from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.storage import absolute
 
 # Number of tokens of the samples whose ranges are listed at a time.
-_BLOCK_TOKENS = 1 << 25
+_BLOCK_TOKENS = 1 << 26
 _ROWS_PRINTED = 40
 _TEXT_PRINTED = 60
 _STEPS_PRINTED = 12
@@ -551,7 +551,7 @@ def trace_samples(options: TraceOptions) -> None:
         raise UserError("--source-lines: Megatron data sets do not record their raw text")
     found = trace.find(options.find) if options.find is not None else None
     lines = [
-        f"steps {first} to {last} of {trace.run.step}: "
+        f"{f'steps {first} to {last}' if last > first else f'step {first}'} of {trace.run.step}: "
         f"{(last - first + 1) * trace.options.global_batch_size:,} samples of "
         f"{trace.options.seq_length} tokens in the order {trace.options.data.permutation}"
     ]

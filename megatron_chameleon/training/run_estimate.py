@@ -463,7 +463,7 @@ def _time_lines(estimate: RunEstimate, options: PlanRunOptions) -> Iterator[str]
         + (f"{kept} are kept: {kept * size / GB:.2f} GB" if kept else "all are kept")
     )
     if estimate.step_seconds is None:
-        missing.append("--tokens-per-second, or --mfu")
+        missing.append("--tokens-per-second (or --mfu)")
     if seconds is None:
         missing.append("--disk-bandwidth")
     if missing:
