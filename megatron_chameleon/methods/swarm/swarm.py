@@ -26,10 +26,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -514,43 +514,34 @@ def _train_members(
         UserError: on every rank, if a member failed on any rank. Raised only after the running
             members have saved checkpoints.
     """
-    pending, running = collections.deque(members), dict[Future[bool], int]()
+    pending, count = collections.deque(members), min(len(members), swarm.members_at_once)
     error: UserError | None = None
     finished, stopping = 0, False
     total = torch.tensor(len(members), device=layout.device)
     torch.distributed.all_reduce(total)
     bar = progress_bar(int(total), " members", "swarm", quiet=not layout.is_main)
-    with bar, _worker_pool(swarm.members_at_once, layout) as pool:
+    with bar, _workers(swarm, count, layout) as workers:
         while True:
-            while pending and len(running) < swarm.members_at_once:
-                member = pending.popleft()
-                try:
-                    future = pool.submit(train_member, swarm, member)
-                except BrokenProcessPool as broken:
-                    future = Future()
-                    future.set_exception(broken)
-                running[future] = member
-            done, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+            for worker in workers:
+                if worker.member is None and pending:
+                    worker.start(pending.popleft())
+            running = [worker for worker in workers if worker.member is not None]
+            wait([each for worker in running for each in worker.waited_for], POLL_SECONDS)
             stopped = any(stops.flags())
-            for future in done:
-                member = running.pop(future)
-                try:
-                    if future.result():
-                        finished += 1
-                    else:
-                        stopped = True
-                except BrokenProcessPool:
-                    # No error after a stop request: it terminates workers that are starting.
-                    if not (stopped or stopping):
-                        error = error or UserError(
-                            "a member was killed, probably for lack of memory; run the same "
-                            "command again with a smaller --members-at-once"
-                        )
-                except UserError as failure:
-                    error = error or UserError(f"member {member}: {failure}")
-                except Exception as failure:  # stored, so that all members can save first
-                    error = error or UserError(f"member {member}: {_reason(failure)}")
-            busy = len(pending) + len(running)
+            for worker in running:
+                if not worker.is_done:
+                    continue
+                member, outcome = worker.result()
+                if isinstance(outcome, str):
+                    error = error or UserError(f"member {member}: {outcome}")
+                elif outcome is not None:
+                    finished, stopped = finished + outcome, stopped or not outcome
+                elif not (stopped or stopping):  # a stop request ends workers that are starting
+                    error = error or UserError(
+                        f"member {member} was killed, probably for lack of memory; run the same "
+                        "command again with a smaller --members-at-once"
+                    )
+            busy = len(pending) + sum(worker.member is not None for worker in workers)
             sums = torch.tensor(
                 [stopped or error is not None, busy, finished], device=layout.device
             ).long()
@@ -559,8 +550,8 @@ def _train_members(
             if any_stopped and not stopping:
                 stopping = True
                 pending.clear()
-                for process in multiprocessing.active_children():
-                    process.terminate()  # SIGTERM, so the worker saves a checkpoint
+                for worker in workers:
+                    worker.stop()
             bar.update(all_finished - bar.n)
             if not busy:
                 break
@@ -573,32 +564,105 @@ def _train_members(
 
 
 @contextlib.contextmanager
-def _worker_pool(size: int, layout: Layout) -> Iterator[ProcessPoolExecutor]:
-    """Provide worker processes for this rank's device; kill them if the block raises.
+def _workers(swarm: Swarm, count: int, layout: Layout) -> Iterator[list[_Worker]]:
+    """Provide ``count`` workers for this rank's device; kill them if the block raises.
 
     On the CPU, workers are forked from a process that has imported this module, since the imports
     take several seconds. On a GPU, workers are spawned, because forked processes cannot use CUDA.
     """
-    device = layout.device.type
-    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    device, workers = layout.device.type, list[_Worker]()
     if device == "cpu":
         _start_fork_server()
-    pool = ProcessPoolExecutor(size, context, _start_worker, (device,))
     try:
-        yield pool
+        workers += [_Worker(swarm, device) for _ in range(count)]
+        yield workers
     except BaseException:
         for process in multiprocessing.active_children():
             process.kill()
         raise
     finally:
-        pool.shutdown()
+        for worker in workers:
+            worker.close()
+
+
+class _Worker:
+    """A process that trains one member at a time.
+
+    Workers share nothing. In a pool of :mod:`concurrent.futures`, they share a queue: a signal that
+    ended a worker while it held the queue's lock would leave the others waiting for the lock.
+
+    Attributes:
+        member: the member in training, or None.
+    """
+
+    def __init__(self, swarm: Swarm, device: str) -> None:
+        context = (
+            multiprocessing.get_context("forkserver")
+            if device == "cpu"
+            else multiprocessing.get_context("spawn")
+        )
+        self._connection, other_end = context.Pipe()
+        self._process = context.Process(target=_work, args=(swarm, device, other_end))
+        self._process.start()
+        other_end.close()
+        self.member: int | None = None
+
+    def start(self, member: int) -> None:
+        """Train ``member``."""
+        self.member = member
+        with contextlib.suppress(OSError):  # the process has ended; result() returns None
+            self._connection.send(member)
+
+    @property
+    def waited_for(self) -> list[Any]:
+        """Objects that become ready when :meth:`result` can be called."""
+        return [self._connection, self._process.sentinel]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the training or the process has ended."""
+        return self._connection.poll() or not self._process.is_alive()
+
+    def result(self) -> tuple[int | None, bool | str | None]:
+        """Return the member, and whether it is finished, or its error; None if it was killed."""
+        member, self.member = self.member, None
+        try:
+            return member, self._connection.recv() if self._connection.poll() else None
+        except (EOFError, OSError):
+            return member, None
+
+    def stop(self) -> None:
+        """Let the member, if there is one, save a checkpoint and stop."""
+        if self.member is not None:
+            self._process.terminate()  # SIGTERM
+
+    def close(self) -> None:
+        """End the process, which must be idle or killed."""
+        self._connection.close()
+        self._process.join()
+
+
+def _work(swarm: Swarm, device: str, connection: Connection) -> None:
+    """Train the members that ``connection`` sends, until it is closed; send results back."""
+    _start_worker(device)
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            member = connection.recv()
+            outcome: bool | str
+            try:
+                outcome = train_member(swarm, member)
+            except UserError as error:
+                outcome = str(error)
+            except Exception as error:
+                outcome = _reason(error)
+            connection.send(outcome)
 
 
 def _start_fork_server() -> None:
     """Start the process that forks workers (unless it is running), with stop signals blocked.
 
     A scheduler sends its stop signal to all processes of a job. If the signal ended this process,
-    the pool would count its workers as dead and not wait until they have saved checkpoints.
+    its workers would count as dead before they have saved checkpoints.
     """
     multiprocessing.set_forkserver_preload([__name__])
     resource_tracker.ensure_running()  # started first, since starting it unblocks the signals
