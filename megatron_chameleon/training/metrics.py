@@ -366,6 +366,8 @@ class MlflowLogger:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
+        # A call to a stopped server then takes 14 seconds instead of 4 minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         self._error, self._train_iters, self._step = MlflowException, options.train_iters, 0
         id_file = options.run_dir / "mlflow-id.txt"
         try:
