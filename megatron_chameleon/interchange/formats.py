@@ -508,8 +508,9 @@ def _staged(
 ) -> Mixture:
     """Check names, weights and steps, and return the mixture; a missing weight is 0."""
     checked: list[tuple[int, dict[str, float]]] = []
-    for step, pairs in stages:
-        if _count(step, f"{path}: the step") <= (checked[-1][0] if checked else -1):
+    for stage, pairs in stages:
+        step = _count(stage, f"{path}: the step")
+        if step <= (checked[-1][0] if checked else -1):
             raise UserError(f"{path}: step {step}: the steps must be integers that increase from 0")
         weights: dict[str, float] = {}
         for key, value in pairs:

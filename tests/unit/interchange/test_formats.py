@@ -145,6 +145,7 @@ def test_splits_with_different_domains_or_weights_are_an_error(tmp_path):
         ("olmo-core", "sources: [{source_name: 1, target_ratio: 1, paths: [a]}]", "1 must be text"),
         ("levanter", "train_weights: {a: 0.5, b: 0.25, a: 0.25}", "'a' is repeated"),
         ("levanter", "train_weights: {no: 1.0}", "False must be text"),
+        ("levanter", "train_weights: [['0', {a: 1.0}], ['0', {a: 1.0}]]", "step 0: the steps must"),
         ("levanter", "train_weights: [[5, {a: 1.0}]]", "step 0"),
         ("levanter", "train_weights: [[0, {a: 1.0}], [0, {a: 1.0}]]", "increase"),
         ("levanter", "train_weights: {a: .nan}", "'a' is nan"),
