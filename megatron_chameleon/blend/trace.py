@@ -601,7 +601,8 @@ def _when(tables: Iterable[pd.DataFrame], found: Documents) -> list[str]:
         read = table[["domain", "document", "step"]].drop_duplicates()
         for name, document, step in read.itertuples(index=False, name=None):
             if (name, document) in steps:
-                steps[name, document].append(step)
+                if steps[name, document][-1] != step:  # the next table may continue the step
+                    steps[name, document].append(step)
             elif len(steps) < _ROWS_PRINTED:
                 steps[name, document] = [step]
             else:
