@@ -271,6 +271,7 @@ def bash_completion(tmp_path_factory):
     with script.open("w") as out:
         program = [sys.executable, "-m", "megatron_chameleon", "completion", "bash"]
         subprocess.run(program, check=True, stdout=out)
+    assert "\ncomplete -o filenames -F " in script.read_text()  # ends the name of a folder by /
 
     def complete(line):
         command = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from megatron_chameleon.parallel.options import (
     RecomputeOptions,
     TrainingParallelOptions,
 )
+from megatron_chameleon.training.options import PretrainOptions
 
 SIZE = preset("124m", vocab_size=100, max_sequence_length=16)
 FOUR_LAYERS = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
@@ -29,6 +33,18 @@ FOUR_LAYERS = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
             "--pipeline-model-parallel-size",
         ),
         (RecomputeOptions, {"recompute_method": "block"}, "--recompute-method block"),
+        (
+            functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
+            {
+                "compile_layers": True,
+                "parallel": TrainingParallelOptions(
+                    use_distributed_optimizer=True,
+                    overlap_grad_reduce=True,
+                    overlap_param_gather=True,
+                ),
+            },
+            "--overlap-param-gather",
+        ),
     ],
 )
 def test_contradicting_options_are_rejected(kind, options, flag):
