@@ -137,6 +137,8 @@ def hub(tmp_path, monkeypatch):
     store.mkdir()
     with hub_server(store) as hub:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
         no_wait = types.SimpleNamespace(sleep=lambda _: None, time=time.time)
