@@ -26,7 +26,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,8 @@ TOKENS_ON_CPU, TOKENS_ON_GPU = 1 << 10, 1 << 14
 # Maximum concurrent members on a GPU: more processes do not increase the throughput.
 MEMBERS_ON_GPU = 8
 POLL_SECONDS = 0.2
+# Exit codes of a worker that a stop signal ended; 0 is that of SIGINT.
+STOPPED = (0, -signal.SIGTERM, -signal.SIGUSR1)
 # Environment variables that would make a worker join torchrun's process group, or log to Weights &
 # Biases.
 NOT_FOR_WORKERS = ("RANK", "WORLD_SIZE", "WANDB_API_KEY")
@@ -406,8 +408,8 @@ def _train_on_ray(
     swarm = _session(options, Corpus.load(corpus), mixtures, folder, device, at_once)
     try:
         finished = train_member(swarm, member)
-    except UserError as error:
-        raise UserError(f"member {member}: {error}") from error
+    except Exception as error:
+        raise _member_error(swarm, member, _reason(error)) from error
     if not finished:
         # The machine is being shut down. Ray starts the task again after the death of its worker.
         os._exit(1)
@@ -533,14 +535,9 @@ def _train_members(
                     continue
                 member, outcome = worker.result()
                 if isinstance(outcome, str):
-                    error = error or UserError(f"member {member}: {outcome}")
-                elif outcome is not None:
+                    error = error or _member_error(swarm, member, outcome)
+                else:
                     finished, stopped = finished + outcome, stopped or not outcome
-                elif not (stopped or stopping):  # a stop request ends workers that are starting
-                    error = error or UserError(
-                        f"member {member} was killed, probably for lack of memory; run the same "
-                        "command again with a smaller --members-at-once"
-                    )
             busy = len(pending) + sum(worker.member is not None for worker in workers)
             sums = torch.tensor(
                 [stopped or error is not None, busy, finished], device=layout.device
@@ -569,16 +566,25 @@ def _workers(swarm: Swarm, count: int, layout: Layout) -> Iterator[list[_Worker]
 
     On the CPU, workers are forked from a process that has imported this module, since the imports
     take several seconds. On a GPU, workers are spawned, because forked processes cannot use CUDA.
+
+    All are started with stop signals blocked. A scheduler sends its stop signal to all processes of
+    a job. If the signal ended the process that forks workers, they would count as dead before they
+    have saved checkpoints.
     """
-    device, workers = layout.device.type, list[_Worker]()
-    if device == "cpu":
-        _start_fork_server()
+    workers = list[_Worker]()
+    multiprocessing.set_forkserver_preload([__name__])
+    resource_tracker.ensure_running()  # started first, since starting it unblocks the signals
     try:
-        workers += [_Worker(swarm, device) for _ in range(count)]
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            for _ in range(count):
+                workers.append(_Worker(swarm, layout.device.type))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         yield workers
     except BaseException:
-        for process in multiprocessing.active_children():
-            process.kill()
+        for worker in workers:
+            worker.kill()
         raise
     finally:
         for worker in workers:
@@ -610,7 +616,7 @@ class _Worker:
     def start(self, member: int) -> None:
         """Train ``member``."""
         self.member = member
-        with contextlib.suppress(OSError):  # the process has ended; result() returns None
+        with contextlib.suppress(OSError):  # the process has ended; result() reports it
             self._connection.send(member)
 
     @property
@@ -623,18 +629,32 @@ class _Worker:
         """Whether the training or the process has ended."""
         return self._connection.poll() or not self._process.is_alive()
 
-    def result(self) -> tuple[int | None, bool | str | None]:
-        """Return the member, and whether it is finished, or its error; None if it was killed."""
+    def result(self) -> tuple[int, bool | str]:
+        """Return the member, and whether it is finished (False after a stop), or its error."""
+        assert self.member is not None
         member, self.member = self.member, None
-        try:
-            return member, self._connection.recv() if self._connection.poll() else None
-        except (EOFError, OSError):
-            return member, None
+        with contextlib.suppress(EOFError, OSError):  # the process has ended
+            if self._connection.poll():
+                outcome: bool | str = self._connection.recv()
+                return member, outcome
+        self._process.join()
+        code = self._process.exitcode
+        if code == -signal.SIGKILL:
+            return member, (
+                "its process was killed, probably for lack of memory; run the same command again "
+                "with a smaller --members-at-once"
+            )
+        # A stop signal ends a process that is not training yet.
+        return member, code not in STOPPED and f"its process ended with exit code {code}"
 
     def stop(self) -> None:
         """Let the member, if there is one, save a checkpoint and stop."""
         if self.member is not None:
             self._process.terminate()  # SIGTERM
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self._process.kill()
 
     def close(self) -> None:
         """End the process, which must be idle or killed."""
@@ -644,38 +664,21 @@ class _Worker:
 
 def _work(swarm: Swarm, device: str, connection: Connection) -> None:
     """Train the members that ``connection`` sends, until it is closed; send results back."""
-    _start_worker(device)
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        _start_worker(device)
         while True:
             member = connection.recv()
             outcome: bool | str
             try:
                 outcome = train_member(swarm, member)
-            except UserError as error:
-                outcome = str(error)
             except Exception as error:
                 outcome = _reason(error)
             connection.send(outcome)
 
 
-def _start_fork_server() -> None:
-    """Start the process that forks workers (unless it is running), with stop signals blocked.
-
-    A scheduler sends its stop signal to all processes of a job. If the signal ended this process,
-    its workers would count as dead before they have saved checkpoints.
-    """
-    multiprocessing.set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # started first, since starting it unblocks the signals
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-
-
 def _start_worker(device: str) -> None:
     """Prepare a worker process. It ends when its parent ends, even if SIGKILL ends the parent."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks these signals
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _prepare_worker(device)
 
     def exit_with_parent() -> None:
@@ -697,10 +700,8 @@ def _prepare_worker(device: str) -> None:
 def train_member(swarm: Swarm, member: int) -> bool:
     """Train or resume a member and write its result; return False if it was stopped before.
 
-    Called in a worker process, whose output goes to the member's log.
-
-    Raises:
-        UserError: for any error in training, except divergence, which is recorded.
+    Called in a worker process, whose output goes to the member's log. Divergence is recorded, and
+    raises no error.
     """
     if member_path(swarm.folder, member).exists():
         return True  # finished since this session began, by another job or an earlier Ray task
@@ -724,9 +725,6 @@ def train_member(swarm: Swarm, member: int) -> bool:
     except UserError:
         if skipped_step() is None:
             raise
-    except Exception as error:  # as a UserError, it is reported on every rank, so no rank waits
-        traceback.print_exc()
-        raise UserError(f"{_reason(error)}; see {folder / LOG_NAME}") from error
     run = TrainingRun.load(folder) if TrainingRun.exists(folder) else None
     # The status of a run that was killed is still "running".
     if run is None or run.status in ("interrupted", "running"):
@@ -767,7 +765,18 @@ def train_member(swarm: Swarm, member: int) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return system_error_message(error) or f"{type(error).__name__}: {first_line(error)}"
+    """Return one line on an error of a member; print the traceback of a bug to the member's log."""
+    if isinstance(error, UserError):
+        return str(error)
+    if message := system_error_message(error):
+        return message
+    traceback.print_exc()
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _member_error(swarm: Swarm, member: int, reason: str) -> UserError:
+    log = member_path(swarm.folder, member).with_suffix("") / LOG_NAME
+    return UserError(f"member {member}: {reason}; see {log}")
 
 
 def save_mixture(

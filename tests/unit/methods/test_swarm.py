@@ -271,6 +271,22 @@ def test_an_interrupted_swarm_resumes_to_the_same_bits(whole, corpus, tmp_path, 
     assert (folder / "metrics.csv").read_text() == (whole[1] / "metrics.csv").read_text()
 
 
+def test_the_others_save_if_a_worker_is_killed(corpus, tmp_path):
+    killed, other = (member_path(tmp_path / "swarm", member).with_suffix("") for member in (0, 1))
+
+    def kill_when_both_train():
+        while not all((folder / METRICS_NAME).exists() for folder in (killed, other)):
+            time.sleep(0.005)
+        os.kill(int((killed / "run.lock").read_text().split()[1]), signal.SIGKILL)
+
+    threading.Thread(target=kill_when_both_train, daemon=True).start()
+    options = swarm_options(train_iters=100_000, eval_interval=0, save_interval=None)
+    with pytest.raises(UserError, match="member 0: its process was killed"):
+        train_swarm(options, corpus, MIXTURES[:3], tmp_path / "swarm")
+    assert TrainingRun.load(other).status == "interrupted"
+    assert not member_path(tmp_path / "swarm", 2).with_suffix("").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
