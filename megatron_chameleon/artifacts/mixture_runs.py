@@ -6,7 +6,6 @@ Tables of RegMix (``index,train_<domain>...`` and ``index,valid_<domain>...``) a
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import math
@@ -21,7 +20,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.errors import UserError, first_line
+from megatron_chameleon.errors import UserError
 
 Array = npt.NDArray[np.float64]
 # Published shares are rounded to three digits, so many sums are off by some thousandths.
@@ -116,10 +115,8 @@ def read_mixture_runs(ratios: Path, metrics: Path) -> MixtureRuns:
 def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) -> pd.DataFrame:
     """Read the losses of runs from a table that may have other rows and columns.
 
-    Two tables of Weights & Biases are supported: the CSV export of the runs table, with columns
-    Name and State, and the data frame of the summaries of ``wandb.Api().runs``, whose column
-    summary has a Python dictionary per run. Rows whose State is not ``finished`` are left out with
-    a :class:`MixtureRunsWarning`.
+    The CSV export of the runs table of Weights & Biases, with columns Name and State, is supported.
+    Rows whose State is not ``finished`` are left out with a :class:`MixtureRunsWarning`.
 
     Args:
         path: CSV table with a row per run.
@@ -135,7 +132,7 @@ def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) ->
         UserError: for a table that cannot be read, a name that matches no or several columns, a
             column without a number, or a repeated run.
     """
-    table = _with_summaries(path, _read(path))
+    table = _read(path)
     key = next((name for name in (*KEYS, "") if name in table), None)
     if key is None:
         raise UserError(
@@ -202,36 +199,6 @@ def _read(path: Path) -> pd.DataFrame:
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{path}: column '{repeated[0]}' is repeated; remove one")
     return rows[1:].set_axis(names, axis=1)
-
-
-def _with_summaries(path: Path, table: pd.DataFrame) -> pd.DataFrame:
-    """Replace W&B's column summary, if there is one, by a column for each key of a summary."""
-    cells = table.get("summary")
-    if cells is None or not cells.str.startswith("{").all():
-        return table
-    try:
-        summaries = pd.DataFrame(map(_summary, cells), table.index).fillna("")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(
-            f"{path}: column summary: not a Python dictionary ({first_line(error)}); write a "
-            "column per metric instead"
-        ) from error
-    table = table.drop(columns="summary")
-    return table.join(summaries[[name for name in summaries if name not in table]])
-
-
-def _summary(text: str) -> dict[str, str]:
-    """Parse a dictionary as Python prints it; unlike literal_eval, this accepts nan and inf."""
-    body = ast.parse(text, mode="eval").body
-    if not isinstance(body, ast.Dict):
-        raise ValueError(text[:40])
-    return {
-        key.value: value.value
-        if isinstance(value, ast.Constant) and isinstance(value.value, str)
-        else ast.unparse(value)
-        for key, value in zip(body.keys, body.values, strict=True)
-        if isinstance(key, ast.Constant) and isinstance(key.value, str)
-    }
 
 
 def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:

@@ -98,14 +98,13 @@ def test_a_wandb_export_is_matched_by_name(generated, corpus, tmp_path):
     assert [[float(x) for x in row] for row in metrics[1:]] == [[0, 1, 1.5, 2], [2, 2, 2.5, 3]]
     collect(folder, [HEADER, *ROWS], column=((f"{DOMAINS[1]}={HEADER[-1]}",),))
     assert [row[1] for row in rows_of(folder / "metrics.csv")[1:]] == ["9.0", "9.0", "9.0"]
-    # The data frame of W&B's API.
-    summaries = [
-        {"_step": 9, **dict(zip(HEADER[3:], map(float, row[3:]), strict=True))}
-        for row in ROWS
-        if row[1] == "finished"
+    # A data frame of W&B's API.
+    summaries = [{"_step": 9, **dict(zip(HEADER[3:], row[3:], strict=True))} for row in ROWS]
+    rows = [
+        {"Name": row[0], "State": row[1], **summary, "_wandb": {"runtime": 9}}
+        for row, summary in zip(ROWS, summaries, strict=True)
     ]
-    table = {"summary": summaries, "config": [{}] * 3, "name": ["x-00002", "x-00000", "x-00001"]}
-    pd.DataFrame(table).to_csv(folder / "project.csv")
+    pd.DataFrame(rows).to_csv(folder / "project.csv")
     collect_swarm(CollectOptions(swarm_dir=folder, losses=folder / "project.csv"))
     assert rows_of(folder / "metrics.csv") == metrics
 
