@@ -429,21 +429,23 @@ def fit_limited_laws(
     settings: LawSettings,
     on_fit: Callable[[], object] = lambda: None,
 ) -> Predict:
-    """Fit mixing laws whose predictions are at most one range of the losses outside this range.
+    """Fit mixing laws; clip predictions to the range of the losses, extended by its width each way.
 
     Far from the runs, the exponential of a law that was fitted to few or noisy runs can be many
     times larger than any loss, and an error of this size outweighs all others in the stack.
 
     Args:
         mixtures: [n, k].
-        losses: [n, m] of any sign; as a law is positive, losses with a value <= 0 are shifted.
+        losses: [n, m] of any sign. A law is positive, so each column with a value <= 0 is shifted
+            for the fit.
         settings: settings of the fits.
         on_fit: called after each of the m fits.
     """
     lowest, highest = losses.min(axis=0), losses.max(axis=0)
     shift = np.where(lowest > 0, 0.0, losses.std(axis=0) + 1e-6 - lowest)
     laws = fit_mixing_laws(mixtures, losses + shift, settings, on_fit)
-    low, high = 2 * lowest - highest, 2 * highest - lowest
+    width = highest - lowest
+    low, high = lowest - width, highest + width
     return lambda others: np.clip(laws.predict(others) - shift, low, high)
 
 
