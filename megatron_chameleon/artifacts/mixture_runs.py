@@ -321,11 +321,12 @@ def _simple_name(name: str) -> str:
 
 def _is_training_loss(column: str) -> bool:
     """Whether the affixes of ``column`` name the training text, and not also held-out text."""
-    name = _without_affixes(column)
-    start = column.find(name)
-    affixes = column[:start] + " " + column[start + len(name) :]
-    words = {*re.split(r"[_/:.\- ]+", affixes.lower())}
-    return bool(words & _TRAINING) and not words & _HELD_OUT
+    affixes = _words(column) - _words(_without_affixes(column))
+    return bool(affixes.keys() & _TRAINING) and not affixes.keys() & _HELD_OUT
+
+
+def _words(name: str) -> collections.Counter[str]:
+    return collections.Counter(re.split(r"[_/:.\- ]+", name.lower()))
 
 
 def _without_shared(affix: re.Pattern[str], names: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ from megatron_chameleon.artifacts.mixture_runs import (
     MixtureRuns,
     MixtureRunsWarning,
     matched,
+    read_losses,
     read_mixture_runs,
     write_mixture_runs,
 )
@@ -135,3 +136,11 @@ def test_names_are_matched_to_domains():
     assert found == {"ArXiv": "arxiv", "pile-cc": "pile_cc"}
     assert matched(["a", "b"], ["pile_a", "pile_b", "pile_c"]) == {"a": "pile_a", "b": "pile_b"}
     assert matched(["news", "mmlu"], ["news", "code"]) == {"news": "news"}
+
+
+@pytest.mark.parametrize("column", ["train/ai/loss", "training_ai"])
+def test_a_training_loss_of_a_domain_whose_name_is_part_of_train_is_rejected(tmp_path, column):
+    table = tmp_path / "runs.csv"
+    table.write_text(f"Name,{column},eval/b/loss\nr-00000,1,2\n")
+    with pytest.raises(UserError, match="is a training loss"):
+        read_losses(table, ["ai", "b"], {})
