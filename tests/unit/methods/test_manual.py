@@ -55,7 +55,7 @@ def test_weights_of_a_mixture_file(manual, tmp_path):
 
 def test_weights_of_a_csv_table(manual, corpus, tmp_path):
     table = tmp_path / "given.csv"
-    table.write_text("tokens, weight, domain\n7, 0.4, news\n8, 0.6, poems\n")
+    table.write_text("train_tokens, weight, domain\n7, 0.4, news\n8, 0.6, poems\n")
     assert manual(weights=str(table)).weights == {"news": 0.4, "code": 0.0, "poems": 0.6}
     path = tmp_path / "mixture.json"
     Mixture({"news": 0.2, "code": 0.3, "poems": 0.5}).save(path)
@@ -67,6 +67,7 @@ def test_weights_of_a_csv_table(manual, corpus, tmp_path):
     "content",
     [
         b"name,share\nnews,1\n",
+        b"domain,weight,max_repetitions\nnews,1,4\n",  # a misspelt column
         b"domain,weight\nn\xff,1\n",
         b"domain,weight\nnews,0.5\ncode\n",  # a row with too few fields
         b"domain,weight\nnews,0,5\ncode,0,5\n",  # decimal commas give rows too many fields
