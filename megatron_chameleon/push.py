@@ -102,7 +102,7 @@ class Hub:
 
     def __init__(self, name: str, *, private: bool) -> None:
         self._api, self._name, self._private = HfApi(), name, private
-        with self._errors_of_users():
+        with self._as_user_error():
             validate_repo_id(name)
             self._api.whoami()
 
@@ -114,7 +114,7 @@ class Hub:
         Raises:
             UserError: if the upload fails; the content of the repository is then unchanged.
         """
-        with self._errors_of_users():
+        with self._as_user_error():
             self._api.create_repo(self._name, private=self._private, exist_ok=True)
             is_public = self._private and not self._api.model_info(self._name).private
         if is_public:
@@ -122,7 +122,7 @@ class Hub:
                 f"--hub {self._name} exists and is public; choose another name, or leave "
                 "--private out"
             )
-        with self._errors_of_users():
+        with self._as_user_error():
             commit = self._api.upload_folder(
                 repo_id=self._name,
                 folder_path=folder,
@@ -132,8 +132,8 @@ class Hub:
         return str(commit)
 
     @contextlib.contextmanager
-    def _errors_of_users(self) -> Iterator[None]:
-        """Turn every error of the block into a UserError.
+    def _as_user_error(self) -> Iterator[None]:
+        """Raise every error of the block as a UserError.
 
         Their types depend on the release of huggingface_hub, and on its HTTP and Xet libraries.
         """

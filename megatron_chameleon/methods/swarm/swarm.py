@@ -644,8 +644,9 @@ class _Worker:
                 "its process was killed, probably for lack of memory; run the same command again "
                 "with a smaller --members-at-once"
             )
-        # A stop signal ends a process that is not training yet.
-        return member, code not in STOPPED and f"its process ended with exit code {code}"
+        if code in STOPPED:  # a stop signal ends a process that is not training yet
+            return member, False
+        return member, f"its process ended with exit code {code}"
 
     def stop(self) -> None:
         """Let the member, if there is one, save a checkpoint and stop."""
