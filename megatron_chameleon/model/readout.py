@@ -233,13 +233,16 @@ def length_batches(
 
 
 def check_layer(num_layers: int, layer: int | None, flag: str = "--layer") -> int:
-    """Check and return ``layer``; None selects num_layers // 2, as in the authors' code.
+    """Check and return ``layer``; None selects the middle layer, (num_layers + 1) // 2.
+
+    The authors' code takes the middle one of the num_layers + 1 hidden states, of which the first
+    is the embedding.
 
     Raises:
         UserError: if the model has no such layer.
     """
     if layer is None:
-        return max(1, num_layers // 2)
+        return (num_layers + 1) // 2
     if not 1 <= layer <= num_layers:
         raise UserError(f"{flag} {layer}: the model has layers 1 to {num_layers}")
     return layer
