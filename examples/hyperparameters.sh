@@ -33,7 +33,7 @@ hyperparameters() {
     --split test               # paper: tables of perplexity, "held-out test dataset"
   )
   SWEEP=(
-    --sweep-train-iters 1000 2000 5000 10000   # paper: appendix, "Domain weights at different steps"
+    --sweep-steps 1000 2000 5000 10000   # paper: appendix, "Domain weights at different steps"
     --sweep-model 60m 82m 124m 210m       # paper: appendix, the table after that one
     --sweep-ridge 1 10 100                     # paper: the same table as for the sizes
     --sweep-num-windows 2048 4096 8192         # paper: the same table, "2k", "4k" and "8k"
@@ -171,7 +171,7 @@ hyperparameters() {
         --max-tokens 2048          # tiny: seconds
       )
       SWEEP+=(
-        --sweep-train-iters 4 12   # tiny: more than --lr-warmup-iters; 12 is the center
+        --sweep-steps 4 12         # tiny: 12 is the center
         --sweep-model nano tiny   # tiny: seconds
         --sweep-num-windows 32 64  # tiny: seconds
       )

@@ -256,13 +256,16 @@ def remove_leftovers(parent: Path, name: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def keep_last(run_dir: Path, count: int) -> None:
-    """Delete all but the last ``count`` checkpoints of a run; 0 keeps all.
+def keep_last(run_dir: Path, count: int, steps: Collection[int] = ()) -> None:
+    """Delete all but the last ``count`` checkpoints of a run and those of ``steps``; 0 keeps all.
 
     Raises:
         OSError: from the file system; the remaining checkpoints are intact.
     """
+    kept = {step_folder(run_dir, step) for step in steps}
     for folder in checkpoint_folders(run_dir)[:-count] if count else []:
+        if folder in kept:
+            continue
         deleted = temporary_name(folder, "deleting")
         os.replace(folder, deleted)  # atomic: a partial checkpoint never has a checkpoint's name
         shutil.rmtree(deleted)

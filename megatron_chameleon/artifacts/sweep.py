@@ -18,7 +18,8 @@ class SweepPoint:
     """One mixture of a sweep.
 
     Attributes:
-        settings: hyperparameter -> value; the same hyperparameters at every point.
+        settings: hyperparameter -> value; the same hyperparameters at every point. ``steps`` is the
+            step of the proxy's checkpoint, and ``train_iters`` is the length of its run.
         mixture: path of the mixture, relative to the sweep's folder.
         mixture_hash: hash of the weights in it.
         made_from: paths of the mixture's inputs (a proxy's run, an embedding store), relative to
@@ -38,7 +39,8 @@ class Sweep(FolderRecord):
     Attributes:
         method: method that computed the mixtures.
         axes: hyperparameter -> its values with all others at the centre, in order; includes the
-            centre's value.
+            centre's value. Along ``steps``, all points are checkpoints of one run, whose length is
+            the last value.
         points: distinct points; the first is the centre.
         cost: cost of all proxies, embeddings and mixtures, each counted once.
     """
@@ -66,9 +68,10 @@ class Sweep(FolderRecord):
         Raises:
             UserError: if a point is missing.
         """
-        found = []
-        for value in self.axes[parameter]:
-            wanted = {**self.centre.settings, parameter: value}
+        found, values = [], self.axes[parameter]
+        shared = {"train_iters": values[-1]} if parameter == "steps" else {}
+        for value in values:
+            wanted = {**self.centre.settings, **shared, parameter: value}
             point = next((point for point in self.points if point.settings == wanted), None)
             if point is None:
                 raise UserError(

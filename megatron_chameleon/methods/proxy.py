@@ -189,6 +189,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         work_dir: folder of the runs.
         run: training options of the proxy.
         plan: training plan of the proxy.
+        step: step of the proxy's run whose mean weights are the mixture; None for the last step.
 
     Raises:
         UserError: for a mistake in the options or in the files that they name.
@@ -196,6 +197,8 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
 
     name: ClassVar[str]
     title: ClassVar[str]
+
+    step: int | None = None
 
     def __init__(self, options: Options) -> None:
         self.options, self.corpus = options, Corpus.load(options.corpus)
@@ -205,12 +208,16 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         self.plan = plan_training(self.run)
 
     @classmethod
-    def compute(cls, options: Options, stops: StopRequests | None = None) -> bool:
+    def compute(
+        cls, options: Options, stops: StopRequests | None = None, step: int | None = None
+    ) -> bool:
         """Train the runs that are not finished, and write the mixture. Called on every rank.
 
         Args:
             options: options of the method.
             stops: stop-signal handler; created for this call if None.
+            step: step of the proxy's run, which has kept its checkpoint, that the mixture is for;
+                None for the last step.
 
         Returns:
             Whether the mixture was written; False after a stop signal.
@@ -226,6 +233,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             method.run, stops, method.make_hook, name=proxy
         ):
             return False
+        method.step = step
         on_rank_0(parallel, method.write_mixture)
         return True
 
@@ -264,11 +272,15 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
     def finished(self) -> tuple[TrainingRun, MeanWeightsHook[State], dict[str, str]]:
         """Return the finished run, its hook, and the checkpoint's hash for the provenance.
 
+        If the mixture is for an earlier step, the run has that number of steps and tokens.
+
         Raises:
             UserError: if the run was trained with another hook.
         """
         run = TrainingRun.load(self.run.run_dir)
-        record = CheckpointRecord.load(step_folder(run.root, run.step))
+        step = run.step if self.step is None else self.step
+        record = CheckpointRecord.load(step_folder(run.root, step))
+        run = dataclasses.replace(run, step=step, tokens=sum(record.domain_tokens.values()))
         return run, self.load_hook(record), {"proxy": record.hash}
 
     def load_hook(self, record: CheckpointRecord) -> MeanWeightsHook[State]:
@@ -328,7 +340,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         logged = {
             line["step"]: line["hook"]["weights"]
             for line in runs[-1].metrics()
-            if "weights" in (line.get("hook") or {})
+            if line["step"] <= runs[-1].step and "weights" in (line.get("hook") or {})
         }
         later = list(logged.values())[len(logged) // 2 :]
         stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1

@@ -21,7 +21,8 @@ MOST_TABLES = 6
 MOST_ROWS = 40
 # Labels of swept hyperparameters; others are labelled by their names.
 SWEPT_LABELS = {
-    "train_iters": "proxy steps",
+    "steps": "proxy steps",
+    "train_iters": "proxy steps",  # one run for each number, in earlier releases
     "model": "proxy size",
     "model_size": "proxy size",  # name of the option in earlier releases
     "ridge": "ridge",
@@ -173,12 +174,15 @@ class SweptAxis:
         centre: index of the centre's value.
         weights: domains (rows) by values as texts (columns), [k, n].
         intervals: [n, k, 2], the ends of the bootstrap intervals; NaN without intervals.
+        factors: [n], the factor by which --shrink multiplies log weights; None for other methods
+            than Chameleon.
     """
 
     label: str
     centre: int
     weights: pd.DataFrame
     intervals: NDArray[np.float64]
+    factors: list[float] | None = None
 
     @property
     def changes(self) -> pd.DataFrame:
@@ -214,8 +218,16 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
         ]
         weights = pd.DataFrame([m.weights for m in mixtures], texts, names).T
         intervals = [[(m.intervals or {}).get(n, unknown) for n in names] for m in mixtures]
-        label, centre = SWEPT_LABELS.get(parameter, parameter), points.index(sweep.centre)
-        axes.append(SweptAxis(label, centre, weights, np.array(intervals)))
+        label = SWEPT_LABELS.get(parameter, parameter)
+        if sweep.centre in points:
+            centre = points.index(sweep.centre)
+        else:  # the checkpoint with as many steps as the centre's run, or the last one
+            steps = sweep.centre.settings["steps"]
+            centre = values.index(steps) if steps in values else len(values) - 1
+        factors = None
+        if all("shrinkage_factor" in m.parameters for m in mixtures):
+            factors = [float(m.parameters["shrinkage_factor"]) for m in mixtures]
+        axes.append(SweptAxis(label, centre, weights, np.array(intervals), factors))
     return axes
 
 
@@ -227,11 +239,14 @@ def sweep_table(axis: SweptAxis) -> Table:
     shown = largest.sort_values(ascending=False, kind="stable").index[:MOST_ROWS]
     weights = axis.weights.set_axis(values, axis=1).assign(**{"largest change": largest})
     summary = {"largest change": changes.max(), "total variation": axis.distances}
+    rows = [[name, *map(format_weight, (*each, each.max()))] for name, each in summary.items()]
+    if axis.factors is not None:
+        rows.append(["factor of --shrink", *(f"{factor:.2f}" for factor in axis.factors), ""])
     hidden = len(axis.weights) - len(shown)
     return Table.by_row(
         f"Weights over {axis.label}",
         "domain",
         formatted(weights[weights.index.isin(shown)], format_weight),
-        [[name, *map(format_weight, (*each, each.max()))] for name, each in summary.items()],
+        rows,
         [f"{hidden} other domains change less."] if hidden else [],
     )

@@ -332,6 +332,8 @@ class CheckpointWriter:
     def _delete_old(self) -> None:
         if self._records.layout.is_main:
             try:
-                keep_last(self._options.run_dir, self._options.checkpointing.keep_last_checkpoints)
+                options = self._options.checkpointing
+                run_dir, count = self._options.run_dir, options.keep_last_checkpoints
+                keep_last(run_dir, count, options.keep_steps)
             except OSError as error:
                 warnings.warn(f"cannot delete an old checkpoint: {error}", CheckpointWarning, 2)

@@ -242,7 +242,8 @@ class Trainer:
         checkpoints.
         """
         records, options, step = self.records, self.options, self.records.step
-        self.save_is_due |= step % options.save_interval == 0
+        kept = options.checkpointing.keep_steps
+        self.save_is_due |= step % options.save_interval == 0 or step in kept
         leaving = records.is_done or records.stopped_by is not None
         save = (leaving and self.guard.updates > 0) or (self.save_is_due and not self.guard.streak)
         validate = self.validation is not None and (

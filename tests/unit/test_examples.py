@@ -213,7 +213,7 @@ def test_sweep_is_the_papers(launch):
     (call,) = succeeded(launch("sweep_stability")).calls
     options = call.options
     assert options.axes == AxisOptions(
-        sweep_train_iters=(1000, 2000, 5000, 10000),
+        sweep_steps=(1000, 2000, 5000, 10000),
         sweep_model=("60m", "82m", "124m", "210m"),
         sweep_ridge=(1.0, 10.0, 100.0),
         sweep_num_windows=(2048, 4096, 8192),

@@ -25,9 +25,10 @@ GROUPS: dict[MethodName, tuple[str, ...]] = {
 class AxisOptions(CheckedOptions):
     """The hyperparameters to vary, one at a time around the values of the other options."""
 
-    sweep_train_iters: tuple[Count, ...] | None = None
-    """Values of --train-iters (paper: 1000 2000 5000 10000). Each is a separate run, with a
-    learning rate that decays to its last step."""
+    sweep_steps: tuple[Count, ...] | None = None
+    """Steps of one proxy run, at whose checkpoints the weights are computed (paper: 1000 2000 5000
+    10000). The run has as many steps as the largest value, and its learning rate decays to its last
+    step."""
     sweep_model: tuple[str, ...] | None = None
     """Values of --model (paper: 60m 82m 124m 210m)."""
     sweep_ridge: tuple[Positive, ...] | None = None

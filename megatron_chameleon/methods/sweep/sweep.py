@@ -22,10 +22,15 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
     provenance,
 )
+from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions
-from megatron_chameleon.methods.chameleon.compute import compute_mixture, embedding_recipe
+from megatron_chameleon.methods.chameleon.compute import (
+    compute_mixture,
+    default_window_length,
+    embedding_recipe,
+)
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.doge.compute import Doge
 from megatron_chameleon.methods.doremi import DoremiOptions
@@ -53,7 +58,8 @@ Values = dict[str, SettingValue]
 """Name of an option, such as ``ridge`` -> its value at a point of the sweep."""
 _FORMATS = {
     "model": "{}",
-    "train_iters": "{:,} steps",
+    "steps": "{:,} steps",
+    "train_iters": "of a run of {:,}",
     "num_windows": "{:,} windows",
     "ridge": "ridge {:g}",
 }
@@ -142,6 +148,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
     axes, method = dict[str, list[SettingValue]](), options.method
     centre: Values = {
         "model": options.proxy.model,
+        "steps": options.proxy.train_iters,
         "train_iters": options.proxy.train_iters,
     }
     if method == "chameleon":
@@ -157,6 +164,9 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
         flag = name.replace("_", "-")
         if not values:
             raise UserError(f"--sweep-{flag}: pass at least one value, or omit the option")
+        if name == "steps":
+            axes[name] = sorted(set(values))
+            continue
         if name not in centre:
             raise UserError(
                 f"--sweep-{flag}: --method {method} has no --{flag}, or its value at the centre is "
@@ -172,7 +182,9 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
         raise UserError(f"nothing to vary: pass at least one of {', '.join(flags)}")
     points = [centre]
     for name, each in axes.items():
-        points += [{**centre, name: value} for value in each if value != centre[name]]
+        shared = {"train_iters": each[-1]} if name == "steps" else {}
+        along = [{**centre, **shared, name: value} for value in each]
+        points += [point for point in along if point != centre]
     for point in points:
         try:
             point_of(options, point).check()
@@ -183,7 +195,10 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
 
 def format_values(values: Values) -> str:
     """Format a point for a message, such as '82m, 2,000 steps, 4,096 windows, ridge 10'."""
-    return ", ".join(form.format(values[name]) for name, form in _FORMATS.items() if name in values)
+    shown = dict(values)
+    if shown.get("steps") == shown.get("train_iters"):
+        del shown["train_iters"]
+    return ", ".join(form.format(shown[name]) for name, form in _FORMATS.items() if name in shown)
 
 
 def point_of(options: SweepOptions, values: Values) -> Point:
@@ -197,6 +212,11 @@ def point_of(options: SweepOptions, values: Values) -> Point:
         model=str(values["model"]),
         train_iters=int(values["train_iters"]),
     )
+    steps = options.axes.sweep_steps or ()
+    if proxy.train_iters == max(steps, default=0):
+        kept = tuple(sorted({*proxy.checkpointing.keep_steps, *steps} - {proxy.train_iters}))
+        checkpointing = dataclasses.replace(proxy.checkpointing, keep_steps=kept)
+        proxy = dataclasses.replace(proxy, checkpointing=checkpointing)
     name = f"{Path(proxy.model).name}-{proxy.train_iters}steps-seed{proxy.seed}"
     plain = training_options(proxy, options.corpus, options.output / PROXIES / name)
     if options.method == "chameleon":
@@ -206,7 +226,10 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     name = f"{options.method}-{name}"
     if recipe != default:  # a digest, so that sweeps with different rules can share a folder
         name = f"{name}-{sha256_of_json(recipe)[:RULE_DIGITS]}"
-    mixture, work_dir = options.output / MIXTURES / f"{name}.json", options.output / PROXIES / name
+    step, work_dir = int(values["steps"]), options.output / PROXIES / name
+    if step != proxy.train_iters:
+        name = f"{name}-step{step}"
+    mixture = options.output / MIXTURES / f"{name}.json"
     shared: dict[str, Any] = {
         "corpus": options.corpus,
         "output": mixture,
@@ -215,12 +238,17 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     }
     if options.method == "doge":
         doge = DogeOptions(rule=options.doge, **shared)
+
+        def check_doge() -> None:
+            Doge(doge)
+            require_kept(work_dir / PROXY, step)
+
         return Point(
             values,
             mixture,
             (work_dir / PROXY,),
-            check=lambda: Doge(doge),
-            compute=lambda stops: Doge.compute(doge, stops),
+            check=check_doge,
+            compute=lambda stops: Doge.compute(doge, stops, step),
         )
     doremi = DoremiOptions(rule=options.doremi, **shared)
     with_reference = dataclasses.replace(doremi, reference=plain.run_dir)
@@ -228,18 +256,31 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     def check() -> None:
         check_run_folder(plan_training(plain))
         Doremi(with_reference if is_finished(plain.run_dir) else doremi)
+        require_kept(work_dir / PROXY, step)
 
     def compute(stops: StopRequests) -> bool:
         finished = train_proxy(plain, stops, name="DoReMi's reference")
-        return finished and Doremi.compute(with_reference, stops)
+        return finished and Doremi.compute(with_reference, stops, step)
 
     return Point(values, mixture, (plain.run_dir, work_dir / PROXY), check, compute)
 
 
+def require_kept(run_dir: Path, step: int) -> None:
+    """Raise UserError if the run is finished and has no checkpoint of ``step``."""
+    if is_finished(run_dir) and not step_folder(run_dir, step).is_dir():
+        raise UserError(
+            f"{run_dir} has no checkpoint of step {step}, since it was trained without this step "
+            "in --sweep-steps; delete it to train it again, or omit the step"
+        )
+
+
 def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions) -> Point:
     """Construct a point of Chameleon: a proxy, its embeddings, and the mixture."""
-    windows, weighting = int(values["num_windows"]), options.weighting
-    name = f"{run.run_dir.name}-{windows}windows"
+    windows, weighting, step = int(values["num_windows"]), options.weighting, int(values["steps"])
+    name, checkpoint = run.run_dir.name, run.run_dir
+    if step != run.train_iters:
+        name, checkpoint = f"{name}-step{step}", step_folder(run.run_dir, step)
+    name = f"{name}-{windows}windows"
     store, name = options.output / STORES / name, f"chameleon-{options.mode}-{name}"
     if "ridge" in values:
         weighting = dataclasses.replace(weighting, ridge=float(values["ridge"]))
@@ -247,7 +288,7 @@ def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions
     mixture = options.output / MIXTURES / f"{name}.json"
     method = ChameleonOptions(
         corpus=options.corpus,
-        checkpoint=run.run_dir,
+        checkpoint=checkpoint,
         output=mixture,
         mode=options.mode,
         store=store,
@@ -259,11 +300,12 @@ def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions
     def check() -> None:
         plan, corpus = plan_training(run), Corpus.load(options.corpus)
         check_run_folder(plan)
+        require_kept(run.run_dir, step)
         weighting.resolve()
         extraction, config = method.extraction, plan.config
         layer = check_layer(config.num_layers, extraction.layer)
-        longest, default = config.max_positions, default_window(config)
-        window = check_window(longest, default, extraction.window_length)
+        default = default_window_length(extraction, default_window(config))
+        window = check_window(config.max_positions, default, extraction.window_length)
         recipe = embedding_recipe(extraction, "", layer, window, corpus.tokenizer.sha256)
         check_model_layout(config, method.parallel, window)
         if EmbeddingStore.exists(store):

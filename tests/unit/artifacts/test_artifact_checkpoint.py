@@ -111,6 +111,13 @@ def test_copies_by_users_and_other_folders_are_untouched(tmp_path):
     assert left == {"step-00000001-good", "step-00000002", "step-00000003.bak"}
 
 
+def test_the_last_checkpoints_and_those_of_kept_steps_remain(tmp_path):
+    for step in range(1, 7):
+        checkpoint_in(step_folder(tmp_path, step))
+    keep_last(tmp_path, 2, steps=(1, 3, 7))
+    assert checkpoint_folders(tmp_path) == [step_folder(tmp_path, n) for n in (1, 3, 5, 6)]
+
+
 def test_hash_tells_rotary_models_with_the_same_tensors_apart(tmp_path):
     record = checkpoint_in(tmp_path / "a")
     rope = {"position_embedding_type": "rope", "rotary_base": 1e4}

@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 
-from megatron_chameleon.artifacts import (
-    CheckpointRecord,
-    EmbeddingStore,
-    Sweep,
-    TrainingRun,
-    find_checkpoint,
-)
+from megatron_chameleon.artifacts import CheckpointRecord, EmbeddingStore, Sweep, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.commands.sweep_mixture import main
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.chameleon import (
@@ -29,11 +24,21 @@ from megatron_chameleon.methods.doremi import DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.methods.sweep import AxisOptions, SweepOptions
 from megatron_chameleon.methods.sweep.sweep import plan_sweep, point_of, sweep_mixture
+from megatron_chameleon.model.flops import paper_parameters
+from megatron_chameleon.report.weights import sweep_table, swept_axes
 from megatron_chameleon.training.options import OptimizerOptions, StoppingOptions
 
-SMALL = AxisOptions(sweep_train_iters=(4, 2), sweep_ridge=(1.0,), sweep_num_windows=(8,))
-SMALL_POINTS = [(4, 16, 10.0), (2, 16, 10.0), (4, 16, 1.0), (4, 8, 10.0)]
-PROXIES = ["nano-2steps-seed5", "nano-4steps-seed5"]
+SMALL = AxisOptions(sweep_steps=(6, 3), sweep_ridge=(1.0,), sweep_num_windows=(8,))
+# Steps, steps of the run, windows, ridge. The proxy of the centre has 4 steps, and that of the
+# other steps has 6.
+SMALL_POINTS = [
+    (4, 4, 16, 10.0),
+    (3, 6, 16, 10.0),
+    (6, 6, 16, 10.0),
+    (4, 4, 16, 1.0),
+    (4, 4, 8, 10.0),
+]
+PROXIES = ["nano-4steps-seed5", "nano-6steps-seed5"]
 RULES: dict[str, Any] = {
     "doremi": {"doremi": DoremiRule(doremi_eta=0.1)},
     "doge": {"doge": DogeRule(doge_mu=0.3)},
@@ -63,7 +68,7 @@ def sweep_options(corpus, output, axes=SMALL, **changes) -> SweepOptions:
         axes=axes,
         proxy=proxy_options(**changes),
         extraction=ExtractionOptions(num_windows=16),
-        weighting=RecipeOptions(shrink=False, bootstrap_resamples=20),
+        weighting=RecipeOptions(bootstrap_resamples=20),
     )
 
 
@@ -79,8 +84,8 @@ def hooked(corpus, tmp_path):
 
     def make(method, **changes) -> SweepOptions:
         settings = {
-            "axes": AxisOptions(sweep_train_iters=(3, 4)),
-            "proxy": proxy_options(),
+            "axes": AxisOptions(sweep_steps=(2, 4)),
+            "proxy": proxy_options(log_interval=1),
             **RULES.get(method, {}),
             **changes,
         }
@@ -111,26 +116,30 @@ def swept(finished_sweep, tmp_path):
 
 
 def values_of(sweep: Sweep):
-    order = ("train_iters", "num_windows", "ridge")
+    order = ("steps", "train_iters", "num_windows", "ridge")
     return [tuple(point.settings[name] for name in order) for point in sweep.points]
 
 
 def test_axes_are_sorted_and_points_distinct(options):
     axes = AxisOptions(
-        sweep_train_iters=(5000, 1000, 2000, 5000),
+        sweep_steps=(5000, 1000, 2000, 5000),
         sweep_model=("210m", "60m"),
         sweep_ridge=(100.0, 10.0),
     )
     found, points = plan_sweep(options(axes, model="82m", train_iters=2000))
     assert found == {
-        "train_iters": [1000, 2000, 5000],
+        "steps": [1000, 2000, 5000],
         "model": ["60m", "82m", "210m"],
         "ridge": [10.0, 100.0],
     }
-    centre = {"model": "82m", "train_iters": 2000, "num_windows": 16, "ridge": 10.0}
+    centre = {"model": "82m", "steps": 2000, "train_iters": 2000, "num_windows": 16, "ridge": 10.0}
     assert points[0] == centre
-    assert len(points) == 1 + 2 + 2 + 1
-    assert all(sum(p[name] != centre[name] for name in centre) == 1 for p in points[1:])
+    steps = [{**centre, "steps": n, "train_iters": 5000} for n in (1000, 2000, 5000)]
+    assert points[1:4] == steps
+    assert len(points) == 1 + 3 + 2 + 1
+    assert all(sum(p[name] != centre[name] for name in centre) == 1 for p in points[4:])
+    _, points = plan_sweep(options(AxisOptions(sweep_steps=(2, 4))))
+    assert [point["steps"] for point in points] == [4, 2]  # the last step is the centre
     scaled = RecipeOptions(recipe="scaled")  # a relative ridge cannot be varied
     with pytest.raises(UserError, match="--sweep-ridge"):
         plan_sweep(dataclasses.replace(options(), weighting=scaled))
@@ -139,10 +148,10 @@ def test_axes_are_sorted_and_points_distinct(options):
 @pytest.mark.parametrize(
     ("method", "changes", "problem"),
     [
-        ("chameleon", {"axes": AxisOptions()}, "--sweep-train-iters, "),
+        ("chameleon", {"axes": AxisOptions()}, "--sweep-steps, "),
         ("chameleon", {"axes": AxisOptions(sweep_model=("99m",))}, "99m"),
         ("chameleon", {"axes": AxisOptions(sweep_model=())}, "--sweep-model"),
-        ("chameleon", {"axes": AxisOptions(sweep_train_iters=(1,))}, "1 steps, .*': --lr-warmup"),
+        ("chameleon", {"axes": AxisOptions(sweep_steps=(1,))}, "1 steps.*': --lr-warmup"),
         ("chameleon", {"doge": DogeRule(doge_mu=0.3)}, "--doge-mu 0.3"),
         ("doremi", {"axes": AxisOptions(sweep_ridge=(1.0,))}, "--sweep-ridge"),
         ("doge", {"mode": "finetune"}, "--mode finetune"),
@@ -159,43 +168,62 @@ def test_every_proxy_and_store_is_computed_once(finished_sweep):
     root, printed = finished_sweep
     swept = Sweep.load(root)
     assert values_of(swept) == SMALL_POINTS
-    assert swept.axes == {"train_iters": [2, 4], "ridge": [1.0, 10.0], "num_windows": [8, 16]}
+    assert swept.axes == {"steps": [3, 6], "ridge": [1.0, 10.0], "num_windows": [8, 16]}
     proxies, stores = (sorted((root / each).iterdir()) for each in ("2-proxy", "3-embeddings"))
     assert [path.name for path in proxies] == PROXIES
-    sizes = [f"{PROXIES[0]}-16windows", f"{PROXIES[1]}-16windows", f"{PROXIES[1]}-8windows"]
-    assert [path.name for path in stores] == sizes
-    assert printed.count("nothing to do") == 2
+    assert [path.name for path in stores] == [
+        f"{PROXIES[0]}-16windows",
+        f"{PROXIES[0]}-8windows",
+        f"{PROXIES[1]}-16windows",
+        f"{PROXIES[1]}-step3-16windows",
+    ]
+    assert printed.count("nothing to do") == 3
     for point in swept.points:
         mixture, run = swept.load_mixture(point), TrainingRun.load(root / point.made_from[0])
         assert mixture.parameters["recipe"]["ridge"] == point.settings["ridge"]
         assert set(mixture.parameters["windows"].values()) == {point.settings["num_windows"]}
         assert (run.status, run.step) == ("finished", point.settings["train_iters"])
         assert mixture.provenance is not None
-        proxy = CheckpointRecord.load(find_checkpoint(run.root))
+        proxy = CheckpointRecord.load(step_folder(run.root, int(point.settings["steps"])))
         assert mixture.provenance.inputs["checkpoint"] == proxy.hash
+        trained = sum(proxy.domain_tokens.values())
+        embedded = 32 * 3 * int(point.settings["num_windows"])
+        flops = paper_parameters("nano") * (6 * trained + 2 * embedded)
+        assert mixture.parameters["paper_flops"] == flops
+    along = [point.settings["steps"] for point in swept.along("steps")]
+    assert along == [3, 6]
     costs = [TrainingRun.load(path).cost for path in proxies]
     costs += [EmbeddingStore.load(path).cost for path in stores]
     assert swept.cost.flops == pytest.approx(sum(cost.flops for cost in costs))
+    table = sweep_table(swept_axes(swept)[0])
+    assert list(table.cells) == ["domain", "3", "6 (centre)", "largest change"]
+    assert "factor of --shrink" in set(table.cells["domain"])
+
+
+def test_checkpoints_that_a_run_did_not_keep_are_an_error(swept, options):
+    more = dataclasses.replace(SMALL, sweep_steps=(3, 5, 6))
+    with pytest.raises(UserError, match="no checkpoint of step 5"):
+        sweep_mixture(options(more))
 
 
 def test_a_sweep_is_extended_and_lost_artifacts_are_restored(swept, options, tmp_path, capsys):
     root = tmp_path / "run"
     metrics = [root / "2-proxy" / name / "metrics.jsonl" for name in PROXIES]
     before = [path.stat().st_mtime_ns for path in metrics]
-    shutil.rmtree(root / "3-embeddings" / f"{PROXIES[1]}-8windows")
+    shutil.rmtree(root / "3-embeddings" / f"{PROXIES[0]}-8windows")
     (root / "sweep.json").unlink()
-    (root / swept.points[3].mixture).unlink()
+    (root / swept.points[4].mixture).unlink()
     more = dataclasses.replace(SMALL, sweep_ridge=(1.0, 100.0))
     sweep = run_sweep(options(more))
-    assert values_of(sweep) == [*SMALL_POINTS[:3], (4, 16, 100.0), SMALL_POINTS[3]]
+    assert values_of(sweep) == [*SMALL_POINTS[:4], (4, 4, 16, 100.0), SMALL_POINTS[4]]
     assert [path.stat().st_mtime_ns for path in metrics] == before
-    assert capsys.readouterr().out.count("embedding 0 domains took") == 4
+    assert capsys.readouterr().out.count("embedding 0 domains took") == 5
     assert [point for point in sweep.points if point.settings["ridge"] != 100.0] == swept.points
 
 
 def test_a_stopped_sweep_resumes_and_plots_the_weights(options, tmp_path, capsys):
     assert main(options(stopping=STOP_AT_ONCE)) == STOPPED_STATUS
-    run = TrainingRun.load(tmp_path / "run/2-proxy" / PROXIES[1])
+    run = TrainingRun.load(tmp_path / "run/2-proxy" / PROXIES[0])
     assert (run.status, run.step) == ("interrupted", 1)
     assert not Sweep.exists(tmp_path / "run")
     assert not main(options())
@@ -209,15 +237,23 @@ def test_a_stopped_sweep_resumes_and_plots_the_weights(options, tmp_path, capsys
 def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
     root, options = tmp_path / "run", hooked(method)
     sweep = run_sweep(options)
-    assert sweep.axes == {"train_iters": [3, 4]}
+    assert sweep.axes == {"steps": [2, 4]}
     mixtures = [sweep.load_mixture(point) for point in sweep.points]
+    (run,) = (each for each in root.rglob("run.json") if each.parent.name == "proxy")
+    for mixture, step in zip(mixtures, (4, 2), strict=True):
+        hook = CheckpointRecord.load(step_folder(run.parent, step)).hook
+        assert hook is not None
+        assert list(mixture.weights.values()) == pytest.approx(hook.state["mean"])
+        assert mixture.parameters["trajectory"]["steps"][-1] == step
+        assert mixture.parameters["steps_averaged"] == hook.state["counted"]
     assert mixtures[0].weights != mixtures[1].weights
+    spent = [mixture.parameters["paper_flops"] for mixture in mixtures]
+    assert spent[1] < spent[0]
     runs = [path.parent for path in root.rglob("run.json")]
-    assert len(runs) == (4 if method == "doremi" else 2)
+    assert len(runs) == (2 if method == "doremi" else 1)
     costs = [TrainingRun.load(run).cost.flops for run in runs]
     assert sweep.cost.flops == pytest.approx(sum(costs))
     assert run_sweep(options) == Sweep.load(root)
-    assert capsys.readouterr().out.count("nothing to do") == len(runs)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +265,7 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
 )
 def test_each_rule_has_its_own_proxies(hooked, method, rules):
     """The default rule is listed twice; the names of its proxies contain no digest."""
-    values: dict[str, Any] = {"model": "nano", "train_iters": 4}
+    values: dict[str, Any] = {"model": "nano", "steps": 4, "train_iters": 4}
     points = [point_of(hooked(method, **{method: rule}), values) for rule in rules]
     names = [point.made_from[-1].parent.name for point in points]
     assert names == [point.mixture.stem for point in points]
