@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.readout import Reader, length_batches
+from megatron_chameleon.model.readout import Reader, check_layer, length_batches
 from tests.families import FAMILIES
 
 
@@ -81,3 +81,9 @@ def test_batches_are_as_large_as_their_limits_allow(lengths, tokens_at_once, mul
         assert last == len(lengths) or not fits(last + 1)
         end = last
     assert end == len(lengths)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 6, 12, 24, 27])
+def test_the_default_layer_is_the_middle_of_all_hidden_states(num_layers):
+    states = range(num_layers + 1)  # the embedding, then the output of each layer
+    assert check_layer(num_layers, None) == states[len(states) // 2]
