@@ -36,12 +36,13 @@ class EmbeddingRecipe:
     Attributes:
         model_hash: hash of the proxy's weights.
         layer: number of transformer layers before the hidden states.
-        window_length: maximum tokens per window.
+        window_length: tokens per window.
         num_windows: maximum windows per domain.
         seed: random seed of the window sampling.
         tokenizer_hash: hash of the tokenizer of the embedded tokens, or of both tokenizers if a
             corpus is decoded for a proxy with another tokenizer.
-        cross_documents: whether windows may cross document boundaries.
+        cross_documents: whether windows cross document boundaries and all have ``window_length``
+            tokens; otherwise, a window lies in one document and has at most so many.
         dtype: compute precision of the proxy.
         final_norm: whether the proxy's final norm was applied to the hidden states.
     """
@@ -67,12 +68,14 @@ class DomainEmbeddings:
         corpus_hash: hash that identifies the domain's text: of its token files, or for raw text of
             the names, sizes, times and ETags of its files.
         sha256: hex SHA-256 of the file; None in stores of early releases.
+        tokens: number of embedded tokens; None in stores of earlier releases.
     """
 
     file: InnerPath
     windows: Count
     corpus_hash: str
     sha256: str | None = None
+    tokens: Count | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +93,11 @@ class EmbeddingStore(FolderRecord):
     cost: Cost
 
     def with_domain(
-        self, name: str, vectors: NDArray[np.float32], corpus_hash: str, cost: Cost
+        self, name: str, vectors: NDArray[np.float32], tokens: int, corpus_hash: str, cost: Cost
     ) -> EmbeddingStore:
         """Write the window ``vectors`` [n, h] of a domain; return the store with this domain.
+
+        ``tokens`` is the number of tokens of all windows.
 
         Domains that other processes have written in the meantime are kept and included.
 
@@ -104,7 +109,7 @@ class EmbeddingStore(FolderRecord):
         # save_file is not used, since it raises errors other than OSError on a full disk.
         content = save({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)})
         sha256 = hashlib.sha256(content).hexdigest()
-        entry = DomainEmbeddings(file, len(vectors), corpus_hash, sha256)
+        entry = DomainEmbeddings(file, len(vectors), corpus_hash, sha256, tokens)
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
         with _exclusive_lock(self.root):
@@ -129,13 +134,15 @@ class EmbeddingStore(FolderRecord):
     def holds(self, name: str, corpus_hash: str) -> bool:
         """Whether the store has vectors of ``name``, from token files with hash ``corpus_hash``.
 
-        Vectors without a checksum do not count, since damage to them would go unnoticed.
+        Vectors of earlier releases do not count: without a checksum, damage to them would go
+        unnoticed, and without the number of tokens, their cost is unknown.
         """
         entry = self.domains.get(name)
         return (
             entry is not None
             and entry.corpus_hash == corpus_hash
             and entry.sha256 is not None
+            and entry.tokens is not None
             and (self.root / entry.file).is_file()
         )
 

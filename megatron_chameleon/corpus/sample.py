@@ -11,9 +11,10 @@ sample covers all of its files:
   of the files at 64 places. A compressed stream cannot be read from the middle.
 - Plain JSON lines in object storage: 64 places of 2 MiB, since a request takes long.
 
-Sizes decide how many places a file, or row group, has. Each place contributes the same number of
-documents, chosen uniformly among the documents that are read there. There are more places if files
-are small or many windows are needed. A domain that is no larger than its places is read completely.
+Sizes decide how many places a file, or row group, has. Each place contributes documents chosen
+uniformly among those that are read there, as many as it needs for its share of the documents and of
+the characters. There are more places if files are small or many windows are needed. A domain that
+is no larger than its places is read completely.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def sample_documents(
     characters: int,
     seed: int,
 ) -> Sample:
-    """Sample at most about ``num_documents`` documents of the domain ``name``.
+    """Sample documents of the domain ``name``: as few as have the requested number and length.
 
     The sample depends on the arguments only.
 
@@ -78,9 +79,8 @@ def sample_documents(
         options: keys and limits of the text.
         sources: sources of the domain.
         name: the domain.
-        num_documents: maximum number of documents, rounded up to a multiple of the number of
-            places.
-        characters: characters of text to read, if the domain has as many.
+        num_documents: minimum number of documents, if the domain has as many.
+        characters: minimum number of characters, if the domain has as many.
         seed: seed of the sample.
 
     Raises:
@@ -98,14 +98,12 @@ def sample_documents(
     reader = DocumentReader(options, sources, on_bytes=on_bytes)
     texts: list[str] = []
     for place in _places(sources, num_documents, characters, float(generator.random())):
-        found = _up_to(place.characters, map(reader.read, place.chunks))
+        found = _up_to(place.most_characters, map(reader.read, place.chunks))
         before = bytes_read
-        keyed = zip(iter(generator.random, None), itertools.count(), found)
-        # The documents with the smallest keys are a uniform sample.
-        chosen = heapq.nsmallest(place.num_documents, keyed)
+        chosen = _sample(generator, found, place.num_documents, place.characters)
         # The first row group counts as read even if only a part of it was.
         bytes_read = max(bytes_read, before + sum(chunk.bytes for chunk in place.chunks))
-        texts += [text for _key, _number, text in sorted(chosen, key=lambda each: each[1])]
+        texts += chosen
     malformed = reader.malformed
     malformed.check(options.max_malformed_share)
     if not texts:
@@ -130,24 +128,43 @@ def require_text(options: SourceOptions, sources: Sequence[Source], name: str) -
         raise UserError(f"--input: domain '{name}' has no text; correct its path, or leave it out")
 
 
+def _sample(
+    generator: np.random.Generator, texts: Iterable[str], num_documents: int, characters: int
+) -> list[str]:
+    """Sample texts, as few as have ``num_documents`` texts and ``characters`` characters.
+
+    The texts with the smallest random keys are a uniform sample. They keep their order.
+    """
+    chosen: list[tuple[float, int, str]] = []  # the largest key first
+    total = 0
+    for number, text in enumerate(texts):
+        heapq.heappush(chosen, (-generator.random(), number, text))
+        total += len(text)
+        while len(chosen) > num_documents and total - len(chosen[0][2]) >= characters:
+            total -= len(heapq.heappop(chosen)[2])
+    return [text for _key, _number, text in sorted(chosen, key=lambda each: each[1])]
+
+
 class _Place(NamedTuple):
-    """Chunks to read, the number of documents to choose, and the characters after which to stop."""
+    """Chunks to read, what to choose from them, and the characters after which to stop reading."""
 
     chunks: list[Chunk]
     num_documents: int
-    characters: int | None = None
+    characters: int
+    most_characters: int | None = None
 
 
 def _places(
     sources: Sequence[Source], num_documents: int, characters: int, start: float
 ) -> list[_Place]:
-    """Divide ``num_documents`` among places; ``start`` in [0, 1) is the random start."""
+    """Divide documents and characters among places; ``start`` in [0, 1) is the random start."""
     is_fine = all(_starts_anywhere(source) and not is_remote(source.path) for source in sources)
     count, size = _FINE if is_fine else _COARSE
     known = [source.bytes for source in sources if source.kind != "dataset"]
     total = sum(known)
     if len(known) == len(sources) and total <= max(count * size, characters):
-        return [_Place([Chunk(number) for number in range(len(sources))], num_documents)]
+        chunks = [Chunk(number) for number in range(len(sources))]
+        return [_Place(chunks, num_documents, characters)]
     # The shards of a data set whose sizes are unknown count like files of average size, or like
     # large files if no size is known.
     average = max(1, total // len(known)) if known else size
@@ -170,19 +187,20 @@ def _places(
             found.update((number, group) for group, _ in groups)
         else:
             found[number, inside if _starts_anywhere(sources[number]) else 0] += 1
-    places, per_place = [], math.ceil(num_documents / count)
+    places = []
+    per_place, length = math.ceil(num_documents / count), math.ceil(characters / count)
     for here, then in itertools.zip_longest(found, itertools.islice(found, 1, None)):
         (number, begin), times = here, found[here]
         if _starts_anywhere(sources[number]):
             chunk = Chunk(number, max(0, begin - reach + 1), begin + 1)
-            places.append(_Place([chunk], per_place))
+            places.append(_Place([chunk], per_place, length))
             continue
         chunk = Chunk(number)
         if sources[number].kind == "parquet":
             stop = then[1] if then and then[0] == number else None
             first_group = int(np.diff(row_groups(number), prepend=0)[begin])
             chunk = Chunk(number, begin, stop, first_group)
-        places.append(_Place([chunk], times * per_place, times * size))
+        places.append(_Place([chunk], times * per_place, times * length, times * size))
     return places
 
 

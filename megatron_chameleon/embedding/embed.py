@@ -135,7 +135,7 @@ def sample_windows(recipe: EmbeddingRecipe, name: str, tokens: TokenFile) -> Win
         recipe.num_windows,
         recipe.seed,
         name,
-        cross_documents=recipe.cross_documents,
+        within_documents=not recipe.cross_documents,
     )
     return windows.longest_first()
 
@@ -241,6 +241,10 @@ def fill_store(
             expected = len(windows) if isinstance(text, CorpusText) else entry.recipe.num_windows
             if isinstance(text, DecodedCorpusText):
                 by_document = bool(entry.documents)
+                if entry.recipe.cross_documents:
+                    # Enough text for as many windows, even if it has fewer tokens of the proxy.
+                    more = dataclasses.replace(entry.recipe, num_windows=2 * len(windows))
+                    windows = sample_windows(more, entry.domain, tokens)
                 tokens = text.encode(tokens, windows, by_document=by_document)
                 in_memory = range(len(tokens)) if by_document else range(0)
                 windows = dataclasses.replace(entry, documents=in_memory).windows(tokens)
@@ -253,7 +257,8 @@ def fill_store(
             spent += cost
             if is_main:
                 text_hash = text.domain_hash(entry.domain)
-                store = store.with_domain(entry.key, vectors, text_hash, cost)
+                tokens_embedded = int(windows.length.sum())
+                store = store.with_domain(entry.key, vectors, tokens_embedded, text_hash, cost)
     return store, spent
 
 

@@ -21,7 +21,12 @@ from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import Sample, require_text, sample_documents
 from megatron_chameleon.corpus.sources import DatasetName, Source, find_sources
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
-from megatron_chameleon.embedding.windows import Windows, draw_windows, in_memory
+from megatron_chameleon.embedding.windows import (
+    Windows,
+    draw_windows,
+    in_memory,
+    split_at_documents,
+)
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import from_main
 
@@ -106,7 +111,7 @@ class DecodedCorpusText(CorpusText):
     """The text of a corpus that was made with another tokenizer than the proxy's.
 
     Windows are chosen from the corpus's tokens, decoded, and encoded by the proxy's tokenizer; the
-    windows to embed are chosen from the result. So text that is not embedded is not decoded.
+    windows to embed are chosen from the result. So most text that is not embedded is not decoded.
 
     Attributes:
         open_encoder: opens the proxy's tokenizer.
@@ -119,11 +124,12 @@ class DecodedCorpusText(CorpusText):
 
         Args:
             tokens: tokens of the corpus.
-            windows: windows of these tokens, none across documents.
+            windows: windows of these tokens.
             by_document: join the windows of a document into one document.
 
         Returns:
-            One document per window or document, in the order of the corpus.
+            One document per document of the corpus, or per window in it, in the order of the
+            corpus.
         """
         return from_main(lambda: self._encode(tokens, windows, by_document=by_document))
 
@@ -133,6 +139,7 @@ class DecodedCorpusText(CorpusText):
 
     def _encode(self, tokens: TokenFile, windows: Windows, *, by_document: bool) -> TokenFile:
         decoder, encoder = self._tokenizers
+        windows = split_at_documents(windows, tokens.lengths)
         order = np.lexsort((windows.start, windows.document))
         document = windows.document[order]
         places = zip(
@@ -156,8 +163,8 @@ class DecodedCorpusText(CorpusText):
 class SampledText:
     """Documents sampled from raw text and encoded with the proxy's tokenizer.
 
-    If the sampled documents have more than twice the text that is embedded, excerpts of them are
-    encoded, each like a document.
+    If the sampled documents have more than twice the text that is embedded, only excerpts of them
+    are encoded.
 
     A domain is identified by the names, sizes, modification times and ETags of its files, so
     domains whose vectors are stored need not be read again.
@@ -226,15 +233,15 @@ class SampledText:
         return self.open_encoder()
 
     def _sample(self, name: str) -> TokenFile:
-        recipe, window = self.recipe, self.recipe.window_length * _CHARACTERS_PER_TOKEN
+        recipe = self.recipe
         # Twice as much text as is embedded, so that few windows come from the same document.
         documents = 2 * recipe.num_windows
-        limit = documents * window
+        limit = documents * recipe.window_length * _CHARACTERS_PER_TOKEN
         sources = self.sources[name]
         sample = sample_documents(self.source, sources, name, documents, limit, recipe.seed)
         texts = sample.texts
         if sum(map(len, texts)) > limit:
-            texts = _excerpts(texts, window, recipe.num_windows, recipe.seed, name)
+            texts = _excerpts(texts, recipe, name)
         self.read[name] = dataclasses.replace(sample, texts=[])
         return encoded_documents(Path(name), self._encoder, texts)
 
@@ -268,13 +275,20 @@ def _identity(source: Source) -> list[Any]:
     return [name, source.bytes, source.modified_ns, source.etag]
 
 
-def _excerpts(texts: Sequence[str], characters: int, count: int, seed: int, name: str) -> list[str]:
-    """Sample ``count`` excerpts of at most about ``characters`` characters, as windows are sampled.
+def _excerpts(texts: Sequence[str], recipe: EmbeddingRecipe, name: str) -> list[str]:
+    """Sample ``num_windows`` excerpts of about the text of a window, or of two.
 
-    So only about as much text is encoded as is embedded, even if documents are long.
+    So the amount of text that is encoded does not depend on the length of the documents. Windows
+    across documents need twice the text: they all have the same length, although some text has
+    fewer tokens than expected.
     """
+    is_across = recipe.cross_documents
+    length = recipe.window_length * _CHARACTERS_PER_TOKEN * (2 if is_across else 1)
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-    windows = draw_windows(lengths, characters, count, seed, name)
+    windows = draw_windows(
+        lengths, length, recipe.num_windows, recipe.seed, name, within_documents=not is_across
+    )
+    windows = split_at_documents(windows, lengths)
     places = zip(
         windows.document.tolist(), windows.start.tolist(), windows.length.tolist(), strict=True
     )

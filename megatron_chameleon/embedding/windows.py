@@ -12,6 +12,9 @@ from megatron_chameleon.blend.token_data import DomainData
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from megatron_chameleon.storage import Location
 
+# Default tokens per window, as in the authors' code.
+WINDOW_LENGTH = 512
+
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
@@ -41,47 +44,87 @@ def draw_windows(
     seed: int,
     name: str,
     *,
-    cross_documents: bool = False,
+    within_documents: bool = False,
 ) -> Windows:
-    """Sample distinct windows of at most ``window_length`` tokens.
+    """Sample distinct windows of the concatenation of all documents, all of one length.
 
-    Each document is split into as few windows as possible, of nearly equal length, so that no
-    window crosses documents or is a short remainder. With ``cross_documents``, the concatenation of
-    all documents is split instead. The sample depends only on ``seed`` and the domain's ``name``. A
-    domain with fewer than ``num_windows`` windows yields all of them.
+    With windows of one length, the embedding of a domain does not depend on the lengths of its
+    documents: every position of a window counts equally in every domain. The concatenation is split
+    into windows of exactly ``window_length`` tokens, and a shorter rest is left out; only a domain
+    of fewer tokens has a shorter window. The authors' code samples windows of 512 tokens in this
+    way, but with replacement and at random offsets.
+
+    With ``within_documents``, each document is split into as few windows as possible instead, of
+    nearly equal length. Then no window crosses documents, and a window of a short document is
+    short.
+
+    The sample depends only on ``seed`` and the domain's ``name``. A domain with fewer than
+    ``num_windows`` windows yields all of them.
 
     Args:
         document_lengths: [d] tokens per document.
-        window_length: maximum tokens per window.
+        window_length: tokens per window; with ``within_documents``, the maximum.
         num_windows: maximum number of windows.
         seed: seed of the sample.
         name: the domain.
-        cross_documents: whether windows may cross documents.
+        within_documents: whether windows end at document boundaries.
     """
     lengths = np.asarray(document_lengths, dtype=np.int64)
-    if cross_documents:
-        together = draw_windows(lengths.sum(keepdims=True), window_length, num_windows, seed, name)
-        ends = np.cumsum(lengths)
-        document = np.searchsorted(ends, together.start, side="right")
-        start = together.start - (ends[document] - lengths[document])
-        return Windows(document, start, together.length)
-    per_document = -(-lengths // window_length)
-    ends, available = np.cumsum(per_document), int(per_document.sum())
+    if within_documents:
+        per_document = -(-lengths // window_length)
+        ends = np.cumsum(per_document)
+        chosen = _sample(int(per_document.sum()), num_windows, seed, name)
+        document = np.searchsorted(ends, chosen, side="right")
+        part = chosen - (ends[document] - per_document[document])
+        start = lengths[document] * part // per_document[document]
+        end = lengths[document] * (part + 1) // per_document[document]
+        return Windows(document, start, end - start)
+    ends, total = np.cumsum(lengths), int(lengths.sum())
+    length = min(window_length, total)
+    position = length * _sample(total // max(length, 1), num_windows, seed, name)
+    document = np.searchsorted(ends, position, side="right")
+    start = position - (ends[document] - lengths[document])
+    return Windows(document, start, np.full_like(start, length))
+
+
+def _sample(available: int, count: int, seed: int, name: str) -> NDArray[np.int64]:
+    """Sample ``count`` of the numbers below ``available``, or all of them, in ascending order."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
-    chosen = np.sort(generator.choice(available, min(num_windows, available), replace=False))
-    document = np.searchsorted(ends, chosen, side="right")
-    part = chosen - (ends[document] - per_document[document])
-    start = lengths[document] * part // per_document[document]
-    end = lengths[document] * (part + 1) // per_document[document]
-    return Windows(document, start, end - start)
+    return np.sort(generator.choice(available, min(count, available), replace=False))
+
+
+def split_at_documents(windows: Windows, document_lengths: NDArray[np.integer]) -> Windows:
+    """Split windows at the document boundaries that they cross.
+
+    Args:
+        windows: windows of the documents, [n].
+        document_lengths: [d] tokens per document.
+
+    Returns:
+        The parts, each in one document, in the order of ``windows``; [n] or more.
+    """
+    ends = np.cumsum(np.asarray(document_lengths, dtype=np.int64))
+    starts = ends - document_lengths
+    first = starts[windows.document] + windows.start
+    stop = first + windows.length
+    last = np.searchsorted(ends, stop, side="left")
+    parts = last - windows.document + 1
+    window = np.repeat(np.arange(len(windows)), parts)
+    document = (
+        windows.document[window] + np.arange(len(window)) - (np.cumsum(parts) - parts)[window]
+    )
+    begin = np.maximum(first[window], starts[document])
+    length = np.minimum(stop[window], ends[document]) - begin
+    kept = length > 0  # leave out documents without tokens
+    return Windows(document[kept], (begin - starts[document])[kept], length[kept])
 
 
 def spread_windows(document_lengths: NDArray[np.integer], window_length: int, most: int) -> Windows:
     """Choose at least one and at most ``most`` evenly spaced windows of each document.
 
-    Each document is split as by :func:`draw_windows`. Of its p windows, the m windows with numbers
-    floor((i + 1/2) p / m) are chosen, for i = 0 to m - 1.
+    Each document is split as by :func:`draw_windows` within documents. Of its p windows, the m
+    windows with numbers floor((i + 1/2) p / m) are chosen, for i = 0 to m - 1.
 
     Args:
         document_lengths: [d] tokens per document, at least 1 each.
@@ -108,23 +151,21 @@ def load_windows(
 
     Args:
         domain: domain with at least one token.
-        window_length: maximum tokens per window.
+        window_length: tokens per window.
         num_windows: maximum number of windows.
         seed: seed of the sample.
 
     Returns:
-        Tokens of these windows only, one document per window, and the windows, longest first.
+        Tokens of these windows only, one document per window, and the windows.
 
     Raises:
         UserError: if the tokens are damaged or outside the vocabulary.
     """
     file = domain.open_documents()
     sampled = draw_windows(file.lengths, window_length, num_windows, seed, domain.order_key)
-    sampled = sampled.longest_first()
-    places = zip(
-        sampled.document.tolist(), sampled.start.tolist(), sampled.length.tolist(), strict=True
-    )
-    tokens = np.concatenate([file.get(d, start, n) for d, start, n in places])
+    first = file.starts[sampled.document] + sampled.start
+    places = zip(first.tolist(), (first + sampled.length).tolist(), strict=True)
+    tokens = np.concatenate([file.tokens[start:stop] for start, stop in places])
     document = np.arange(len(sampled))
     file = in_memory(file.prefix, tokens, sampled.length.astype(np.int32))
     return file, Windows(document, np.zeros_like(document), sampled.length)

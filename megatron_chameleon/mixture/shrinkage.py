@@ -14,36 +14,38 @@ import numpy.typing as npt
 from scipy import linalg
 
 from megatron_chameleon.mixture.affinity import center_embeddings
-from megatron_chameleon.mixture.checks import Array, as_matrix, check_positive
+from megatron_chameleon.mixture.checks import Array, as_matrix
 
 # Directions that suffice for any number of domains: those of eight domains, with which the rule was
 # calibrated (docs/method.md).
 MOST_DIRECTIONS = 7
 
+# A direction counts half if its eigenvalue is this share of the sum of all eigenvalues.
+RELATIVE_RIDGE = 0.1
 
-def effective_directions(embeddings: npt.ArrayLike, ridge: float) -> float:
+
+def effective_directions(embeddings: npt.ArrayLike) -> float:
     """Count the directions in which the domains differ: r = (sum l)^2 / sum l^2.
 
-    l_j = sigma_j / (sigma_j + k * ridge) is the share of direction j in the leverage scores, with
-    sigma_j the eigenvalues of K of the centred embeddings. (The ratio is known as the participation
-    ratio. The effective dimension, sum l, also depends on the scale of the embeddings.)
+    l_j = sigma_j / (sigma_j + 0.1 sum sigma), with sigma_j the eigenvalues of K of the centred
+    embeddings: the leverage of direction j at a ridge of 0.1 times the mean eigenvalue. The ratio
+    is known as the participation ratio. It does not depend on the scale of the embeddings.
 
     Args:
         embeddings: [k, h], any real dtype; float64 inside.
-        ridge: lambda > 0, in the units of K.
 
     Returns:
         At least 1 and at most min(k - 1, h); 0 if all embeddings are equal.
 
     Raises:
-        ValueError: if ``embeddings`` is not a finite matrix, or ``ridge`` is not above 0.
+        ValueError: if ``embeddings`` is not a finite matrix.
     """
-    check_positive(ridge, "ridge")
-    centered = center_embeddings(as_matrix(embeddings))
-    eigenvalues = np.square(linalg.svdvals(centered))
-    leverages = eigenvalues / (eigenvalues + len(centered) * ridge)
-    total = float(np.square(leverages).sum())
-    return float(leverages.sum()) ** 2 / total if total > 0 else 0.0
+    singular = linalg.svdvals(center_embeddings(as_matrix(embeddings)))
+    if not singular.max() > 0:
+        return 0.0
+    eigenvalues = np.square(singular / singular.max())
+    leverages = eigenvalues / (eigenvalues + RELATIVE_RIDGE * eigenvalues.sum())
+    return float(leverages.sum()) ** 2 / float(np.square(leverages).sum())
 
 
 def shrinkage_factor(directions: float, num_domains: int) -> float:

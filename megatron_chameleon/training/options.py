@@ -48,6 +48,8 @@ class CheckpointingOptions(CheckedOptions):
     """Number of checkpoints to keep; older ones are deleted when a newer one is complete. 0 keeps
     all checkpoints; 1 leaves no older checkpoint to resume from if the last checkpoint is
     damaged."""
+    keep_steps: tuple[Count, ...] = ()
+    """Also save a checkpoint after each of these steps, and never delete it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,7 @@ ONLINE_DEFAULTS: dict[OnlineMethod, dict[str, Any]] = {
         "online_windows": 256,
         "online_layer": None,
         "online_recipe": "reference",
-        "online_shrink": True,
+        "online_shrink": False,
     },
     "odm": {"online_interval": 100, "online_smoothing": 0.9, "online_warmup_iters": None},
     "ado": {
@@ -151,18 +153,19 @@ class OnlineOptions(CheckedOptions):
     """Steps with the initial mixture (odm and ado). Default: a hundredth of --train-iters (odm), a
     tenth of --train-iters and at most 1000 (ado), whose laws are not fitted to these steps."""
     online_windows: Count | None = None
-    """Maximum windows per domain, each of up to --seq-length tokens: of training text, which every
-    update embeds (chameleon, default 256), or of the valid split, on which losses are computed
-    before and after each perturbed mixture (aioli, default 64)."""
+    """Maximum windows per domain: of training text, which every update embeds (chameleon, default
+    256, each of --seq-length tokens but at most 512), or of the valid split, on which losses are
+    computed before and after each perturbed mixture (aioli, default 64, of up to --seq-length
+    tokens)."""
     online_layer: int | None = None
     """Average the hidden states after this many layers, without the final norm (chameleon). By
-    default, after half of the layers."""
+    default, after (layers + 1) // 2."""
     online_recipe: Literal["reference", "paper", "scaled"] | None = None
     """How weights are computed from embeddings (chameleon, default reference); see --recipe of
     compute_mixture."""
-    online_shrink: bool = True
+    online_shrink: bool = False
     """Shrink weights towards Uniform if the domains' embeddings differ in few directions only, as
-    early in training (chameleon)."""
+    early in training (chameleon; see --shrink of compute_mixture)."""
     ado_min_weight: BelowOne | None = None
     """Smallest preference of a domain (default 0.01, as in the paper; at most 1 / (2 k) for k
     domains)."""

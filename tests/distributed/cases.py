@@ -243,7 +243,6 @@ ONLINE_OPTIONS = {
         online_windows=3,
         online_layer=ONLINE_LAYER,
         online_recipe="scaled",
-        online_shrink=False,  # the barely trained model would give Uniform
     ),
     "ado": OnlineOptions(
         online="ado",

@@ -92,7 +92,7 @@ TRAINING = {
     "kernels-bf16": Case(BF16, reference=BF16, environment=INTERPRETED),
 }
 EVERY_3 = ("--permutation", "epoch", "--online-interval", "3")
-CHAMELEON = ("--online", "chameleon", "--online-windows", "4", "--no-online-shrink")
+CHAMELEON = ("--online", "chameleon", "--online-windows", "4")
 ONLINE = {
     "chameleon": (*EVERY_3, *CHAMELEON),
     # ODM reads the same losses as ADO.

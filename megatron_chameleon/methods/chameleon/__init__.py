@@ -35,8 +35,10 @@ class EmbeddingOptions(CheckedOptions):
     layer: int | None = None
     """Use hidden states after this many layers; default: the middle layer."""
     window_length: Count | None = None
-    """Maximum tokens per window; default: the proxy's sequence length, but at most 4096 for rotary
-    positions and for Hugging Face models. Rotary positions allow more tokens."""
+    """Tokens per window, by default 512, or the proxy's sequence length if it is shorter. Windows
+    within documents have at most this many tokens, by default the proxy's sequence length, but at
+    most 4096 for rotary positions and for Hugging Face models. Rotary positions allow more
+    tokens."""
     embedding_batch_size: Count = 32
     """Windows per forward pass and rank; the weights do not depend on this number."""
 
@@ -50,8 +52,9 @@ class ExtractionOptions(EmbeddingOptions):
     code does not apply it."""
     num_windows: Count = 4096
     """Windows sampled per domain (paper: 4k)."""
-    cross_documents: bool = False
-    """Let windows cross document boundaries, as in the authors' code."""
+    within_documents: bool = False
+    """Sample windows within documents, which are shorter in short documents. By default, all
+    windows have --window-length tokens and cross document boundaries, as in the authors' code."""
     extraction_seed: Seed = 0
     """Random seed of the sampled windows."""
     embedding_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -74,9 +77,10 @@ class RecipeOptions(CheckedOptions):
     """Subtract the mean of the domain embeddings; default: the recipe's choice."""
     normalize: bool | None = None
     """Divide the scores by their sum; default: the recipe's choice."""
-    shrink: bool = True
+    shrink: bool = False
     """Shrink the weights towards Uniform if the domains' embeddings differ in few directions only,
-    as with an undertrained proxy."""
+    as with an undertrained proxy. This rule is not in the paper; without it, a warning reports by
+    how much it would shrink the weights."""
     bootstrap_resamples: SeveralRepetitions = 1000
     """Number of bootstrap resamples of the windows, for the confidence intervals."""
     confidence: InsideUnit = 0.95

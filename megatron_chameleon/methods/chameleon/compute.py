@@ -53,6 +53,7 @@ from megatron_chameleon.embedding.text import (
     encoded_documents,
     find_text,
 )
+from megatron_chameleon.embedding.windows import WINDOW_LENGTH
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOptions
 from megatron_chameleon.methods.chameleon.explain import explain
@@ -303,11 +304,6 @@ def plan_embedding(
     text, tokenizer_hash = CorpusText(corpus), corpus.tokenizer.sha256
     open_encoder: Callable[[], TextEncoder] = functools.partial(corpus_tokenizer, corpus)
     if not proxy.reads_ids_of(corpus):
-        if extraction.cross_documents:
-            raise UserError(
-                f"--cross-documents: {corpus.root} was made with another tokenizer than that of "
-                f"{proxy.where}; leave it out, or preprocess the text with the proxy's tokenizer"
-            )
         open_encoder()  # fails before the embedding if the corpus has lost its tokenizer
         open_encoder = functools.partial(proxy.open_encoder, TokenizerChoice())
         tokenizer_hash = sha256_of_json([tokenizer_hash, open_encoder().sha256])
@@ -344,12 +340,20 @@ def _recipe_for(
         UserError: for a layer that the model does not have, windows that are too long for it, or an
             unsupported layout or option.
     """
-    longest, default = proxy.max_sequence_length, proxy.default_window_length
     layer = check_layer(proxy.num_layers, options.layer)
-    window = check_window(longest, default, options.window_length)
+    default = default_window_length(options, proxy.default_window_length)
+    window = check_window(proxy.max_sequence_length, default, options.window_length)
     recipe = embedding_recipe(options, proxy.hash, layer, window, tokenizer_hash)
     proxy.check(recipe, parallel)
     return recipe
+
+
+def default_window_length(options: ExtractionOptions, sequence_length: int) -> int:
+    """Return the default of ``--window-length`` for a proxy trained on ``sequence_length`` tokens.
+
+    A fixed length suits all text, since windows may cross documents.
+    """
+    return sequence_length if options.within_documents else min(WINDOW_LENGTH, sequence_length)
 
 
 def embedding_recipe(
@@ -363,7 +367,7 @@ def embedding_recipe(
         num_windows=options.num_windows,
         seed=options.extraction_seed,
         tokenizer_hash=tokenizer_hash,
-        cross_documents=options.cross_documents,
+        cross_documents=not options.within_documents,
         dtype=options.embedding_dtype,
         final_norm=options.final_norm,
     )
@@ -433,11 +437,11 @@ def weigh_means(
 
 
 def shrinkage_of(result: WeightResult) -> tuple[float, float]:
-    """Return the effective directions of the embeddings, and the shrinkage factor of the weights.
+    """Return the effective directions of the embeddings, and the factor by which to shrink weights.
 
     Neither depends on the prior.
     """
-    directions = effective_directions(result.features, result.effective_ridge)
+    directions = effective_directions(result.features)
     return directions, shrinkage_factor(directions, len(result.features))
 
 
@@ -448,15 +452,23 @@ def shrunk(result: WeightResult, factor: float) -> WeightResult:
 
 
 def explain_shrinkage(
-    plain: WeightResult, result: WeightResult, directions: float, factor: float
+    plain: WeightResult, directions: float, factor: float, advice: str | None
 ) -> str:
-    """Return why and by how much the weights ``plain`` were shrunk to ``result``."""
+    """Return why the weights ``plain`` are unreliable, and by how much the rule shrinks them.
+
+    Args:
+        plain: weights without the rule.
+        directions: r, from :func:`shrinkage_of`.
+        factor: f, from :func:`shrinkage_of`, below 1.
+        advice: what the user should do; None if the rule has been applied.
+    """
     most = min(len(plain.weights) - 1, MOST_DIRECTIONS)
-    largest = " -> ".join(format_weight(each.weights.max()) for each in (plain, result))
+    largest = " -> ".join(format_weight(shrunk(plain, f).weights.max()) for f in (1.0, factor))
+    effect = f"log weights by {factor:.2f} (largest weight {largest})"
     return (
         f"the domains' embeddings differ in {directions:.1f} of at most {most} effective "
-        "directions, as with an undertrained proxy, whose weights depend on its seed: log "
-        f"weights are multiplied by {factor:.2f} (largest weight {largest})"
+        "directions, as with an undertrained proxy, whose weights depend on its seed: "
+        + (f"{advice}, which multiplies {effect}" if advice else f"multiplied {effect}")
     )
 
 
@@ -489,8 +501,8 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     prior = target.prior if target else None
     by_recipe = functools.partial(weigh_means, means, options.mode)
     plain = by_recipe(plan.recipe, prior)
-    directions, factor = shrinkage_of(plain)
-    factor = factor if weighting.shrink else 1.0
+    directions, advised = shrinkage_of(plain)
+    factor = advised if weighting.shrink else 1.0
     result = shrunk(plain, factor)
     untargeted = shrunk(by_recipe(plan.recipe), factor) if target else result
     limit, kept = plan.limit, plan.kept.weights if plan.kept else {}
@@ -512,11 +524,11 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
             return limit.apply(place(shrunk(resample, factor).weights))
 
         bootstrap = bootstrap_weights(resampled, constrained, resamples, seed, weighting.confidence)
-    _warn_uninformative(plan, result, untargeted, bootstrap, is_shrunk=factor < 1.0)
+    _warn_uninformative(plan, result, untargeted, bootstrap, is_undertrained=advised < 1.0)
     fields = limit.mixture_fields(place(result.weights))
-    if factor < 1.0:
-        explanation = explain_shrinkage(plain, result, directions, factor)
-        warn(f"{explanation}; train the proxy for longer, or pass --no-shrink")
+    if advised < 1.0:
+        advice = None if weighting.shrink else "train the proxy for longer, or pass --shrink"
+        warn(explain_shrinkage(plain, directions, advised, advice))
     order = np.argsort(-np.array(list(fields["weights"].values())), kind="stable").tolist()
     likely = outweighing_probability(bootstrap, order[:-1], order[1:]).tolist()
     outweighs = [
@@ -524,7 +536,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         for (one, other), probability in zip(itertools.pairwise(order), likely, strict=True)
     ]
     # The cost includes the proxy's training, even if several mixtures use the proxy.
-    flops = plan.proxy.paper_flops(sum(windows.values()) * plan.embedding.window_length)
+    flops = plan.proxy.paper_flops(sum(store.domains[name].tokens or 0 for name in names))
     recipe = dataclasses.asdict(plan.recipe)
     parameters: dict[str, Any] = {
         "mode": options.mode,
@@ -535,7 +547,8 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         "effective_temperature": result.effective_temperature,
         "effective_dimension": result.effective_dimension,
         "effective_directions": directions,
-        "shrinkage_factor": factor,
+        "shrinkage_factor": advised,
+        "is_shrunk": factor < 1.0,
         "windows": windows,
         "bootstrap_resamples": resamples,
         "bootstrap_group": group,
@@ -606,7 +619,7 @@ def _warn_uninformative(
     untargeted: WeightResult,
     bootstrap: BootstrapResult,
     *,
-    is_shrunk: bool,
+    is_undertrained: bool,
 ) -> None:
     """Warn of clipped scores, of uniform or one-hot weights, and of a target without an effect.
 
@@ -615,13 +628,13 @@ def _warn_uninformative(
         result: weights before constraints.
         untargeted: weights without --target, before constraints.
         bootstrap: bootstrap of the constrained weights.
-        is_shrunk: whether the weights are shrunk, which has a warning of its own.
+        is_undertrained: whether the proxy seems undertrained, which has a warning of its own.
     """
     hint = "try --recipe scaled or, with --target, a smaller --target-strength; see --explain"
     warn_degenerate(plan.names, result, hint)
     uniform, several = 1.0 / len(plan.names), len(plan.names) > 1
     covers_uniform = (bootstrap.low <= uniform) & (uniform <= bootstrap.high)
-    if several and not is_shrunk and covers_uniform.all():
+    if several and not is_undertrained and covers_uniform.all():
         warn(
             "no weight differs significantly from uniform: use more windows (--num-windows) or a "
             "proxy trained for longer, or train uniformly"

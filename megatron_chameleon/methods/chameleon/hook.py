@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_chameleon.embedding.embed import embed_windows, windows_flops
-from megatron_chameleon.embedding.windows import load_windows
+from megatron_chameleon.embedding.windows import WINDOW_LENGTH, load_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.compute import (
     explain_shrinkage,
@@ -54,10 +54,11 @@ class OnlineChameleon(OnlineHook):
         self._shape, self._batch_size = plan.config, options.micro_batch_size
         layer = self.online.setting("online_layer")
         self._layer = check_layer(plan.config.num_layers, layer, "--online-layer")
-        self._has_warned = False  # of shrunk weights
+        self._has_warned = False  # that the model is like an undertrained proxy
         count = self.online.setting("online_windows")
+        length = min(WINDOW_LENGTH, options.seq_length)
         self._windows = {
-            domain.name: load_windows(domain, options.seq_length, count, options.seed)
+            domain.name: load_windows(domain, length, count, options.seed)
             for domain in plan.data.domains
             if domain.name in self.names
         }
@@ -115,19 +116,19 @@ class OnlineChameleon(OnlineHook):
     def _smoothed(self, step: int, means: Array) -> Array:
         """Smooth the weights of the weighted domains; ``means`` are their embeddings.
 
-        Early in training, the model is like an undertrained proxy, so weights are shrunk like those
-        of a proxy.
+        Early in training, the model is like an undertrained proxy, so its weights are shrunk if the
+        user asks for it.
         """
         recipe = RECIPES[self.online.setting("online_recipe")]
         plain = weigh_means(means, "pretrain", recipe)
         hint = "try --online-recipe scaled, or a longer --online-interval"
         warn_degenerate(self.names, plain, hint)
-        directions, factor = shrinkage_of(plain)
-        factor = factor if self.online.setting("online_shrink") else 1.0
-        result = shrunk(plain, factor)
-        if factor < 1.0 and not self._has_warned:
+        directions, advised = shrinkage_of(plain)
+        applies: bool = self.online.setting("online_shrink")
+        if advised < 1.0 and not self._has_warned:
             self._has_warned = True
-            explanation = explain_shrinkage(plain, result, directions, factor)
-            warn(f"step {step}: {explanation}; see --no-online-shrink")
+            advice = None if applies else "start later (--online-interval), or pass --online-shrink"
+            warn(f"step {step}: {explain_shrinkage(plain, directions, advised, advice)}")
+        result = shrunk(plain, advised if applies else 1.0)
         kept: float = self.online.setting("online_smoothing")
         return kept * self.weights + (1 - kept) * result.weights

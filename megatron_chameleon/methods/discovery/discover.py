@@ -165,6 +165,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
         layer=options.embedding.layer,
         window_length=options.embedding.window_length,
         num_windows=options.embedding.windows_per_document,
+        within_documents=True,
     )
     corpus = Corpus.load(options.corpus)
     plan = plan_embedding(options, corpus, extraction)

@@ -92,7 +92,7 @@ def test_shards_of_unknown_size_are_read_up_to_the_same_limit(monkeypatch):
     sources = [Source(str(n), "dataset", "hf:a", shard=n, num_shards=3) for n in range(3)]
     places = sample_module._places(sources, 8192, 1 << 25, 0.5)
     assert [place.chunks[0].source for place in places] == [0, 1, 2]
-    assert sum(place.characters or 0 for place in places) == 64 << 21
+    assert sum(place.most_characters or 0 for place in places) == 64 << 21
 
 
 def test_the_sample_covers_all_files_and_row_groups(tmp_path, jsonl):
@@ -118,9 +118,25 @@ def test_small_text_is_read_completely(jsonl):
     found = sample(path, characters=2 * path.stat().st_size)
     assert found.texts == texts
     assert (found.documents_read, found.bytes_read) == (10, path.stat().st_size)
-    some = sample(path, num_documents=3, characters=2 * path.stat().st_size)
+    some = sample(path, num_documents=3)
     assert len(some.texts) == 3
     assert some.texts == [text for text in texts if text in some.texts]
+
+
+@pytest.mark.parametrize("num_documents", [1, 20])
+@pytest.mark.parametrize("characters", [0, 300, 2000])
+def test_a_sample_has_the_least_documents_with_the_requested_number_and_length(
+    jsonl, num_documents, characters
+):
+    texts = [f"{n} " + n % 7 * 50 * "a" for n in range(40)]
+    found = sample(jsonl("a.jsonl", texts), num_documents, characters).texts
+    lengths = [len(text) for text in found]
+    assert len(found) >= num_documents
+    assert sum(lengths) >= characters
+    if len(found) > num_documents:  # without the last one that was added, there are too few
+        assert sum(lengths) - max(lengths) < characters
+    some = {*sample(jsonl("a.jsonl", texts), num_documents).texts}
+    assert some <= {*found}  # longer samples of a seed extend shorter ones
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.small_corpus import VOCAB_SIZE, write_small_corpus
 SHAPE = preset("nano", VOCAB_SIZE, max_sequence_length=32)
 PROVENANCE = Provenance([], {}, {}, {}, None, "2026-01-01")
 LAYER = 2
-RECIPE = EmbeddingRecipe("m" * 64, LAYER, 32, 20, seed=0, tokenizer_hash="t" * 64)
+RECIPE = EmbeddingRecipe("m" * 64, LAYER, 32, 20, 0, "t" * 64, cross_documents=True)
 
 
 def make_reader(one_rank):
@@ -48,7 +48,7 @@ def reader(one_rank):
 @pytest.fixture
 def windows(corpus):
     lengths = open_tokens(corpus, corpus.names[0], "train").lengths
-    return draw_windows(lengths, 32, 45, seed=1, name="a")
+    return draw_windows(lengths, 32, 45, seed=1, name="a", within_documents=True)
 
 
 def embed(reader, corpus, windows, batch_size, layer=LAYER, **more):
@@ -113,7 +113,7 @@ def test_final_norm_and_windows_across_documents_match_the_reference(one_rank, c
         norm.weight.add_(torch.linspace(-0.5, 0.5, norm.weight.numel()))
         norm.bias.add_(torch.linspace(1.0, -1.0, norm.bias.numel()))
     lengths = open_tokens(corpus, corpus.names[0], "train").lengths
-    windows = draw_windows(lengths, 32, 20, 0, "a", cross_documents=True)
+    windows = draw_windows(lengths, 32, 20, 0, "a")
     assert (windows.start + windows.length > lengths[windows.document]).sum() > 3
     for final_norm, expected in ((False, lambda states: states), (True, norm)):
         vectors = embed(reader, corpus, windows, 7, final_norm=final_norm)
@@ -148,6 +148,7 @@ def test_store_is_filled_once(reader, corpus, embedded, tmp_path):
     flops = 0.0
     for name in corpus.names:
         assert store.holds(name, corpus.domain_hash(name))
+        assert store.domains[name].tokens == 20 * 32
         lengths = open_tokens(corpus, name, "train").lengths
         windows = draw_windows(lengths, 32, RECIPE.num_windows, RECIPE.seed, name)
         flops += sum(embedding_flops(SHAPE, LAYER, n, n) for n in windows.length.tolist())

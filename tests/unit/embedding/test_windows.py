@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -11,7 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.blend.token_data import corpus_tokens, data_path_tokens
 from megatron_chameleon.corpus.data_path import DataPath
-from megatron_chameleon.embedding.windows import draw_windows, load_windows, spread_windows
+from megatron_chameleon.embedding.windows import (
+    draw_windows,
+    load_windows,
+    split_at_documents,
+    spread_windows,
+)
 from megatron_chameleon.errors import UserError
 
 documents = st.lists(st.integers(0, 200), max_size=30)
@@ -24,13 +30,13 @@ def ranges_of(windows):
     return list(zip(windows.document.tolist(), windows.start.tolist(), ends.tolist(), strict=True))
 
 
-def all_windows(document_lengths, window_length, seed=0, name="a"):
-    return draw_windows(np.array(document_lengths), window_length, 10**9, seed, name)
+def all_windows(document_lengths, window_length, seed=0, name="a", **options):
+    return draw_windows(np.array(document_lengths), window_length, 10**9, seed, name, **options)
 
 
 @given(documents, lengths)
-def test_windows_of_nearly_equal_length_cover_every_token_once(document_lengths, window_length):
-    windows = all_windows(document_lengths, window_length)
+def test_windows_within_documents_cover_every_token_once(document_lengths, window_length):
+    windows = all_windows(document_lengths, window_length, within_documents=True)
     covered = [np.zeros(length, dtype=int) for length in document_lengths]
     for document, start, end in ranges_of(windows):
         assert 0 <= start < end <= min(start + window_length, document_lengths[document])
@@ -43,13 +49,34 @@ def test_windows_of_nearly_equal_length_cover_every_token_once(document_lengths,
 
 
 @given(documents, lengths)
-def test_windows_across_documents_cover_the_text_like_one_document(document_lengths, window_length):
+def test_windows_of_one_length_are_consecutive_in_the_concatenated_text(
+    document_lengths, window_length
+):
+    windows = all_windows(document_lengths, window_length)
+    text = [(d, t) for d, tokens in enumerate(document_lengths) for t in range(tokens)]
+    length = min(window_length, len(text))
+    assert windows.length.tolist() == [length] * (len(text) // length if length else 0)
+    firsts = zip(windows.document.tolist(), windows.start.tolist(), strict=True)
+    assert list(firsts) == text[: length * len(windows) : length or 1]
+
+
+@given(documents, lengths)
+def test_windows_are_split_at_the_ends_of_documents(document_lengths, window_length):
     sizes = np.array(document_lengths, dtype=np.int32)
-    windows = draw_windows(sizes, window_length, 10**9, 0, "a", cross_documents=True)
-    whole = all_windows([sum(document_lengths)], window_length)
-    assert sorted(windows.length.tolist()) == sorted(whole.length.tolist())
-    before = np.concatenate([[0], np.cumsum(sizes)[:-1]]) if len(sizes) else np.zeros(0, int)
-    np.testing.assert_array_equal(before[windows.document] + windows.start, whole.start)
+    windows = all_windows(document_lengths, window_length)
+    parts = split_at_documents(windows, sizes)
+    tokens = [(d, t) for d, start, end in ranges_of(parts) for t in range(start, end)]
+    text = [(d, t) for d, tokens in enumerate(document_lengths) for t in range(tokens)]
+    assert tokens == text[: int(windows.length.sum())]
+    assert (parts.length > 0).all()
+
+
+def test_the_length_of_documents_does_not_change_the_positions_of_windows():
+    """A domain of short documents and one of long documents have windows of the same length."""
+    short, long = (draw_windows(np.full(n, 4096 // n), 64, 30, 0, "a") for n in (256, 2))
+    np.testing.assert_array_equal(short.length, long.length)
+    within = draw_windows(np.full(256, 16), 64, 30, 0, "a", within_documents=True)
+    assert within.length.max() == 16
 
 
 LENGTHS = np.random.default_rng(0).integers(1, 300, 200).astype(np.int32)
@@ -91,9 +118,11 @@ def test_loaded_windows_equal_sampled_ones(corpus):
     for domain in (*corpus_tokens(corpus).domains, *valid):
         tokens, windows = load_windows(domain, 32, 20, seed=7)
         file = domain.open()
-        expected = draw_windows(file.lengths, 32, 20, 7, domain.order_key).longest_first()
-        assert len(windows) == 20
-        assert texts_of(tokens, windows) == texts_of(file, expected)
+        expected = draw_windows(file.lengths, 32, 20, 7, domain.order_key)
+        assert windows.length.tolist() == [32] * 20
+        parts = split_at_documents(expected, file.lengths)
+        found, text = texts_of(tokens, windows), texts_of(file, parts)
+        assert [*chain.from_iterable(found)] == [*chain.from_iterable(text)]
         assert tokens.tokens.size == expected.length.sum()
         starts = np.cumsum(expected.length) - expected.length
         np.testing.assert_array_equal(tokens.starts, starts)

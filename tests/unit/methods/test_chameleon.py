@@ -46,6 +46,7 @@ from megatron_chameleon.mixture import (
     chameleon_weight_fn,
     chameleon_weights,
 )
+from megatron_chameleon.mixture.shrinkage import effective_directions
 from megatron_chameleon.mixture.target import similarity_shares, target_prior
 from megatron_chameleon.model.flops import paper_parameters
 from megatron_chameleon.parallel.options import ParallelOptions
@@ -59,8 +60,8 @@ from tests.small_corpus import (
 WINDOWS, RESAMPLES = 60, 100
 EVERY_WINDOW = ExtractionOptions(num_windows=10**6)
 # The proxy is barely trained, so its scores would be near zero with the reference recipe's ridge.
-SCALED = RecipeOptions(recipe="scaled", shrink=False, bootstrap_resamples=RESAMPLES)
-TARGETED = RecipeOptions("reference", ridge=0.01, shrink=False, bootstrap_resamples=RESAMPLES)
+SCALED = RecipeOptions(recipe="scaled", bootstrap_resamples=RESAMPLES)
+TARGETED = RecipeOptions("reference", ridge=0.01, bootstrap_resamples=RESAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +162,18 @@ def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs):
 def test_weights_of_a_proxy_that_hardly_separates_the_domains_are_shrunk(
     compute, inputs, monkeypatch
 ):
-    plain = compute()
-    directions = plain.parameters["effective_directions"]
-    assert plain.parameters["shrinkage_factor"] == 1.0
+    compute()  # fills the store
     # The fixture's proxy may lie on either side of the limits, so they are moved around it.
+    directions = effective_directions(means_of(inputs["store"]))
     monkeypatch.setattr(compute_module, "shrinkage_factor", lambda r, k: 0.3 * r / directions)
-    with pytest.warns(UserWarning, match="--no-shrink"):
+    with pytest.warns(UserWarning, match="--shrink, which multiplies log weights by 0.30"):
+        plain = compute()
+    with pytest.warns(UserWarning, match="multiplied log weights by 0.30"):
         shrunk = compute(weighting=dataclasses.replace(SCALED, shrink=True))
-    assert shrunk.parameters["shrinkage_factor"] == pytest.approx(0.3)
+    for mixture, is_shrunk in ((plain, False), (shrunk, True)):
+        assert mixture.parameters["effective_directions"] == pytest.approx(directions)
+        assert mixture.parameters["shrinkage_factor"] == pytest.approx(0.3)
+        assert mixture.parameters["is_shrunk"] == is_shrunk
     assert shrunk.scores == plain.scores
 
     def logs(weights):
@@ -184,13 +189,13 @@ def test_with_factor_0_the_intervals_are_those_of_the_prior(
 ):
     monkeypatch.setattr(compute_module, "shrinkage_factor", lambda _r, _k: 0.0)
     settings = {"weighting": dataclasses.replace(SCALED, shrink=True)}
-    with pytest.warns(UserWarning, match="--no-shrink"):
+    with pytest.warns(UserWarning, match="by 0.00"):
         uniform = compute(**settings)
     assert values(uniform.intervals) == pytest.approx(1 / len(DOMAINS))
     assert "widest interval: +-0: " in capsys.readouterr().out
     path = tmp_path / "target.txt"
     path.write_text(" ".join(texts_of(text_corpus, "poems", 5)))
-    with pytest.warns(UserWarning, match="--no-shrink"):
+    with pytest.warns(UserWarning, match="by 0.00"):
         targeted = compute(target=str(path), **settings)
     prior = targeted.parameters["target"]["prior"]
     assert values(targeted.weights) == pytest.approx(values(prior) / len(DOMAINS))

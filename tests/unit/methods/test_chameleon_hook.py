@@ -45,7 +45,6 @@ ONLINE = OnlineOptions(
     online_interval=3,
     online_windows=WINDOWS,
     online_recipe="scaled",
-    online_shrink=False,  # the barely trained model would give Uniform
     online_smoothing=0.0,
 )
 
@@ -72,7 +71,7 @@ def weigh(corpus, tmp_path):
             checkpoint=checkpoint,
             output=folder / "mixture.json",
             extraction=ExtractionOptions(num_windows=WINDOWS, extraction_seed=SEED, layer=layer),
-            weighting=RecipeOptions("scaled", bootstrap_resamples=2),
+            weighting=RecipeOptions("scaled", shrink=True, bootstrap_resamples=2),
         )
         compute_mixture(options)
         flops = EmbeddingStore.load(folder / "embeddings").cost.flops
@@ -106,7 +105,7 @@ def test_weights_and_cost_are_those_of_the_checkpoint_of_that_step(
     every_two = online(online_interval=2, online_layer=1, online_smoothing=0.75, online_shrink=True)
     made = options(online=every_two, **settings)
     plain = options("plain", online=OnlineOptions(), **settings)
-    with pytest.warns(MixtureWarning, match="step 2: .* multiplied by 0.50"):
+    with pytest.warns(MixtureWarning, match="step 2: .* multiplied log weights by 0.50"):
         pretrain(made, OnlineChameleon)
     pretrain(plain)
     phases = phases_of(made.run_dir)

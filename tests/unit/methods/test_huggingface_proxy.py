@@ -20,7 +20,7 @@ from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
 from megatron_chameleon.embedding.embed import StoreEntry
 from megatron_chameleon.embedding.proxy import open_proxy
 from megatron_chameleon.embedding.text import DecodedCorpusText
-from megatron_chameleon.embedding.windows import draw_windows
+from megatron_chameleon.embedding.windows import draw_windows, split_at_documents
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOptions, RecipeOptions
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
@@ -100,18 +100,18 @@ def test_text_of_another_tokenizer_is_decoded_and_encoded(compute, text_corpus, 
     assert store.recipe.tokenizer_hash != text_corpus.tokenizer.sha256
     model = transformers.AutoModel.from_pretrained(folder).eval()
     tokens = open_tokens(text_corpus, "code", "train")
-    rows = []
     windows = draw_windows(tokens.lengths, WINDOW, 10**6, seed=0, name="code")
-    for place in zip(windows.document, windows.start, windows.length, strict=True):
+    parts = split_at_documents(windows, tokens.lengths)
+    digits = []
+    for place in zip(parts.document, parts.start, parts.length, strict=True):
         words = [number for number in tokens.get(*map(int, place)).tolist() if number != EOD]
-        digits = [DIGITS.index(digit) for digit in "".join(map(str, words))] or [0]
-        parts = -(-len(digits) // WINDOW)
-        for part in range(parts):
-            start, stop = len(digits) * part // parts, len(digits) * (part + 1) // parts
-            ids = torch.tensor([[CLS, *digits[start:stop], SEP]])
-            with torch.no_grad():
-                states = model(ids, output_hidden_states=True).hidden_states[LAYER][0, 1:-1]
-            rows.append(states.mean(0).numpy())
+        digits += [DIGITS.index(digit) for digit in "".join(map(str, words))] or [0]
+    rows = []
+    for start in range(0, len(digits) - WINDOW + 1, WINDOW):
+        ids = torch.tensor([[CLS, *digits[start : start + WINDOW], SEP]])
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states[LAYER][0, 1:-1]
+        rows.append(states.mean(0).numpy())
     found = store.vectors("code")
     assert found.shape == (len(rows), 32)
 
@@ -152,8 +152,7 @@ def test_sampled_text_of_another_tokenizer(compute, tmp_path):
         DOMAINS, 7
     )
     np.testing.assert_allclose(other.vectors("poems"), store.vectors("poems"), atol=1e-6)
-    with pytest.raises(UserError, match="--cross-documents"):
-        compute(folder, dataclasses.replace(EXTRACTION, cross_documents=True))
+    assert {entry.tokens for entry in store.domains.values()} == {7 * WINDOW}
 
 
 def test_a_model_on_the_hub(tmp_path, monkeypatch):
