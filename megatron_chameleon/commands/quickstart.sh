@@ -50,9 +50,8 @@ say "3/7 Proxy, uniform weights, tensor parallel over 2 ranks"
 torchrun "${RANKS[@]}" pretrain_gpt "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \
   --train-iters "$PROXY_STEPS" --tensor-model-parallel-size 2
 
-# --no-shrink: show the paper's weights, although this proxy is too short for reliable ones.
 say "4/7 Domain embeddings and Chameleon weights"
-MIX=(--corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" --num-windows 512 --no-shrink)
+MIX=(--corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" --num-windows 512)
 torchrun "${RANKS[@]}" compute_mixture "${MIX[@]}" --mode pretrain --tensor-model-parallel-size 2 \
   --output "$MIXTURES/chameleon-pretrain.json" --token-budget $((BASE_STEPS * 8 * 128))
 # The embeddings are stored, so that the second mode needs no forward pass.
