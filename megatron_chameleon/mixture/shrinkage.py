@@ -21,14 +21,14 @@ from megatron_chameleon.mixture.checks import Array, as_matrix
 MOST_DIRECTIONS = 7
 
 # A direction counts half if its eigenvalue is this share of the sum of all eigenvalues.
-RELATIVE_RIDGE = 0.03
+RELATIVE_RIDGE = 0.01
 
 
 def effective_directions(embeddings: npt.ArrayLike) -> float:
     """Count the directions in which the domains differ: r = (sum l)^2 / sum l^2.
 
-    l_j = sigma_j / (sigma_j + 0.03 sum sigma), with sigma_j the eigenvalues of K of the centred
-    embeddings: the leverage of direction j at a ridge of 0.03 times the mean eigenvalue. The ratio
+    l_j = sigma_j / (sigma_j + 0.01 sum sigma), with sigma_j the eigenvalues of K of the centred
+    embeddings: the leverage of direction j at a ridge of 0.01 times the mean eigenvalue. The ratio
     is known as the participation ratio. It does not depend on the scale of the embeddings.
 
     Args:
@@ -52,8 +52,8 @@ def shrinkage_factor(directions: float, num_domains: int) -> float:
     """Return the factor of the log weights: 1 leaves the weights unchanged, and 0 gives Uniform.
 
     Let q = (r - 1) / (m - 1) with m = min(k - 1, 7): q is 0 if the domains differ along one
-    direction, and 1 if they differ equally along m. The factor is 0 up to q = 0.6, 1 from q = 0.7
-    on, and linear in between. For eight or more domains, these are 4.6 and 5.2 directions.
+    direction, and 1 if they differ equally along m. The factor is 0 up to q = 0.7, 1 from q = 0.8
+    on, and linear in between. For eight or more domains, these are 5.2 and 5.8 directions.
 
     Args:
         directions: r, from :func:`effective_directions`.
@@ -62,7 +62,7 @@ def shrinkage_factor(directions: float, num_domains: int) -> float:
     most = min(num_domains - 1, MOST_DIRECTIONS)
     if most < 2:
         return 1.0
-    return float(np.clip(10 * (directions - 1) / (most - 1) - 6, 0.0, 1.0))
+    return float(np.clip(10 * (directions - 1) / (most - 1) - 7, 0.0, 1.0))
 
 
 def shrunk_weights(weights: npt.ArrayLike, factor: float, prior: Array | None = None) -> Array:
