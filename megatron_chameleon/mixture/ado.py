@@ -2,10 +2,11 @@
 
 Jiang et al.: Adaptive Data Optimization: Dynamic Sample Selection with Scaling Laws, 2024
 (arXiv 2410.11820). The policy is that of the authors' code (src/data_selectors/ado.py of
-yidingjiang/ado), with these exceptions: laws are fitted by weighted least squares instead of a
-Huber loss of logarithms, to means over ranges of steps instead of smoothed losses of single steps;
-the policy is updated every few steps instead of every step; and the credit averages the policies
-instead of the shares of domains in the batches, which are their expectations.
+yidingjiang/ado, commit bc3d8d0, which corrects the preference of the first release), with these
+exceptions: laws are fitted by weighted least squares instead of a Huber loss of logarithms, to
+means over ranges of steps instead of smoothed losses of single steps; the policy is updated every
+few steps instead of every step; and the credit averages the policies instead of the shares of
+domains in the batches, which are their expectations.
 """
 
 from __future__ import annotations
@@ -108,12 +109,11 @@ def _least_squares(total: Array, square: Array, product: Array, mean: Array) -> 
 
 
 def preference(prior: Array, credit: Array, speed: Array, smallest: float) -> Array:
-    """Preference rho_k, proportional to mu_k (h_k (1 - h_k))^s (-dL_k/dn), with a floor.
+    """Preference rho_k, proportional to mu_k h_k^s (-dL_k/dn), with a floor.
 
-    As in the authors' code, the floor applies to rho, and the factor 1 - h_k lowers the preference
-    of a domain with most of the credit. Floors that could take up more than half of the weight are
-    lowered to 1 / (2 K) (assumed: the paper has K = 22). If no loss falls, the preference is the
-    prior.
+    As in the authors' code, the floor applies to rho. Floors that could take up more than half of
+    the weight are lowered to 1 / (2 K) (assumed: the paper has K = 22). If no loss falls, the
+    preference is the prior.
 
     Args:
         prior: mu, the mixture at the start, [K], summing to 1.
@@ -124,8 +124,7 @@ def preference(prior: Array, credit: Array, speed: Array, smallest: float) -> Ar
     Returns:
         rho, [K], summing to 1.
     """
-    others = np.maximum(1 - credit, 0.0)  # rounding can raise a credit above 1
-    preferred = prior * (credit * others) ** CREDIT_EXPONENT * speed
+    preferred = prior * credit**CREDIT_EXPONENT * speed
     total = preferred.sum()
     preferred = preferred / total if total > 0 else prior
     preferred = np.maximum(preferred, min(smallest, 1 / (2 * len(prior))))

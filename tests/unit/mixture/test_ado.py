@@ -22,15 +22,18 @@ def test_updates_by_hand():
     prior, speed = np.array([0.75, 0.25]), np.array([1.0, 4.0])
     laws = ScalingLaws(np.array([2.0, 0.0]), np.array([6.0, 8.0]), np.array([0.5, 0.25]))
     np.testing.assert_allclose(laws.learning_speed(16.0), [0.5 * 1.5 / 16, 0.25 * 4 / 16])
-    # mu (h (1 - h))^s speed = 0.2 * 0.5 * 1, 0.5 * 0.4 * 2 and 0.3 * 0.21^0.5 * 3
+    # mu h^s speed = 0.2 * 0.8 * 1, 0.5 * 0.4 * 2 and 0.3 * 0.2^0.5 * 3
     preferred = preference(
-        np.array([0.2, 0.5, 0.3]), np.array([0.5, 0.2, 0.3]), np.array([1.0, 2, 3]), 0.01
+        np.array([0.2, 0.5, 0.3]), np.array([0.64, 0.16, 0.2]), np.array([1.0, 2, 3]), 0.01
     )
-    expected = np.array([0.1, 0.4, 0.9 * 0.21**0.5])
+    expected = np.array([0.16, 0.4, 0.9 * 0.2**0.5])
     np.testing.assert_allclose(preferred, expected / expected.sum())
-    # The credit of two domains cancels out: 0.75 * 1 and 0.25 * 4
+    # 0.75 * 0.6 * 1 and 0.25 * 0.8 * 4
     preferred = preference(prior, np.array([0.36, 0.64]), speed, 0.01)
-    np.testing.assert_allclose(preferred, np.array([0.75, 1]) / 1.75)
+    np.testing.assert_allclose(preferred, np.array([0.45, 0.8]) / 1.25)
+    # A domain with all of the credit keeps its preference.
+    alone = preference(np.array([0.5, 0.5]), np.array([1.0, 0.0]), speed, 0.01)
+    np.testing.assert_allclose(alone, np.array([1.0, 0.01]) / 1.01)
     np.testing.assert_allclose(preference(prior, prior, np.array([0.0, 1.0]), 0.01)[0], 0.01 / 1.01)
     np.testing.assert_allclose(preference(prior, prior, np.zeros(2), 0.01), prior)
     # With the same preference, one update after two steps equals two updates.
