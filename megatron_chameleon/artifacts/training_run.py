@@ -139,7 +139,7 @@ class _Metrics:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, each with a ``step``.
+    """The records of a metrics file, each with a ``step``, with the names of this release.
 
     Damaged lines are skipped, with one :class:`MetricsWarning` at the end. A last line truncated by
     a crash is skipped silently.
@@ -154,7 +154,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if record := _parsed(line):
-                    yield record
+                    yield _with_new_names(record)
                 elif line.endswith(b"\n"):
                     damaged.append(number)
     except OSError as error:
@@ -193,3 +193,19 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # ValidationError is a ValueError
         return None
     return record
+
+
+_NEW_NAMES = {"drawn": "sampled_tokens", "domain_tokens_drawn": "domain_tokens_sampled"}
+_NEW_NAMES_OF_COUNTS = {"asked": "target", "got": "actual"}
+
+
+def _with_new_names(record: dict[str, Any]) -> dict[str, Any]:
+    """Rename the fields that earlier releases named differently."""
+    if isinstance(domains := record.get("drawn"), dict):
+        counts = {
+            name: {_NEW_NAMES_OF_COUNTS.get(key, key): value for key, value in old.items()}
+            for name, old in domains.items()
+            if isinstance(old, dict)
+        }
+        record = {**record, "drawn": counts}
+    return {_NEW_NAMES.get(key, key): value for key, value in record.items()}

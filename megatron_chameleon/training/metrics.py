@@ -48,7 +48,7 @@ class Interval:
         loss: mean loss of the steps that were not skipped; NaN if all were skipped.
         domain_loss: mean loss of each domain in these steps.
         domain_tokens: each domain's tokens with a loss, excluding skipped steps.
-        domain_tokens_drawn: each domain's sampled tokens, including skipped steps.
+        domain_tokens_sampled: each domain's sampled tokens, including skipped steps.
         grad_norm: gradient norm of the last step that was not skipped.
         tokens_per_second: tokens sampled per second, over all ranks.
         memory_bytes: largest memory of any rank, as measured by :func:`memory_bytes`.
@@ -57,7 +57,7 @@ class Interval:
     loss: float
     domain_loss: dict[str, float]
     domain_tokens: dict[str, int]
-    domain_tokens_drawn: dict[str, int]
+    domain_tokens_sampled: dict[str, int]
     grad_norm: float
     tokens_per_second: float
     memory_bytes: int
@@ -86,7 +86,7 @@ class IntervalMeter:
             loss=sum(losses) / sum(tokens) if any(tokens) else math.nan,
             domain_loss=mean_losses(self._names, losses, tokens),
             domain_tokens=self._counts(tokens),
-            domain_tokens_drawn=self._counts(sampled),
+            domain_tokens_sampled=self._counts(sampled),
             grad_norm=self._grad_norm,
             tokens_per_second=sum(sampled) / seconds,
             memory_bytes=most_memory_bytes(self._layout.device),

@@ -169,7 +169,7 @@ class RunRecords:
     def read_meter(self) -> Interval:
         """Return the measurements since the last call. Collective."""
         interval = self.meter.read()
-        self._sampled.update(interval.domain_tokens_drawn)
+        self._sampled.update(interval.domain_tokens_sampled)
         self._logged_step = self.step
         return interval
 
@@ -203,8 +203,8 @@ class RunRecords:
             "tflops_per_second_per_device": tflops,
             **({"mfu": mfu} if mfu is not None else {}),
             **({"hook": hook} if hook else {}),
-            "drawn": {
-                name: {"asked": round(d.target), "got": d.actual, "epochs": round(d.epochs, 4)}
+            "sampled_tokens": {
+                name: {"target": round(d.target), "actual": d.actual, "epochs": round(d.epochs, 4)}
                 for name, d in self.sampled().items()
             },
             "phase_seconds": phase_seconds,

@@ -57,7 +57,7 @@ def test_online_weights_equal_those_of_one_rank(results, run):
     np.testing.assert_allclose(weights, expected_weights, atol=TOLERANCE)
     lines, wanted = results.metrics(run), results.metrics(one)
     assert_near(series(lines), series(wanted), cases.TRAIN_ITERS)
-    sampled = [[line["domain_tokens_drawn"] for line in each] for each in (lines, wanted)]
+    sampled = [[line["domain_tokens_sampled"] for line in each] for each in (lines, wanted)]
     assert sampled[0] == sampled[1]
     if run in cases.ONLINE:
         assert found.cost.flops == expected.cost.flops

@@ -99,7 +99,7 @@ def test_same_layout_resumes_bit_identically(results, name):
 def test_any_layout_resumes_as_if_never_interrupted(results, name):
     origin, case = cases.RESUMED[name]
     for before, after in zip(results.metrics(origin), results.metrics(name), strict=True):
-        for field in ("step", "tokens", "domain_tokens", "drawn", "lr"):
+        for field in ("step", "tokens", "domain_tokens", "sampled_tokens", "lr"):
             assert after[field] == before[field]
         assert after["loss"] == pytest.approx(before["loss"], rel=0, abs=LOSS_ROUNDING)
         assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=NORM_ROUNDING)
@@ -189,7 +189,7 @@ def test_nan_gradient_on_one_rank_skips_the_step_on_all_ranks(results, name):
     steps = cases.BAD_STEPS[-1] + 1, TRAIN_ITERS
     assert checkpoint_folders(run.root) == [step_folder(run.root, step) for step in steps]
     for one, other in zip(results.metrics("one-bad"), lines, strict=True):
-        assert (other["drawn"], other["lr"]) == (one["drawn"], one["lr"])
+        assert (other["sampled_tokens"], other["lr"]) == (one["drawn"], one["lr"])
         losses, expected = other.get("validation_loss", {}), one.get("validation_loss", {})
         assert losses == pytest.approx(expected, rel=0, abs=1e-5)
         if other["step"] in cases.BAD_STEPS:

@@ -90,7 +90,7 @@ def phases_of(run_dir):
 
 def figures_of(run_dir):
     return [
-        (line["loss"], line["grad_norm"], line["domain_tokens_drawn"], line.get("hook"))
+        (line["loss"], line["grad_norm"], line["domain_tokens_sampled"], line.get("hook"))
         for line in TrainingRun.load(run_dir).metrics()
     ]
 

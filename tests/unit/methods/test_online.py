@@ -84,7 +84,7 @@ def weights_of(run):
 
 
 def figures_of(run):
-    return [(line["loss"], line["domain_tokens_drawn"], line["hook"]) for line in run.metrics()]
+    return [(line["loss"], line["domain_tokens_sampled"], line["hook"]) for line in run.metrics()]
 
 
 def kill(_model):

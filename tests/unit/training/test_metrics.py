@@ -23,7 +23,7 @@ from tests.full_disk import largest_file_size
 FIGURES = {
     "loss": 3.5,
     "domain_loss": {"news": 3.25, "ü": math.nan},
-    "drawn": {"news": {"got": 7, "asked": 8}},
+    "sampled_tokens": {"news": {"actual": 7, "target": 8}},
     "skipped": [{"step": 3, "reason": "the loss is nan", "domain_loss": {"a": math.inf}}],
 }
 
@@ -44,7 +44,7 @@ def test_interval_sums_its_steps(one_rank):
     assert interval.loss == pytest.approx(24 / 8)
     assert interval.domain_loss == pytest.approx({"a": 10 / 4, "c": 14 / 4})
     assert interval.domain_tokens == {"a": 4, "c": 4}
-    assert interval.domain_tokens_drawn == {"a": 8, "b": 4, "c": 4}
+    assert interval.domain_tokens_sampled == {"a": 8, "b": 4, "c": 4}
     assert interval.grad_norm == 0.25
     assert math.isnan(meter.read().loss)
 

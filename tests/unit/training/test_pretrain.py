@@ -278,7 +278,7 @@ def test_prefetch_follows_the_mixture_of_the_hook(pretrain_options, tmp_path, mo
     assert chunks == [[8, 4], [4]]  # a step has two micro-batches
     assert losses(plain.run_dir) == losses(ahead.run_dir)
     sampled, again = (
-        [line["domain_tokens_drawn"] for line in metrics(options.run_dir).values()]
+        [line["domain_tokens_sampled"] for line in metrics(options.run_dir).values()]
         for options in (plain, ahead)
     )
     assert sampled == again

@@ -140,7 +140,9 @@ def changing(*changes):
 def test_mixture_change_is_recorded_exactly(changed_run, corpus):
     records = metrics(changed_run / "run").values()
     # Masked tokens are counted as sampled tokens.
-    assert [{n: d["got"] // 32 for n, d in record["drawn"].items()} for record in records] == [
+    assert [
+        {n: d["actual"] // 32 for n, d in record["sampled_tokens"].items()} for record in records
+    ] == [
         {"news": 5, "code": 5, "poems": 6},
         {"news": 8, "code": 8, "poems": 8},
         {"news": 8, "code": 8, "poems": 16},

@@ -38,7 +38,7 @@ def test_infinite_gradient_in_the_last_step_is_skipped(
     # The losses are those of step 5 only, but data and learning rate also advance in step 6.
     assert records[6]["loss"] != expected[6]["loss"]
     assert sum(records[6]["domain_tokens"].values()) == 8 * 32
-    assert sum(records[6]["domain_tokens_drawn"].values()) == 2 * 8 * 32
+    assert sum(records[6]["domain_tokens_sampled"].values()) == 2 * 8 * 32
     assert records[6]["lr"] == expected[6]["lr"]
     assert all(torch.isfinite(weight).all() for weight in weights_at(run_dir, 6).values())
     assert record_at(run_dir, 6).hash != record_at(finished_run, 6).hash
