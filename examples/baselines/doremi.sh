@@ -4,17 +4,19 @@
 #
 #   bash examples/baselines/doremi.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/doremi.sh      # smoke test on 2 CPU ranks
-#   bash examples/baselines/doremi.sh -- --doremi-variant fork
+#   DOREMI_VARIANT=original bash examples/baselines/doremi.sh
 #   bash examples/baselines/doremi.sh -- --reference runs/slimpajama/2-proxy/82m-seed1
 #
-# The variant sets step size and smoothing: 1 and 1e-3 for 'original', as in DoReMi's paper and
-# launch script (the default in DoReMi's code is 1e-4), 0.1 and 0 for 'fork'; --doremi-eta and
+# The variant is 'fork', the DoReMi of DoGE's repository, to which Chameleon's repository points for
+# its baselines. It sets step size and smoothing: 0.1 and 0 for 'fork', 1 and 1e-3 for 'original', as
+# in DoReMi's paper and launch script (the default in DoReMi's code is 1e-4); --doremi-eta and
 # --doremi-eps override both. The reference uses uniform weights (--reference-mixture), which is
 # assumed from the baselines' code; --reference reuses a finished run.
 #
 # The same command resumes after an interruption. The runs are in RUN/4-mixture/doremi.
 #
 #   SIZE         model size of reference and proxy (82m)
+#   DOREMI_VARIANT  value of --doremi-variant (fork)
 #   RUN          folder of the experiment (runs/slimpajama)
 #   CORPUS       output of preprocess_data (RUN/1-corpus)
 set -euo pipefail
@@ -22,9 +24,10 @@ SIZE=${SIZE:-82m}
 source "$(dirname "$0")/../launch.sh"
 RUN=${RUN:-runs/slimpajama}
 CORPUS=${CORPUS:-$RUN/1-corpus}
+DOREMI_VARIANT=${DOREMI_VARIANT:-fork}
 
 DOREMI=(
-  --doremi-variant original    # assumed: DoReMi's paper and code; the baselines' code is 'fork'
+  --doremi-variant "$DOREMI_VARIANT"   # assumed: 'fork' is the baselines' code
 )
 choose proxy slimpajama_627b.sh
 if [ "$SIZE" != tiny ]; then

@@ -25,6 +25,12 @@ class DoremiRecipe:
         ceiling: upper clipping bound; None for no limit.
         clip_tokens: clip the excess loss of each token, not the mean of a domain.
         count_first: include the initial weights in the running mean.
+        domain_means: the loss of a batch is the sum over domains of the weight times the domain's
+            mean loss (:func:`domain_mean_weights`); otherwise a weighted mean over tokens that
+            corrects for sampling (:func:`token_weights`).
+        first_excess: excess loss of a domain before it is first sampled, in nats; None for ln V
+            with V tokens in the vocabulary, the loss of a model that predicts all tokens with equal
+            probability.
 
     Raises:
         ValueError: if the ceiling is not above the floor.
@@ -36,6 +42,8 @@ class DoremiRecipe:
     ceiling: float | None = None
     clip_tokens: bool = True
     count_first: bool = True
+    domain_means: bool = False
+    first_excess: float | None = None
 
     def __post_init__(self) -> None:
         if self.ceiling is not None and not self.floor < self.ceiling:
@@ -46,11 +54,17 @@ class DoremiRecipe:
 
 RECIPES = {
     "original": DoremiRecipe(),
-    "fork": DoremiRecipe(eta=0.1, eps=0.0, clip_tokens=False, count_first=False),
+    "fork": DoremiRecipe(
+        eta=0.1,
+        eps=0.0,
+        clip_tokens=False,
+        count_first=False,
+        domain_means=True,
+        first_excess=0.0,
+    ),
 }
-"""``original`` is the authors' code with the values of its launch script. ``fork`` is the
-third-party implementation that Chameleon's authors use as their baseline: it clips domain means,
-and takes small steps without smoothing."""
+"""``original`` is the authors' code with the values of its launch script. ``fork`` is the DoReMi of
+DoGE's repository, from which Chameleon's authors take their baselines."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +80,10 @@ class DoremiState(WeightState):
 
     @classmethod
     def first(cls, num_domains: int, vocab_size: int, recipe: DoremiRecipe) -> DoremiState:
-        """Return the initial state: uniform weights, and an excess of ln V for V tokens.
-
-        A model that predicts all tokens of the vocabulary with equal probability has the loss ln V.
-        """
+        """Return the initial state: uniform weights, and the recipe's ``first_excess``."""
         uniform = np.full(num_domains, 1.0 / num_domains)
-        excess = np.full(num_domains, math.log(vocab_size))
+        first = math.log(vocab_size) if recipe.first_excess is None else recipe.first_excess
+        excess = np.full(num_domains, first)
         return cls(np.log(uniform), uniform, int(recipe.count_first), 0.0, excess)
 
     def after(self, excess_sums: Array, tokens: Array, recipe: DoremiRecipe) -> DoremiState:
@@ -121,3 +133,20 @@ def token_weights(log_weights: Array, sampling: Array, tokens: Array) -> Array:
         weights[present] = np.exp(logits - logits.max())
         weights *= tokens.sum() / (weights @ tokens)
     return weights
+
+
+def domain_mean_weights(weights: Array, tokens: Array) -> Array:
+    """Compute the weight w of each domain's token losses l for the loss sum(alpha_i mean_i(l)).
+
+    The batch loss is sum(w l) divided by the number of tokens. alpha is not rescaled if domains are
+    absent, and not divided by the sampling rates.
+
+    Args:
+        weights: alpha, [k] float64.
+        tokens: [k] tokens of each domain in the global batch.
+
+    Returns:
+        [k] float64; 0 for domains without a token.
+    """
+    present = tokens > 0
+    return np.where(present, weights * tokens.sum() / np.where(present, tokens, 1.0), 0.0)

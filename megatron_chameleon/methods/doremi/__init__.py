@@ -23,9 +23,10 @@ class DoremiRule(CheckedOptions):
     """DoReMi's update of the weights by excess losses of the proxy over its reference."""
 
     doremi_variant: Literal["original", "fork"] = "original"
-    """'original': the authors' code. 'fork': the third-party code of Chameleon's baseline. 'fork'
-    clips the mean excess loss of a domain instead of the excess loss of each token, takes small
-    steps without smoothing, and excludes the initial weights from the mean."""
+    """'original': the authors' code. 'fork': the DoReMi of DoGE's repository, to which Chameleon's
+    repository points. 'fork' clips the mean excess loss of a domain instead of the excess loss of
+    each token, takes small steps without smoothing, weights the mean losses of the domains instead
+    of token losses, and excludes the initial weights from the mean."""
     doremi_eta: Positive | None = None
     """Step size of the weights (original: 1, fork: 0.1)."""
     doremi_eps: BelowOne | None = None

@@ -30,7 +30,12 @@ from megatron_chameleon.methods.proxy import (
     train_proxy,
     training_options,
 )
-from megatron_chameleon.mixture.doremi import DoremiRecipe, DoremiState, token_weights
+from megatron_chameleon.mixture.doremi import (
+    DoremiRecipe,
+    DoremiState,
+    domain_mean_weights,
+    token_weights,
+)
 from megatron_chameleon.mixture.weights import natural_weights
 from megatron_chameleon.model.config import name_of
 from megatron_chameleon.model.flops import paper_flops
@@ -125,8 +130,16 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
                     f"finite on '{self.names[int(finite.argmin())]}'; use another reference, for "
                     "example one that was trained with a lower --lr"
                 )
-        weights = token_weights(self.state.log_weights, self._sampling, tokens)
+        if recipe.domain_means:
+            weights = domain_mean_weights(self.state.weights, tokens)
+        else:
+            weights = token_weights(self.state.log_weights, self._sampling, tokens)
         return to_device(torch.from_numpy(weights), sums.device)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state``; states of earlier releases lack two fields of the rule."""
+        rule = {"domain_means": False, "first_excess": None, **state.get("rule", {})}
+        super().load_state_dict({**state, "rule": rule})
 
     def metrics(self) -> dict[str, Any]:
         """Weights after the last step, their mean, and excess losses in nats per token."""

@@ -268,6 +268,15 @@ def test_a_damaged_state_is_an_error(copied, options, damage):
         compute(options())
 
 
+@of_doremi
+def test_a_state_without_the_latest_fields_is_one_of_the_original(copied, options):
+    rule = dict(state_of(copied)["rule"])
+    assert (rule.pop("domain_means"), rule.pop("first_excess")) == (False, None)
+    edit_state(copied, rule=rule)
+    compute(options())
+    assert copied.exists()
+
+
 @for_method(
     ("name", "changes", "problem"),
     [
@@ -360,8 +369,7 @@ class Checked(ExcessLossReweighting):
         losses_of_proxy = batch.token_losses()
         weights = super().loss_weights(batch)
         tokens: list[list[float]] = [[], [], []]
-        weighed = [0.0, 0.0]
-        alpha = self.state.weights
+        of_proxy: list[list[float]] = [[], [], []]
         for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True):
             reference = self.reader.token_losses(part["tokens"], part["labels"])
             assert reference is not None
@@ -370,8 +378,7 @@ class Checked(ExcessLossReweighting):
                     if part["loss_mask"][row, column]:
                         proxy = float(losses[row, column])
                         tokens[domain].append(proxy - float(reference[row, column]))
-                        weighed[0] += alpha[domain] * proxy
-                        weighed[1] += alpha[domain]
+                        of_proxy[domain].append(proxy)
         present = [domain for domain in range(3) if tokens[domain]]
         clipped_tokens = [np.mean([self.clipped(x) for x in tokens[d]]) for d in present]
         clipped_means = [self.clipped(float(np.mean(tokens[d]))) for d in present]
@@ -381,12 +388,18 @@ class Checked(ExcessLossReweighting):
         np.testing.assert_allclose(self.state.excess[present], expected, rtol=1e-4, atol=1e-6)
         Checked.apart = max(Checked.apart, float(np.abs(np.subtract(expected, other)).max()))
         Checked.highest = max(Checked.highest, max(max(part, default=0.0) for part in tokens))
+        # Domains are sampled uniformly, so the original weights tokens by alpha.
+        alpha, counts = self.state.weights, np.array([len(part) for part in tokens])
+        each = [alpha[d] * np.sum(of_proxy[d]) for d in range(3)]
+        wanted = np.sum(each) / (alpha @ counts)
+        if self._recipe.domain_means:
+            wanted = sum(alpha[d] * np.mean(of_proxy[d]) for d in present)
         # The step's loss is the sum of the weighted token losses, divided by the number of tokens.
         total = sum(
             float((weights[part["domain"]][:, None] * losses * part["loss_mask"]).sum())
             for part, losses in zip(batch.micro_batches, losses_of_proxy, strict=True)
         )
-        assert total / sum(map(len, tokens)) == pytest.approx(weighed[0] / weighed[1], rel=1e-5)
+        assert total / counts.sum() == pytest.approx(wanted, rel=1e-5)
         Checked.steps += 1
         return weights
 

@@ -20,6 +20,7 @@ from megatron_chameleon.mixture.doremi import (
     RECIPES,
     DoremiRecipe,
     DoremiState,
+    domain_mean_weights,
     token_weights,
 )
 from megatron_chameleon.mixture.exponentiated import LOWEST_LOG
@@ -52,11 +53,12 @@ def plain_variant(batches, fork):
 
     Args:
         batches: for each step, the excess losses of the tokens of each domain.
-        fork: clip domain means at 0, take steps of 0.1, and average without the first weights.
-            Otherwise clip tokens at 0, take steps of 1, and smooth with 0.1% of uniform weights.
+        fork: clip domain means at 0, start with excess losses of 0, take steps of 0.1, and average
+            without the first weights. Otherwise clip tokens at 0, start with ln V, take steps of 1,
+            and smooth with 0.1% of uniform weights.
     """
     k = len(batches[0])
-    alpha, last, seen = [1 / k] * k, [math.log(100)] * k, []
+    alpha, last, seen = [1 / k] * k, [0.0 if fork else math.log(100)] * k, []
     for batch in batches:
         for i, tokens in enumerate(batch):
             if len(tokens) and fork:
@@ -96,6 +98,21 @@ def test_token_weights_are_right_for_absent_domains_and_tiny_weights():
     log_weights = np.array([0.0, -2000.0, -2000.0 - math.log(2)])  # their exponentials underflow
     weights = token_weights(log_weights, sampling, np.array([0.0, 2.0, 2.0]))
     assert_allclose(weights, [0.0, 4 / 3, 2 / 3])
+
+
+def test_the_fork_weights_mean_losses_without_renormalization():
+    """0.7 / 6, absent, and 0.1 / 3 per token, times 9 tokens."""
+    weights = domain_mean_weights(np.array([0.7, 0.2, 0.1]), np.array([6.0, 0.0, 3.0]))
+    assert_allclose(weights, [1.05, 0.0, 0.3])
+    losses = np.array([2.0] * 6 + [5.0] * 3)
+    assert weights[[0] * 6 + [2] * 3] @ losses / 9 == pytest.approx(0.7 * 2 + 0.1 * 5)
+
+
+def test_an_absent_domain_of_the_fork_starts_with_no_excess():
+    """Domain 0 has an excess of 2 nats; 0.1 * 2 raises its weight by e^0.2 over the absent one."""
+    state = advanced(DoremiState.first(2, 100, RECIPES["fork"]), [2, 0], [1, 0], RECIPES["fork"])
+    assert_allclose(state.excess, [2.0, 0.0])
+    assert state.weights[0] / state.weights[1] == pytest.approx(math.exp(0.2))
 
 
 def everything(k):
