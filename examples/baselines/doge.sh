@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Compute DoGE's mixture of SlimPajama, a baseline of Chameleon's paper (section "Experimental
-# setup"), with an 82M proxy of 10,000 steps; all domains are targets.
+# setup"), with an 82M proxy of 10,000 steps. The target is held-out text of all domains, as in
+# DoGE's code (assumed); '-- --algorithm paper' selects the algorithm of DoGE's paper.
 #
 #   bash examples/baselines/doge.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/doge.sh      # smoke test on 2 CPU ranks

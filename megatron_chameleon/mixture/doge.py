@@ -2,7 +2,8 @@
 
 Fan, Pagliardini, Jaggi: DoGE, ICML 2024, Algorithm 1 and the authors' code. Norms, clipping
 and alignment all follow from the inner products of the gradients, so the gradients themselves are
-not needed.
+not needed. A mix of held-out text, the target of the authors' code for universal generalization, is
+one more domain that is not trained on.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ def gradient_weights(
     """Compute the weights [k] of the domains' gradients in the gradient of the step.
 
     A weight is alpha_i times the domain's clipping factor, where the alphas of the present domains
-    are scaled to sum to 1. For an absent domain, the authors' code reuses its last gradient;
-    this code does not, since it would need a stored gradient per domain.
+    are scaled to sum to 1. In the authors' code, they are not scaled, so that the gradient of a
+    step with an absent domain is smaller.
 
     Args:
         state: state of the weights after the step's update of alpha.

@@ -34,7 +34,7 @@ class DomainGradients:
 
     Args:
         model: this rank's chunks, wrapped for data parallelism.
-        num_domains: number of domains (k).
+        num_domains: number of domains (k), including the target of a hook, if it has one.
 
     Attributes:
         domain_tokens: [k] float64, tokens with a loss per domain in the global batch.

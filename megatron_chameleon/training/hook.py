@@ -49,12 +49,16 @@ class TrainingHook:
         mixture_interval: steps between two calls of :meth:`new_mixture`; 0 if it is not called.
             A positive value requires a sample order that allows mixture changes (``--permutation
             epoch`` or feistel).
+        target_batch_size: samples of a target in each step, read by :meth:`target_batch`, for hooks
+            that combine gradients; 0 without a target. The target is one more domain, the last, of
+            the gradients. It is not part of the global batch.
         flops: floating-point operations of the hook, in addition to training, since the process
             started.
     """
 
     combines_gradients: bool = False
     mixture_interval: int = 0
+    target_batch_size: int = 0
 
     def __init__(self) -> None:
         self.flops = 0.0
@@ -82,10 +86,18 @@ class TrainingHook:
         ``gradients.learning_rate`` is the learning rate of the update that follows.
 
         Returns:
-            [k] weights of the gradients in the update; by default the domains' shares of the
-            batch's tokens, which yield the standard gradient.
+            [k] weights of the gradients in the update, [k + 1] with a target; by default the
+            domains' shares of the batch's tokens, which yield the standard gradient.
         """
         return gradients.domain_tokens / gradients.domain_tokens.sum().clamp(min=1.0)
+
+    def target_batch(self, indices: Sequence[int]) -> Batch:
+        """Read samples of the target, stacked; with ``target_batch_size`` only.
+
+        Step t reads the samples t * ``target_batch_size`` to (t + 1) * ``target_batch_size`` - 1 in
+        every layout. Each data-parallel rank reads some of them.
+        """
+        raise NotImplementedError
 
     def end_step(self, step: int, losses: Array, tokens: Array) -> None:
         """Read the training losses of a step; called after each step that updated the model.
@@ -255,8 +267,8 @@ class HookRunner:
     """Call a hook at each step, and compute the step's gradient with the hook's weights.
 
     Args:
-        hook: the training hook. If it combines gradients, buffers for one gradient per domain are
-            allocated here.
+        hook: the training hook. If it combines gradients, buffers for one gradient per domain, and
+            for that of its target, are allocated here.
         passes: passes of the trained model, built with ``per_token_loss`` if the hook combines
             gradients.
         config: the trained model.
@@ -271,7 +283,8 @@ class HookRunner:
         self._model: Sequence[DistributedDataParallel] = passes.model
         self._gradients: DomainGradients | None = None
         if hook.combines_gradients:
-            self._gradients = DomainGradients(self._model, passes.num_domains)
+            count = passes.num_domains + int(hook.target_batch_size > 0)
+            self._gradients = DomainGradients(self._model, count)
         self._acts_within_steps = (
             hook.combines_gradients or type(hook).loss_weights is not TrainingHook.loss_weights
         )
@@ -311,6 +324,7 @@ class HookRunner:
         weights = self._hook.loss_weights(batch)
         if self._gradients is None:
             return self._passes.forward_backward(iter(micro_batches), loss_weights=weights)
+        batch = self._with_target(batch)
         self._gradients.start_batch(batch.domain_tokens, learning_rate)
         return self._combine_gradients(batch, weights, self._gradients)
 
@@ -345,6 +359,23 @@ class HookRunner:
         copy: dict[str, Any] = json.loads(json.dumps(self._hook.state_dict(), allow_nan=False))
         return copy
 
+    def _with_target(self, batch: GlobalBatch) -> GlobalBatch:
+        """Append this rank's samples of the hook's target to ``batch``, as one more domain."""
+        size, layout, number = self._hook.target_batch_size, self._layout, batch.num_domains
+        if not size:
+            return batch
+        first, device = batch.step * size, batch.micro_batches[0]["tokens"].device
+        mine = range(first + layout.data_rank, first + size, layout.data_size)
+        target: list[Batch] = []
+        if mine:  # fewer samples than data-parallel ranks leave some ranks without one
+            read = self._hook.target_batch(mine)
+            read["domain"] = torch.full_like(read["domain"], number)
+            target = [{name: to_device(part, device) for name, part in read.items()}]
+        passes = dataclasses.replace(self._passes, num_domains=number + 1)
+        return dataclasses.replace(
+            batch, micro_batches=[*batch.micro_batches, *target], passes=passes
+        )
+
     def _combine_gradients(
         self, batch: GlobalBatch, loss_weights: torch.Tensor | None, gradients: DomainGradients
     ) -> torch.Tensor:
@@ -363,19 +394,21 @@ class HookRunner:
             rounds=stages if len(self._model) > 1 else 1,  # stages are interleaved
         )
         sums = torch.zeros(batch.num_domains, 3, dtype=torch.float64, device=self._passes.device)
-        padding = torch.zeros(1, dtype=torch.int64, device=self._passes.device)
+        # Samples that are not in the global batch: padding and the target's.
+        extra = torch.zeros(1, dtype=torch.int64, device=self._passes.device)
+        num_domains = self._passes.num_domains
         for domain, own in by_domain.items():
             for chunk in self._model:
                 chunk.zero_grad_buffer()
             sizes = [len(part["domain"]) for part in own]
-            sums += self._passes.forward_backward(iter(own), len(own), loss_weights, sizes[0])
+            sums += batch.passes.forward_backward(iter(own), len(own), loss_weights, sizes[0])
             gradients.keep(domain)
-            padding += sum(sizes) - len(rows[domain])
+            extra += sum(sizes) - (len(rows[domain]) if domain < num_domains else 0)
         gradients.combine(self._hook.gradient_weights(gradients))
         length = self._passes.shape.seq_length
-        padded = int(sum_over_ranks(padding, self._layout)) * length
-        self._hook.flops += training_flops(self._config, padded, length)
+        computed = int(sum_over_ranks(extra, self._layout)) * length
+        self._hook.flops += training_flops(self._config, computed, length)
         if self._layout.is_last_stage:  # exclude padding samples from the sampled tokens
             sampled = torch.tensor([len(own) * length for own in rows])
             sums[:, 2] = to_device(sampled, self._passes.device)
-        return sums
+        return sums[:num_domains]

@@ -6,7 +6,7 @@ Fan, Pagliardini, Jaggi: DoGE, ICML 2024.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.method import Method
@@ -16,8 +16,11 @@ from megatron_chameleon.ranges import BelowOne, CheckedOptions, NonNegative, Pos
 if TYPE_CHECKING:
     from megatron_chameleon.mixture.doge import DogeRecipe
 
-# The paper's values of mu: for a target that is trained on, and for a target that is not.
+# The authors' values of mu: for held-out text of all domains or a target that is trained on, and
+# for other targets.
 MU, MU_OUT_OF_DOMAIN = 0.01, 0.05
+HELD_OUT: Literal["held-out"] = "held-out"
+PAPER: Literal["paper"] = "paper"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class DogeRule(CheckedOptions):
 
     doge_mu: Positive | None = None
     """Strength of the regularization towards the previous weights: smaller values allow larger
-    steps (default as in the paper: 0.01, or 0.05 with a --target that is not trained on)."""
+    steps (default as in the authors' code: 0.01; 0.05 with a --target that is not trained on)."""
     doge_eps: BelowOne = 0.0
     """Smoothing: share of the uniform distribution mixed into the weights after each step; above 0,
     no domain drops out (paper: 0)."""
@@ -65,6 +68,11 @@ class DogeOptions(ProxyMethodOptions):
     when it is run again.
     """
 
+    algorithm: Literal["held-out", "paper"] | None = None
+    """Gradient with which the domains' gradients are aligned. 'held-out' (the default without
+    --target) is the authors' configuration for all domains: the gradient of the mean loss of
+    held-out text, in equal parts of each domain. 'paper' (always with --target) is Algorithm 1: the
+    sum of the target domains' gradients on the training batch."""
     target: str | None = None
     """Target domains of the corpus, such as a,b. Target domains are sampled like other domains, but
     are not trained on and get no weight. By default all domains are the target, and all are trained
@@ -78,6 +86,16 @@ class DogeOptions(ProxyMethodOptions):
         super().__post_init__()
         if self.train_on_target and self.target is None:
             raise UserError("--train-on-target requires --target; leave it out, or add --target")
+        if self.algorithm == HELD_OUT and self.target is not None:
+            raise UserError(
+                f"--algorithm {HELD_OUT}: its target is all domains; leave out --target "
+                f"{self.target}, or pass --algorithm {PAPER}"
+            )
+
+    @property
+    def uses_held_out(self) -> bool:
+        """Whether the target is held-out text of all domains."""
+        return self.algorithm != PAPER and self.target is None
 
 
 def run(options: DogeOptions) -> int | None:
@@ -92,7 +110,7 @@ METHOD = Method(
     options=DogeOptions,
     compute=run,
     summary="a proxy's mean weights; it upweights domains whose gradients align with the target's",
-    needs="nothing besides the corpus",
+    needs="a corpus with a valid split",
     cost="one training run, whose steps take 1.7 times as long for 7 domains and 2.5 times for 17 "
     "(measured in Chameleon's paper); memory for one gradient per domain",
     good_for="a fixed set of domains; a target domain that is not trained on (--target)",

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.sampler import Batch, SampleSource
+from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.doge import MU, MU_OUT_OF_DOMAIN, DogeOptions
+from megatron_chameleon.methods.doge import HELD_OUT, MU, MU_OUT_OF_DOMAIN, PAPER, DogeOptions
 from megatron_chameleon.methods.output import by_name, epoch_limit, select_domains
 from megatron_chameleon.methods.proxy import MeanWeightsHook, ProxyMethod
 from megatron_chameleon.mixture.doge import (
@@ -26,7 +29,7 @@ from megatron_chameleon.mixture.doge import (
     gradient_weights,
 )
 from megatron_chameleon.model.flops import paper_flops
-from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.plan import TrainingPlan
 
@@ -39,19 +42,47 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
     Args:
         names: the k domains of the corpus.
         recipe: parameters of the update rule.
-        roles: which domains are trained on, and which are the target.
+        roles: which domains are trained on, and which are the target. Position k is the held-out
+            mix of all domains.
+        held_out: samples of the held-out mix, if it is the target.
+        target_batch_size: number of these samples in each step.
     """
 
     combines_gradients = True
 
-    def __init__(self, names: Sequence[str], recipe: DogeRecipe, roles: Roles) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        recipe: DogeRecipe,
+        roles: Roles,
+        held_out: SampleSource | None = None,
+        target_batch_size: int = 0,
+    ) -> None:
+        held = held_out is not None
         settings = {
             "rule": dataclasses.asdict(recipe),
+            "algorithm": HELD_OUT if held else PAPER,
             "trained_on": [names[position] for position in roles.train],
-            "target_domains": [names[position] for position in roles.target],
+            "target_domains": list(names) if held else [names[i] for i in roles.target],
         }
-        super().__init__(names, roles.train, DogeState.first(len(names), roles), settings)
-        self._recipe, self._roles = recipe, roles
+        first = DogeState.first(len(names) + int(held), roles)
+        super().__init__(names, roles.train, first, settings)
+        self._recipe, self._roles, self._held_out = recipe, roles, held_out
+        self.target_batch_size = target_batch_size
+
+    def prepare(self) -> None:
+        """Check the files of the held-out text. Collective."""
+        if isinstance(self._held_out, BlendedTokens):
+            from_main(self._held_out.open)
+
+    def target_batch(self, indices: Sequence[int]) -> Batch:
+        """Read samples of the held-out mix."""
+        assert self._held_out is not None
+        return self._held_out.batch(indices)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state``; a state without an algorithm is from before there was a choice."""
+        super().load_state_dict({"algorithm": PAPER, **state})
 
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
         """Update the domain weights by the gradients' inner products; weight the gradients by them.
@@ -60,7 +91,7 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         skips the step.
         """
         products = gradients.dot_products().cpu().numpy()
-        present, factors = gradients.present, np.ones(len(self.names))
+        present, factors = gradients.present, np.ones(len(products))
         if np.isfinite(products).all():
             factors = clip_factors(products, self._recipe.max_norm)
             self.state = self.state.after(
@@ -70,7 +101,8 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
 
     def metrics(self) -> dict[str, Any]:
         """Weights after the last step, their mean, and each domain's alignment."""
-        return {**super().metrics(), "alignment": by_name(self.names, self.state.alignment)}
+        alignment = self.state.alignment[: len(self.names)]
+        return {**super().metrics(), "alignment": by_name(self.names, alignment)}
 
 
 class Doge(ProxyMethod[DogeOptions, DogeState]):
@@ -82,7 +114,13 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         super().__init__(options)
         self.roles = roles_of(options, self.corpus)
         is_trained_on = set(self.roles.target) <= set(self.roles.train)
-        self.recipe = options.rule.resolve(MU if is_trained_on else MU_OUT_OF_DOMAIN)
+        in_domain = is_trained_on or options.uses_held_out
+        self.recipe = options.rule.resolve(MU if in_domain else MU_OUT_OF_DOMAIN)
+        self.target_batch_size = 0
+        if options.uses_held_out:
+            check_held_out(self.plan)
+            count = len(self.corpus.names)
+            self.target_batch_size = held_out_batch_size(self.run.global_batch_size, count)
         # A target that is not trained on gets no weight, so its tokens do not help to fill the
         # budget.
         trained = [self.corpus.names[position] for position in self.roles.train]
@@ -91,38 +129,93 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
 
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> GradientAlignment:
         """Construct the hook of the proxy's run."""
-        return GradientAlignment(self.corpus.names, self.recipe, self.roles)
+        size = self.target_batch_size
+        held_out = held_out_mix(plan, size) if size else None
+        return GradientAlignment(self.corpus.names, self.recipe, self.roles, held_out, size)
 
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
-        options, recipe, target = self.options, self.recipe, "all domains"
+        options, recipe, size = self.options, self.recipe, self.target_batch_size
         run, hook, inputs = self.finished()
+        target = f"{size} held-out samples per step" if size else "all domains"
         if options.target is not None:
             names = ", ".join(self.corpus.names[position] for position in self.roles.target)
             target = f"{names} ({'' if options.train_on_target else 'not '}trained on)"
+        computed = run.tokens + run.step * size * self.run.seq_length
         self.write_mean_weights(
             hook,
             hook.state.counted,
             [run],
             settings=hook.settings,
-            scores=hook.state.mean_alignment,
+            scores=hook.state.mean_alignment[: len(self.corpus.names)],
             inputs=inputs,
-            paper_flops=paper_flops(self.plan.config, trained_tokens=run.tokens),
+            paper_flops=paper_flops(self.plan.config, trained_tokens=computed),
             heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights "
             f"of {run.step:,} steps; the score is the mean alignment with the target",
             hint="use a larger --doge-mu or --doge-eps",
         )
 
 
+def held_out_batch_size(global_batch_size: int, num_domains: int) -> int:
+    """Samples of the held-out mix per step: equal parts of k domains, about B / k in total.
+
+    In the authors' code, the mix is sampled as often as a domain. Here the number is rounded so
+    that each domain has the same number of samples, at least one.
+
+    Args:
+        global_batch_size: B.
+        num_domains: k.
+    """
+    return num_domains * max(1, round(global_batch_size / num_domains**2))
+
+
+def check_held_out(plan: TrainingPlan) -> None:
+    """Check that the valid split of every domain has enough text for the held-out mix.
+
+    Raises:
+        UserError: if it is shorter than one sample.
+    """
+    assert plan.valid is not None, "a corpus has all splits"
+    length = plan.options.seq_length + 1
+    for domain in plan.valid.domains:
+        if domain.tokens < length:
+            raise UserError(
+                f"{plan.valid.where}: DoGE's target is held-out text, but the valid split of "
+                f"'{domain.name}' has {domain.tokens} tokens, fewer than one sample of {length}; "
+                "pass preprocess_data a larger valid share in --split, or use --algorithm paper"
+            )
+
+
+def held_out_mix(plan: TrainingPlan, samples_per_step: int) -> BlendedTokens:
+    """Return the samples of the held-out mix for the whole run, in order.
+
+    They are equal parts of each domain's valid split, also within each step. The order depends only
+    on the seed. Text is repeated, in another order, once all of it has been read.
+    """
+    assert plan.valid is not None, "a corpus has all splits"
+    return BlendedTokens(
+        data=plan.valid,
+        schedule=MixtureSchedule.fixed([1.0] * len(plan.valid.domains)),
+        num_samples=plan.options.train_iters * samples_per_step,
+        seq_length=plan.options.seq_length,
+        seed=plan.options.seed,
+        permutation="epoch",
+        boundaries=plan.boundaries,
+    )
+
+
 def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
     """Return the positions of the training domains and of the target domains.
+
+    The held-out mix of all k domains has position k.
 
     Raises:
         UserError: for an unknown domain, or fewer than two training domains.
     """
     everything = tuple(range(len(corpus.names)))
     if options.target is None:
-        roles = Roles(everything, everything)
+        target = (len(everything),) if options.uses_held_out else everything
+        roles = Roles(everything, target)
     else:
         named = set(select_domains(options.target, corpus.names, corpus.root, "--target"))
         target = tuple(i for i, name in enumerate(corpus.names) if name in named)

@@ -18,23 +18,26 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord, Mixture, MixtureWarning, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, step_folder
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.load import config_of, open_reader
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.doge import DogeOptions, DogeRule
-from megatron_chameleon.methods.doge.compute import Doge, GradientAlignment
+from megatron_chameleon.methods.doge.compute import Doge, GradientAlignment, held_out_mix
 from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.doremi import compute as doremi_compute
 from megatron_chameleon.methods.doremi.compute import Doremi, ExcessLossReweighting
 from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
+from megatron_chameleon.model.flops import paper_flops, training_flops
 from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.options import GuardOptions, OptimizerOptions
+from tests.random_training import random_batches
 from tests.small_corpus import DOMAINS, EOD, write_small_corpus
 from tests.unit.training.runs import before_steps, poison, run_out
 from tests.unit.training.test_hook import (
     NUM_DOMAINS,
     RATE,
+    SHAPE,
     build_passes,
     domain_mask,
     expected_gradient,
@@ -285,7 +288,7 @@ def test_a_state_without_the_latest_fields_is_one_of_the_original(copied, option
         ("doge", {"target_tokens": 9999}, "--target-tokens None, not 9999"),
         ("doremi", {"reference": None}, "DoReMi's reference"),
         ("doge", {"rule": DogeRule(doge_mu=0.3)}, "mu 0.2, not 0.3"),
-        ("doge", {"target": "news", "train_on_target": True}, r"'poems'\], not \['news'\]"),
+        ("doge", {"algorithm": "paper"}, "algorithm held-out, not paper"),
         ("doremi", HookState("GradientAlignment", {}), "GradientAlignment"),
         ("doremi", None, "no training hook"),
     ],
@@ -312,6 +315,7 @@ def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes,
         ("doge", {"target": "prose"}, "--target prose"),
         ("doge", {"target_tokens": 99}, "--target-tokens 99"),
         ("doge", {"target": "news,code"}, "--target news,code"),
+        ("doge", {"seq_length": 512}, "valid split of 'code'.*--split.*--algorithm paper"),
         ("doge", {"rule": DogeRule(doge_mu=1e-310)}, "--doge-mu"),
         ("doge", {"target": "poems", "token_budget": 19_100, "max_epochs": 1.0}, "--max-epochs 1"),
         ("doge", {"output": Path("mixture")}, "--output mixture"),
@@ -530,10 +534,96 @@ def test_a_target_is_trained_on_only_if_requested(options, train_on_target):
     )
 
 
+@of_doge
+def test_by_default_no_alignment_is_clipped_at_initialization(options, tmp_path):
+    names = [f"domain-{number}" for number in range(8)]
+    corpus = write_small_corpus(tmp_path / "corpus", names)
+    alignments = {}
+    for algorithm in (None, "paper"):
+        made = options(
+            corpus=corpus.root,
+            output=tmp_path / f"{algorithm}.json",
+            algorithm=algorithm,
+            rule=DogeRule(),
+            train_iters=1,
+            global_batch_size=64,
+            micro_batch_size=8,
+            optimizer=OptimizerOptions(lr=1e-2, lr_warmup_iters=0),
+        )
+        assert compute(made)
+        alignments[algorithm] = list(hooks_of(made.output)[0]["alignment"].values())
+    assert max(alignments[None]) < DogeRule().doge_dw_max / 2
+    # The sum over eight domains is larger than the mean, and includes each domain's own gradient.
+    assert np.mean(alignments["paper"]) > 8 * np.mean(alignments[None])
+
+
+@of_doge
+def test_held_out_samples_are_counted(found):
+    """Three of nine samples per step are held out."""
+    mixture, run = Mixture.load(found), proxy_run(found)
+    assert mixture.parameters["algorithm"] == "held-out"
+    assert mixture.parameters["target_domains"] == list(DOMAINS)
+    assert sum(domain.actual for domain in run.domain_tokens.values()) == STEPS * 6 * 32
+    config, tokens = config_of(record_of(found)), STEPS * 9 * 32
+    assert run.cost.flops == pytest.approx(training_flops(config, tokens, 32))
+    assert mixture.parameters["paper_flops"] == paper_flops(config, trained_tokens=tokens)
+
+
+@pytest.mark.parametrize(("num_domains", "batch_size", "size"), [(3, 6, 3), (7, 128, 21)])
+def test_a_step_has_equal_parts_of_held_out_text(tmp_path, num_domains, batch_size, size):
+    names = [f"domain-{number}" for number in range(num_domains)]
+    corpus = write_small_corpus(tmp_path / "corpus", names)
+    made = DogeOptions(
+        corpus=corpus.root,
+        output=tmp_path / "mixture.json",
+        proxy=ProxyOptions(model="nano", seq_length=32, global_batch_size=batch_size),
+    )
+    doge = Doge(made)
+    assert doge.target_batch_size == size
+    samples, again = held_out_mix(doge.plan, size), held_out_mix(doge.plan, size)
+    assert samples.data is doge.plan.valid
+    tokens = []
+    for step in (1999, 0, 1, 700):
+        indices = range(step * size, (step + 1) * size)
+        batch = samples.batch(indices)
+        assert batch["domain"].bincount().tolist() == [size // num_domains] * num_domains
+        tokens.append(batch["tokens"])
+        # One of three ranks reads the same samples, after other ones.
+        assert torch.equal(again.batch(indices[1::3])["tokens"], batch["tokens"][1::3])
+    assert not torch.equal(tokens[1], tokens[2])
+
+
+def test_a_state_from_before_there_was_a_choice_is_one_of_the_paper():
+    hook = GradientAlignment(NAMES, DogeRecipe(), ALL)
+    state = hook.state_dict()
+    del state["algorithm"]
+    hook.load_state_dict(state)
+    held_out = GradientAlignment(NAMES, DogeRecipe(), TOWARDS_HELD_OUT, HeldOutText(), 3)
+    with pytest.raises(UserError, match="algorithm paper, not held-out"):
+        held_out.load_state_dict(state)
+
+
 NAMES = ["a", "b", "c", "d"]
 PRESENT = (0, 1, 3)  # positions of the domains in the batch
 ALL = Roles((0, 1, 2, 3), (0, 1, 2, 3))
 TOWARDS_B = Roles((0, 2, 3), (1,))
+TOWARDS_HELD_OUT = Roles((0, 1, 2, 3), (4,))
+HELD_OUT_SIZE = 3
+
+
+class HeldOutText:
+    """Random samples, each a function of its number, with 20% of the tokens masked."""
+
+    def __len__(self):
+        return 100
+
+    def batch(self, indices):
+        assert list(indices) == [15, 16, 17]  # step 5
+        generator = torch.Generator().manual_seed(1)
+        batch = next(random_batches(100, HELD_OUT_SIZE, 16, num_domains=2))
+        batch["tokens"] = torch.randint(100, batch["tokens"].shape, generator=generator)
+        batch["loss_mask"] = (torch.rand(HELD_OUT_SIZE, 16, generator=generator) < 0.8).float()
+        return batch
 
 
 @pytest.fixture
@@ -549,18 +639,27 @@ def clipped_gradients(passes, batches, max_norm):
         tokens = sum(mask.sum() for mask in masks)
         gradient = expected_gradient(passes, batches, [mask / tokens for mask in masks]).double()
         found[domain] = gradient * min(1.0, max_norm / float(gradient.norm()))
+    # The gradient of the mean loss of the held-out samples, whatever their domains are.
+    held_out = HeldOutText().batch(range(15, 18))
+    mean = held_out["loss_mask"] / held_out["loss_mask"].sum()
+    gradient = expected_gradient(passes, [held_out], [mean]).double()
+    found[NUM_DOMAINS] = gradient * min(1.0, max_norm / float(gradient.norm()))
     zero = torch.zeros_like(found[0])
-    return torch.stack([found.get(domain, zero) for domain in range(NUM_DOMAINS)])
+    return torch.stack([found.get(domain, zero) for domain in range(NUM_DOMAINS + 1)])
 
 
-@pytest.mark.parametrize("roles", [ALL, TOWARDS_B])
+@pytest.mark.parametrize("roles", [ALL, TOWARDS_B, TOWARDS_HELD_OUT])
 @pytest.mark.parametrize("max_norm", [5.0, 0.4])
 def test_a_step_equals_the_algorithm_on_whole_gradients(
     passes, micro_batches, one_rank, roles, max_norm
 ):
     recipe = DogeRecipe(mu=0.2, dw_min=-5.0, max_norm=max_norm)
-    hook = GradientAlignment(NAMES, recipe, roles)
-    _, found = run(hook, passes, micro_batches, one_rank)
+    size = HELD_OUT_SIZE if roles is TOWARDS_HELD_OUT else 0
+    hook = GradientAlignment(NAMES, recipe, roles, HeldOutText() if size else None, size)
+    sums, found = run(hook, passes, micro_batches, one_rank)
+    assert hook.flops == training_flops(SHAPE, size * 16, 16)
+    assert sums.shape == (NUM_DOMAINS, 3)
+    assert sums[:, 2].sum() == 6 * 16  # held-out samples are not training samples
     gradients = clipped_gradients(passes, micro_batches, max_norm)
     norms = [float(gradients[i].norm()) for i in roles.train if i in PRESENT]
     assert min(norms) < 5.0  # max_norm 0.4 clips all gradients, 5 none
