@@ -277,6 +277,8 @@ DOGE = {
     "doge-one": of_model("qwen3", ONE),
     "doge-pp2": of_model("qwen3", PP2),
     "doge-tp2-dp2-sharded": of_model("qwen3", case(4, tp=2, use_distributed_optimizer=True)),
+    # One of the four ranks has none of the three held-out samples of a step.
+    "doge-dp4": of_model("qwen3", case(4)),
 }
 DOGE_AGAIN: Again = {"doge-one-to-tp2": ("doge-one", of_model("qwen3", TP2))}
 

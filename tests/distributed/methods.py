@@ -51,7 +51,7 @@ def doge(places: Places, name: str, case: Case) -> None:
         corpus=places.corpus,
         output=places.run(name) / "mixture.json",
         work_dir=places.run(name),
-        rule=DogeRule(doge_mu=0.05, doge_eps=0.01),
+        rule=DogeRule(doge_mu=0.01, doge_eps=0.01),
         proxy=proxy_options(places, name, case),
     )
     assert Doge.compute(options)

@@ -107,12 +107,12 @@ def test_doge_finds_the_weights_of_one_rank(results, name):
     assert_near(lines, wanted, cases.PROXY_ITERS, DOGE_TOLERANCE)
     if name in cases.DOGE:
         flops, plain = (proxy.cost.flops for proxy in proxies)
-        if cases.DOGE[name].parallel.pipeline_model_parallel_size == 1:
+        if name == "doge-tp2-dp2-sharded":
             assert flops == plain
-        else:  # with pipelines, FLOPs include the padding of micro-batches
-            assert plain <= flops < 1.4 * plain
-        if name == "doge-pp2":  # three samples are padded to two equal micro-batches
-            assert flops > plain
+        else:
+            # FLOPs include padding: three samples are padded to two equal micro-batches of a
+            # pipeline, and a rank without a sample of a domain computes one without a loss.
+            assert plain < flops < 1.5 * plain
 
 
 @pytest.mark.parametrize("name", others(cases.EMBEDDING))
