@@ -170,14 +170,17 @@ class OnlineOptions(CheckedOptions):
     """Smallest preference of a domain (default 0.01, as in the paper; at most 1 / (2 k) for k
     domains)."""
     aioli_steps: Count | None = None
-    """Steps with each perturbed mixture (default 10)."""
+    """Training steps with each perturbed mixture, between two measurements of the validation losses
+    (aioli, default 10: the authors' value for seven domains)."""
     aioli_sweeps: Count | None = None
-    """Perturbed mixtures per domain in each round (default 2)."""
+    """Perturbed mixtures per domain between two updates of the mixture; more of them average out
+    noise of the losses (aioli, default 2: the authors' value for seven domains)."""
     aioli_emphasis: PositiveShare | None = None
-    """Weight of one domain in each perturbed mixture (default 0.75)."""
+    """Weight of the emphasized domain in a perturbed mixture; the other domains share the rest
+    (aioli, default 0.75: the authors' value for seven domains)."""
     aioli_eta: Positive | None = None
-    """Step size of the exponentiated gradient (default 1). The defaults are the authors' for seven
-    domains."""
+    """Step size of the mixture's update: no weight exceeds its initial value by more than a factor
+    of e^eta (aioli, default 1: the authors' value for seven domains)."""
 
     def __post_init__(self) -> None:
         """Raise UserError for options that the method does not read."""

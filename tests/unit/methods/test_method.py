@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_chameleon import methods
-from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.method import find_methods
+from megatron_chameleon.methods.options import ChosenDomainsOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools/compute_mixture.py"
@@ -92,6 +93,41 @@ def test_a_method_is_added_by_one_file(tool, add_method, corpus, tmp_path):
     assert mixture.method == "longest-name"
     assert mixture.weights == pytest.approx({"news": 16 / 57, "code": 16 / 57, "poems": 25 / 57})
     assert "Weights are proportional to length^power" in tool(*argv[:2], "--help")[1]
+
+
+SHARED_CODE, PROXY_METHOD = re.findall(
+    r"^```python\n(.*?)^```",
+    (ROOT / "docs/methods/adding_a_method.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def test_the_example_of_shared_code_runs(corpus, tmp_path):
+    options = ChosenDomainsOptions(
+        corpus=corpus.root, output=tmp_path / "mixture.json", domains="news,poems"
+    )
+    exec(compile(SHARED_CODE, "adding_a_method.md", "exec"), {"options": options})
+    tokens = corpus.train_tokens
+    total = tokens["news"] + tokens["poems"]
+    assert Mixture.load(options.output).weights == pytest.approx(
+        {name: tokens[name] / total for name in ("news", "poems")}
+    )
+
+
+def test_the_example_of_a_method_with_a_proxy_runs(tool, add_method, corpus, tmp_path):
+    add_method(PROXY_METHOD, "last_loss.py")
+    output = tmp_path / "mixture.json"
+    argv = ("--method", "last-loss", "--corpus", corpus.root, "--output", output)
+    training = "--model nano --seq-length 32 --global-batch-size 6 --micro-batch-size 6"
+    steps = "--train-iters 3 --lr-warmup-iters 0 --log-interval 1"
+    status, _, errors = tool(*argv, *training.split(), *steps.split())
+    assert status == 0, errors
+    mixture, run = Mixture.load(output), TrainingRun.load(tmp_path / "mixture" / "proxy")
+    losses = list(run.metrics())[-1]["domain_loss"]
+    total = sum(losses.values())
+    assert mixture.weights == pytest.approx({name: loss / total for name, loss in losses.items()})
+    assert mixture.parameters["made_from"] == ["mixture/proxy"]
+    assert mixture.parameters["total_cost"]["flops"] == run.cost.flops
 
 
 def test_a_duplicate_name_disables_both(tool, add_method):
