@@ -97,7 +97,7 @@ class TrainingHook:
         Step t reads the samples t * ``target_batch_size`` to (t + 1) * ``target_batch_size`` - 1 in
         every layout. Each data-parallel rank reads some of them.
         """
-        raise NotImplementedError
+        raise AssertionError("a hook with a target overrides this method")
 
     def end_step(self, step: int, losses: Array, tokens: Array) -> None:
         """Read the training losses of a step; called after each step that updated the model.
