@@ -136,6 +136,8 @@ def transformer_config(
     recompute: RecomputeOptions | None = None,
     deterministic: bool = False,
     gradient_accumulation_fusion: bool = False,
+    hidden_dropout: float = 0.0,
+    attention_dropout: float = 0.0,
 ) -> TransformerConfig:
     """Return megatron's config of the model, which needs neither Transformer Engine nor Apex.
 
@@ -149,6 +151,9 @@ def transformer_config(
         deterministic: select megatron's deterministic implementations.
         gradient_accumulation_fusion: accumulate into gradient buffers within the matrix product, on
             a GPU by Apex's kernel; the model chunks must be wrapped for data parallelism.
+        hidden_dropout: dropout rate of the embeddings and of the outputs of attention and MLP, in
+            training mode.
+        attention_dropout: dropout rate of attention probabilities, in training mode.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
     interleaved, is_gated = layout.virtual_size > 1, model.activation == "swiglu"
@@ -176,8 +181,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=bf16,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        hidden_dropout=hidden_dropout,
+        attention_dropout=attention_dropout,
         calculate_per_token_loss=per_token_loss,
         deterministic_mode=deterministic,
         cuda_graph_scope=[],

@@ -5,12 +5,14 @@ They need neither Apex nor Transformer Engine.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -65,8 +67,8 @@ class SelfAttention(MegatronSelfAttention):
 class SDPACoreAttention(MegatronModule):
     """Core attention with torch's scaled_dot_product_attention (flash, cuDNN or CPU kernels).
 
-    Replaces megatron's unfused DotProductAttention; the s x s scores are never materialized.
-    Unsupported settings and arguments raise AssertionError.
+    Replaces megatron's unfused DotProductAttention. The s x s scores are materialized only for
+    dropout on the CPU, whose fast kernel has none. Dropout is active in training mode. Unsupported settings and arguments raise AssertionError.
     """
 
     def __init__(
@@ -79,12 +81,12 @@ class SDPACoreAttention(MegatronModule):
         **_unused: Any,
     ) -> None:
         super().__init__(config=config)
-        assert config.attention_dropout == 0.0, "attention dropout is not supported here"
         assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine"
         assert config.window_size is None, "sliding windows are not supported here"
         assert config.softmax_type == "vanilla", "only the plain softmax is supported here"
         assert attention_type == "self"
         self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout
         # The scale is that of the unpadded head dimension.
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         on_gpu = torch.cuda.is_available()
@@ -130,15 +132,21 @@ class SDPACoreAttention(MegatronModule):
             assert mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), mask_type
         elif attention_mask.dtype == torch.bool:
             attention_mask = ~attention_mask
-        context = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attention_mask,
-            is_causal=attention_mask is None and mask_type == AttnMaskType.causal,
-            scale=self.softmax_scale,
-            enable_gqa=q.size(1) != k.size(1),
-        )
+        dropout = self.dropout if self.training else 0.0
+        # Tensor-parallel ranks have different heads, so they sample different masks. Under sequence
+        # parallelism, megatron runs the whole layer with the tracked generator.
+        is_forked = dropout > 0.0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if is_forked else contextlib.nullcontext():
+            context = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=attention_mask,
+                dropout_p=dropout,
+                is_causal=attention_mask is None and mask_type == AttnMaskType.causal,
+                scale=self.softmax_scale,
+                enable_gqa=q.size(1) != k.size(1),
+            )
         context = context[..., : query.size(-1)]
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
@@ -373,7 +381,8 @@ class RecomputedMLP(MLP):
 
     This class uses torch's checkpoint function, because megatron's checkpoint function saves and
     restores random states, which the compiler cannot trace, and calls ``backward`` recursively,
-    which hangs for an MLP that returns its bias.
+    which hangs for an MLP that returns its bias. The MLP samples no random numbers: its output is
+    dropped out by the layer.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:

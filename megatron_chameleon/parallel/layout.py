@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -131,6 +132,28 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
             destroy_groups()
         raise
     destroy_groups()
+
+
+def seed_dropout(layout: Layout, seed: int, step: int) -> None:
+    """Seed this rank's generators for the dropout of one step.
+
+    The masks of a step are a function of the seed, the step and the layout, so that a resumed run
+    samples the same masks. Tensor-parallel ranks share the default generator, which drops out whole
+    hidden states, and have different tracked generators, which drop out their shards. Other ranks
+    share no generator.
+
+    Args:
+        layout: layout of this rank.
+        seed: random seed of the run.
+        step: number of steps done.
+    """
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    index = (seed, step, layout.pipeline_rank, layout.data_rank)
+    # megatron adds numbers to the seed, which must stay below 2^63.
+    number = int(np.random.SeedSequence(index).generate_state(1, np.uint64)[0] >> np.uint64(2))
+    torch.manual_seed(number)
+    model_parallel_cuda_manual_seed(number)
 
 
 def _create_model_parallel_groups(options: ParallelOptions) -> None:

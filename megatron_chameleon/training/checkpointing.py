@@ -57,6 +57,8 @@ FIXED_OPTIONS = (
     "target_tokens",
     "seed",
     "bf16",
+    "hidden_dropout",
+    "attention_dropout",
     "permutation",
     *(field.name for field in dataclasses.fields(DocumentBoundaryOptions)),
     *(field.name for field in dataclasses.fields(OptimizerOptions)),
@@ -121,7 +123,9 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
                 f"{run.root} holds a run with another {name} (SHA-256 {', not '.join(hashes)}); "
                 f"{FRESH_START}"
             )
-    before, now = _flat(options_before), _flat(options)
+    # Runs of earlier releases, which do not record these rates, had no dropout.
+    before = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | _flat(options_before)
+    now = _flat(options)
     where, hint = f"{run.root}/{TrainingRun.FILE_NAME}", FRESH_START
     config = check_values(where, ModelConfig, model_fields(run.model), hint, "model")
     before, now = before | dataclasses.asdict(config), now | dataclasses.asdict(plan.config)

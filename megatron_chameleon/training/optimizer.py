@@ -280,6 +280,8 @@ def build_trained_model(
         layout,
         options.seed,
         bf16=options.bf16,
+        hidden_dropout=options.hidden_dropout,
+        attention_dropout=options.attention_dropout,
         # Losses are summed, not averaged: ranks have different numbers of samples of a domain.
         per_token_loss=options.boundaries.eod_mask_loss or combines_gradients,
         recompute=options.parallel.recompute,

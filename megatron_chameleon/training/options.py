@@ -303,6 +303,11 @@ class ModelOptions(CheckedOptions):
     """Sequences per forward pass of a rank."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 main weights and gradient accumulation."""
+    hidden_dropout: BelowOne = 0.0
+    """Dropout rate of embeddings and of the outputs of attention and MLP (assumed: 0; GPT-2 has
+    0.1)."""
+    attention_dropout: BelowOne = 0.0
+    """Dropout rate of attention probabilities (assumed: 0; GPT-2 has 0.1)."""
     parallel: TrainingParallelOptions = dataclasses.field(default_factory=TrainingParallelOptions)
 
 
@@ -340,8 +345,11 @@ class TrainingOptions(ModelOptions):
     logging: LoggingOptions = dataclasses.field(default_factory=LoggingOptions)
 
     def __post_init__(self) -> None:
-        """Raise UserError for --compile-layers with --overlap-param-gather."""
+        """Raise UserError for options that --compile-layers excludes."""
         super().__post_init__()
+        if self.compile_layers:
+            why = "is not supported with --compile-layers"
+            self.reject_changed(["hidden_dropout", "attention_dropout"], why)
         if self.compile_layers and self.parallel.overlap_param_gather:
             raise UserError(
                 "--compile-layers and --overlap-param-gather exclude each other: gathering "

@@ -134,7 +134,7 @@ class Passes:
         return sums
 
     def token_losses(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Per-token losses of each micro-batch, forward only.
+        """Per-token losses of each micro-batch, forward only and without dropout.
 
         Returns:
             [b, s] float32 per micro-batch on the last pipeline stage; an empty list elsewhere.
@@ -144,8 +144,15 @@ class Passes:
             assert non_loss_data
             return losses.detach().float()
 
-        with torch.no_grad():
-            return self._run(iter(batches), len(batches), keep, forward_only=True)
+        modes = [chunk.training for chunk in self.model]
+        for chunk in self.model:
+            chunk.eval()
+        try:
+            with torch.no_grad():
+                return self._run(iter(batches), len(batches), keep, forward_only=True)
+        finally:
+            for chunk, is_training in zip(self.model, modes, strict=True):
+                chunk.train(is_training)
 
     def _run(
         self,

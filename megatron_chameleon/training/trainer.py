@@ -13,7 +13,7 @@ import torch
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.sampler import read_ahead, steps_between_changes
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.parallel.layout import distributed, from_main, seed_dropout
 from megatron_chameleon.training.checkpointing import (
     CheckpointWriter,
     check_same_samples,
@@ -195,6 +195,8 @@ class Trainer:
         step, samples = self.records.step, self.records.samples
         if self.hook.change_mixture(step, samples, self.options.global_batch_size):
             self.phases.lap("mixture")
+        if self.options.hidden_dropout or self.options.attention_dropout:
+            seed_dropout(self.records.layout, self.options.seed, step)
         sums = self.hook.forward_backward(self.batches, step, self.model.lr)
         self.phases.lap("forward_backward")
         self.sync.send(sums, self.stops.flags())

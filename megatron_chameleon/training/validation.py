@@ -87,8 +87,6 @@ class Validation:
         Losses are the same in every layout, up to rounding.
         """
         passes, layout = self._passes, self._layout
-        for chunk in passes.model:
-            chunk.eval()
         sums = torch.zeros(len(self._names), 3, dtype=torch.float64, device=passes.device)
         with read_ahead(passes.shape.micro_batches(self, layout), passes.device) as ahead:
             while batches := list(itertools.islice(ahead, passes.shape.num_microbatches)):
@@ -96,8 +94,6 @@ class Validation:
                 for batch, token_losses in zip(batches, losses, strict=bool(losses)):
                     masked = token_losses * batch["loss_mask"]
                     sums += domain_sums(batch, len(self._names), masked)
-        for chunk in passes.model:
-            chunk.train()
         total, tokens, _ = sum_over_ranks(sums, layout).cpu().T.tolist()
         return mean_losses(self._names, total, tokens)
 

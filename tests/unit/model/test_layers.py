@@ -16,6 +16,7 @@ from megatron_chameleon.model.layers import (
     SequenceParallelRMSNorm,
     additive_mask,
 )
+from megatron_chameleon.parallel.layout import seed_dropout
 from megatron_chameleon.parallel.options import RecomputeOptions
 
 LENGTH, BATCH, HEADS, HEAD_DIM = 7, 2, 4, 8
@@ -41,23 +42,27 @@ def random_mask(*shape):
     return mask & ~torch.eye(LENGTH, dtype=torch.bool)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 @pytest.mark.parametrize(
     "mask", [None, random_mask(BATCH, 1), random_mask(1, 1)], ids=["causal", "per sample", "shared"]
 )
-def test_attention_and_its_gradients_equal_megatrons(one_rank, groups, mask):
+def test_attention_and_its_gradients_equal_megatrons(one_rank, groups, mask, dropout):
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1).expand(BATCH, 1, LENGTH, LENGTH)
     # Megatron's attention applies its causal mask only if no other mask is passed.
     mask_type = AttnMaskType.causal if mask is None else AttnMaskType.arbitrary
     results = []
     for kind in (SDPACoreAttention, DotProductAttention):
         inputs = heads(7, groups)
-        attention = kind(config_of(num_query_groups=groups), 1, AttnMaskType.causal, "self")
+        config = config_of(num_query_groups=groups, attention_dropout=dropout)
+        attention = kind(config, 1, AttnMaskType.causal, "self")
+        seed_dropout(one_rank, seed=5, step=3)
         used = causal if mask is None and kind is DotProductAttention else mask
         context = attention(*inputs, used, attn_mask_type=mask_type)
         gradients = torch.autograd.grad(context.square().sum(), inputs)
         results.append((context, *gradients))
         if mask is not None and kind is SDPACoreAttention:
+            seed_dropout(one_rank, seed=5, step=3)
             assert torch.equal(attention(*inputs, additive_mask(mask, torch.float64)), context)
     for ours, megatrons in zip(*results, strict=True):
         torch.testing.assert_close(ours, megatrons, atol=1e-12, rtol=1e-12)
@@ -99,8 +104,10 @@ def test_rms_norm_and_its_gradients_equal_torchs(dtype):
 CONFIG = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
 
 
-def gradients(layout, recompute):
-    (model,) = build_model_chunks(CONFIG, layout, seed=0, recompute=recompute)
+def gradients(layout, recompute, *, dropout):
+    rates = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    (model,) = build_model_chunks(CONFIG, layout, seed=0, recompute=recompute, **rates)
+    seed_dropout(layout, seed=5, step=3)
     text = torch.randint(100, (3, 17), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(16).expand(3, 16)
     forwards = []
@@ -118,9 +125,10 @@ def gradients(layout, recompute):
         RecomputeOptions("selective"),
     ],
 )
-def test_recomputed_gradients_are_bit_identical(one_rank, recompute):
-    expected, once = gradients(one_rank, None)
-    found, twice = gradients(one_rank, recompute)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputed_gradients_are_bit_identical(one_rank, recompute, dropout):
+    expected, once = gradients(one_rank, None, dropout=dropout)
+    found, twice = gradients(one_rank, recompute, dropout=dropout)
     assert (once, twice) == (1, 2)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
