@@ -62,6 +62,8 @@ class Case:
     dry_first_step: DryFirstStep = "auto"
     model: str = "nano"
     """Name of a preset, or of a family in tests/families.py."""
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
 
 Again = dict[str, tuple[str, Case]]
@@ -153,7 +155,22 @@ RUNS_CHANGING = {
     "dp2-changing": Case(2, permutation="epoch"),
 }
 """Runs whose mixture weights change once before and once after the checkpoint in the middle."""
-UNINTERRUPTED = {**RUNS, **RUNS_BF16, **RUNS_APART, **RUNS_CHANGING, **RUNS_FAMILIES}
+RUNS_DROPOUT = {
+    f"{name}-dropout": dataclasses.replace(RUNS[name], micro_batch_size=4, hidden_dropout=0.2)
+    for name in ("one", "tp2")
+}
+"""Runs with dropout of hidden states, whose masks the tensor-parallel ranks share."""
+DROPOUTS = "sp2-dropouts"
+"""A run with every dropout: under sequence parallelism, all masks differ between the ranks."""
+UNINTERRUPTED = {
+    **RUNS,
+    **RUNS_BF16,
+    **RUNS_APART,
+    **RUNS_CHANGING,
+    **RUNS_DROPOUT,
+    DROPOUTS: dataclasses.replace(SP2, hidden_dropout=0.2, attention_dropout=0.2),
+    **RUNS_FAMILIES,
+}
 
 DRY_RUN = "dp2-sharded-dry"
 """A run of DP2_SHARDED whose first step is preceded by a dry run."""
@@ -165,6 +182,8 @@ RESUMED: Again = {
         ("dp2-sharded", "one-sharded"),
         ("tp2-pp2", "one"),
         ("sp2", "sp2"),
+        ("tp2-dropout", "one-dropout"),
+        (DROPOUTS, DROPOUTS),
         ("vpp2-dp2-overlapped-full", "vpp2-dp2-overlapped-full"),
         ("tp2-pp2-llama", "one-llama"),
         ("vpp2-dp2-overlapped-full-llama", "tp2-sp-dp2-overlapped-selective-llama"),
@@ -194,7 +213,7 @@ def one_rank(name: str) -> str:
     if name in RUNS:
         return "one"
     family, suffix = name.split("-")[0], name.rpartition("-")[2]
-    if suffix in ("bf16", "apart", "changing", "bad", *OTHER_FAMILIES):
+    if suffix in ("bf16", "apart", "changing", "dropout", "bad", *OTHER_FAMILIES):
         return f"one-{suffix}"
     return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
@@ -451,6 +470,8 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
         global_batch_size=8,
         micro_batch_size=case.micro_batch_size,
         bf16=case.bf16,
+        hidden_dropout=case.hidden_dropout,
+        attention_dropout=case.attention_dropout,
         dry_first_step=case.dry_first_step,
         log_interval=1,
         save_interval=SAVE_INTERVAL,

@@ -21,7 +21,13 @@ from tests.distributed.cases import (
 from tests.small_corpus import DOMAINS
 
 BF16_TOLERANCE = 5e-3
-COMPARED = (*cases.RUNS, *cases.RUNS_APART, *cases.RUNS_FAMILIES, "dp2-changing")
+COMPARED = (
+    *cases.RUNS,
+    *cases.RUNS_APART,
+    *cases.RUNS_DROPOUT,
+    *cases.RUNS_FAMILIES,
+    "dp2-changing",
+)
 OTHER_LAYOUTS = [name for name in COMPARED if name != one_rank(name)]
 SAME_LAYOUT = [
     name for name, (origin, _) in cases.RESUMED.items() if name == f"{origin}-to-{origin}"
@@ -46,6 +52,16 @@ def test_separating_documents_changes_the_losses(results):
     for one, other in zip(plain, apart, strict=True):
         losses = one["domain_loss"], other["domain_loss"]  # in the mean, differences could cancel
         assert max(abs(losses[0][name] - losses[1][name]) for name in losses[1]) > SMALLEST_ERROR
+
+
+def test_dropout_changes_the_losses(results):
+    plain, hidden, both = (
+        [step["loss"] for step in results.metrics(name)]
+        for name in ("one", "one-dropout", cases.DROPOUTS)
+    )
+    for one, other in ((plain, hidden), (hidden, both)):
+        # Attention dropout barely changes an untrained model, which attends to all tokens equally.
+        assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > SMALLEST_ERROR
 
 
 @pytest.mark.parametrize("name", OTHER_LAYOUTS)

@@ -15,6 +15,7 @@ from megatron_chameleon.model.compiled_layers import check_compile, compile_laye
 from megatron_chameleon.model.config import INIT_STD, ModelConfig, preset
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.model.initialization import initialize_weights
+from megatron_chameleon.parallel.layout import seed_dropout
 from tests.families import FAMILIES, VARIANTS
 
 SMALL = 2, 4, 32, 48
@@ -66,6 +67,34 @@ def test_vocabulary_padding_is_left_out_of_the_loss(one_rank, tokens):
     assert torch.isfinite(rows.grad).all()
     assert (rows.grad[VOCAB_SIZE:] == 0).all()
     assert (rows.grad[:VOCAB_SIZE] != 0).any(dim=1).all()
+
+
+def test_dropout_is_applied_to_embeddings_and_to_the_outputs_of_attention_and_mlp(one_rank, tokens):
+    config, rate = ModelConfig(*SMALL, VOCAB_SIZE, LENGTH), 0.25
+    plain = build_model(config, one_rank, seed=1)
+    model = build_model(config, one_rank, seed=1, hidden_dropout=rate, attention_dropout=rate)
+    expected = losses_of(plain, tokens)
+    assert torch.equal(losses_of(model.eval(), tokens), expected)  # no dropout in evaluation mode
+    states = []
+
+    def keep(_module, inputs, _output):
+        states.append(inputs[0].detach())
+
+    layer, last = model.decoder.layers[0], model.decoder.layers[-1]
+    for module in (layer.input_layernorm, layer.pre_mlp_layernorm, last.input_layernorm):
+        module.register_forward_hook(keep)
+    assert len(model.decoder.layers) == 2
+    plain.embedding.register_forward_hook(lambda _m, _i, output: states.append(output.detach()))
+    losses_of(plain, tokens)
+    seed_dropout(one_rank, seed=0, step=0)
+    assert not torch.equal(losses_of(model.train(), tokens), expected)
+    whole, embedded, after_attention, after_mlp = states
+    is_kept = embedded != 0
+    torch.testing.assert_close(embedded, whole / (1 - rate) * is_kept)
+    dropped = [~is_kept, after_attention == embedded, after_mlp == after_attention]
+    error = 5 * math.sqrt(rate * (1 - rate) / whole.numel())  # five standard errors
+    for mask in dropped:
+        assert abs(mask.float().mean().item() - rate) < error
 
 
 # Initial weights.

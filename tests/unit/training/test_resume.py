@@ -49,6 +49,7 @@ OTHER: list[tuple[dict[str, Any], str]] = [
     ({"model": "tiny"}, "--hidden-size 64, not 128"),
     ({"architecture": ArchitectureOptions(qk_layernorm=True)}, "--qk-layernorm False, not True"),
     ({"data": DataOptions(permutation="epoch")}, "--permutation megatron, not epoch"),
+    ({"attention_dropout": 0.1}, "--attention-dropout 0.0, not 0.1"),
     ({"boundaries": MASKED}, "--eod-mask-loss False, not True"),
     ({"optimizer": OptimizerOptions(lr=2e-2, lr_warmup_iters=2)}, "--lr 0.01, not 0.02"),
     ({"parallel": SHARDED}, "--use-distributed-optimizer"),
@@ -85,6 +86,26 @@ def test_corpus_and_mixture_are_compared_by_content(progress_of, trained_run, co
     assert progress_of(trained_run, mixture=str(same)).step == 6
     with pytest.raises(UserError, match="holds a run with another mixture"):
         progress_of(trained_run, mixture=str(other))
+
+
+def test_run_with_dropout_resumes_bit_identically(pretrain_options, trained_run, tmp_path):
+    rates = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    whole = tmp_path / "whole"
+    pretrain(pretrain_options(whole, **rates))
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(step_folder(run_dir, 6))
+    pretrain(pretrain_options(run_dir, **rates))
+    assert losses(run_dir) == losses(whole)
+    assert record_at(run_dir, 6).hash == record_at(whole, 6).hash
+    assert record_at(whole, 6).hash != record_at(trained_run, 6).hash
+
+
+def test_run_of_an_earlier_release_resumes_without_dropout(progress_of, trained_run):
+    run = TrainingRun.load(trained_run)
+    for name in ("hidden_dropout", "attention_dropout"):
+        del run.provenance.options[name]
+    run.save()
+    assert progress_of(trained_run).step == 6
 
 
 def largest_file(folder):

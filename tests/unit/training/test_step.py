@@ -21,6 +21,7 @@ from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_mas
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, build_model_chunks, unwrap
+from megatron_chameleon.parallel.layout import seed_dropout
 from megatron_chameleon.training.optimizer import data_parallel
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.step import finalize_gradients
@@ -108,6 +109,24 @@ def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
     for number in range(count + 1, STEPS + 1):
         step()
         assert step.optimizer.param_groups[0]["lr"] == pytest.approx(expected_rate(number))
+
+
+def test_only_passes_with_a_backward_pass_have_dropout(one_rank):
+    rates = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+    plain, dropped = (RandomTraining(SHAPE, one_rank, bf16=False, **r) for r in ({}, rates))
+    batches = list(itertools.islice(micro_batches(), 3))
+    expected, found = (
+        training.passes(3, 2, NUM_DOMAINS).token_losses(batches) for training in (plain, dropped)
+    )
+    assert all(torch.equal(*losses) for losses in zip(expected, found, strict=True))
+
+    def trained_with(number):
+        seed_dropout(one_rank, seed=1, step=number)
+        return dropped.passes(3, 2, NUM_DOMAINS).forward_backward(iter(batches))
+
+    losses = [trained_with(number)[:, 0].sum() for number in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[0] != sum(part.double().sum() for part in expected)
 
 
 def test_a_step_synchronizes_once(one_rank, monkeypatch):
