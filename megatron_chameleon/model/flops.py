@@ -6,16 +6,27 @@ padding. Embedding lookups, norms, activations and the optimizer are not counted
 together). A backward pass counts as two forward passes.
 
 The paper (Chameleon, ICML 2025) counts 6 N D for training and 2 N D for a forward pass. N excludes
-the embeddings and the output layer. The proxy called 82M has six layers, but the paper uses the N
-of twelve layers, 12 x 12 x 768^2. The paper's figures follow from this rule (see
-tests/unit/model/test_flops.py), except RegMix's 3.5e18 for the Pile. The rule excludes attention
-scores, the output layer (86% of a 1M proxy), and the forward passes of DoReMi's reference. Neither
-count includes inner products of gradients, regressions, or the hyperparameter search. A mixture
-stores both counts: the paper's count for comparison with the paper's tables, and the count from
-shapes as the cost.
+the embeddings and the output layer. The paper states neither N nor the sequence length S for its
+82M proxy, and its totals determine only the product N S B with the batch size B. For 10,000 steps,
+the printed 6.68e17 is 60,000 N S B in each of these cases:
+
+- N of twelve layers, 12 x 12 x 768^2, with S = 1024 and B = 128;
+- N of the proxy's six layers, with (S, B) = (2048, 128), (1024, 256) or (512, 512).
+
+This module uses the N of the first case, so that ``paper_flops`` with S = 1024 and B = 128 equals
+the paper's totals for DoReMi, DoGE and mixing laws. RegMix's 1.20e18 is 200 proxies of 10^9 tokens
+with N = 10^6; its 3.5e18 for the Pile does not follow from the rule. The paper does not state the
+length of Chameleon's windows, so its 1.36e17 and 4.62e15 are not reproduced.
+
+The rule excludes attention scores, the output layer (86% of a 1M proxy), and the forward passes of
+DoReMi's reference. Neither count includes inner products of gradients, regressions, or the
+hyperparameter search. A mixture stores both counts: the paper's count for comparison with the
+paper's tables, and the count from shapes as the cost.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from megatron_chameleon.model.config import ModelConfig, name_of, preset
 from megatron_chameleon.parallel.options import RecomputeOptions
@@ -32,7 +43,8 @@ DENSE_BF16_PEAK: dict[str, float] = {
     "NVIDIA H200": 989e12,
 }
 
-# N as printed in the paper, for models where it differs from the layers' matrices.
+# N of the paper's totals, for models where it differs from the layers' matrices; the N of 82m is
+# inferred, see above.
 PRINTED_PARAMETERS = {"82m": 12 * 12 * 768**2, "1m": 1_000_000}
 
 
@@ -106,7 +118,7 @@ def model_flops_utilization(
 
 
 def paper_parameters(model: str | ModelConfig) -> int:
-    """Return a proxy's parameter count N: the value printed in the paper, or that of its matrices.
+    """Return a proxy's parameter count N: that of the paper's totals, or that of its matrices.
 
     The matrices of the paper's models have 12 L h^2 elements, without embeddings.
 
@@ -115,7 +127,10 @@ def paper_parameters(model: str | ModelConfig) -> int:
     """
     # Neither vocabulary nor sequence length changes the matrices of the layers.
     config = preset(model, 0, 0) if isinstance(model, str) else model
-    printed = PRINTED_PARAMETERS.get(name_of(config) or "")
+    named = config  # a preset with --openai-gelu has the same matrices
+    if config.activation == "gelu_tanh":
+        named = dataclasses.replace(config, activation="gelu")
+    printed = PRINTED_PARAMETERS.get(name_of(named) or "")
     return printed or config.num_layers * config.layer_matrix_parameters
 
 
