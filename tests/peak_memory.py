@@ -89,7 +89,12 @@ def training_step(setup: TrainingSetup, layout: Layout) -> Callable[[], None]:
 
     rows, length = setup.micro_batch_size, setup.seq_length
     training = RandomTraining(
-        setup.config, layout, bf16=setup.bf16, recompute=setup.parallel.recompute
+        setup.config,
+        layout,
+        bf16=setup.bf16,
+        recompute=setup.parallel.recompute,
+        hidden_dropout=setup.hidden_dropout,
+        attention_dropout=setup.attention_dropout,
     )
     passes = training.passes(setup.num_microbatches, rows, length=length)
     batches = random_batches(setup.config.vocab_size, rows, length)

@@ -106,7 +106,10 @@ class HuggingFaceWeights:
                 f"the tokenizer has {self.vocab_size} tokens"
             )
         if dropout := self.found.dropout:
-            lines.append(f"its dropout of {dropout:g} is not used: models train without dropout")
+            lines.append(
+                f"its dropout of {dropout:g} is not used: pass --hidden-dropout and "
+                "--attention-dropout to train with dropout"
+            )
         return lines
 
     def hash(self) -> str:

@@ -68,7 +68,8 @@ class SDPACoreAttention(MegatronModule):
     """Core attention with torch's scaled_dot_product_attention (flash, cuDNN or CPU kernels).
 
     Replaces megatron's unfused DotProductAttention. The s x s scores are materialized only for
-    dropout on the CPU, whose fast kernel has none. Dropout is active in training mode. Unsupported settings and arguments raise AssertionError.
+    dropout on the CPU, whose fast kernel does not support it. Dropout is active in training mode.
+    Unsupported settings and arguments raise AssertionError.
     """
 
     def __init__(

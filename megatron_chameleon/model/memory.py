@@ -16,6 +16,12 @@ norms (4h), queries, keys and values (q + 2k), the output of attention (q), and 
 output of the activation function (m = 2f; with SwiGLU, gate, input and output, m = 3f). Norms and
 rotary positions make new queries and keys (a = q + k). Otherwise, with fewer groups than heads, the
 queries are copied out of the product that holds them (a = q).
+
+Dropout of hidden states adds the masks of the embedding and of both outputs of each layer, with an
+element per element of the hidden states: a byte on a GPU, a number of the compute dtype on the CPU.
+Dropout of attention adds nothing on a GPU, whose kernels sample the mask again in the backward
+pass. On the CPU, a layer keeps three float32 matrices [s, s] per head: probabilities, mask, product
+of both.
 """
 
 from __future__ import annotations
@@ -42,6 +48,9 @@ class TrainingSetup:
         num_microbatches: forward passes per step and rank.
         bf16: compute in bfloat16, with main weights in float32.
         seq_length: tokens per sequence.
+        hidden_dropout: dropout rate of hidden states.
+        attention_dropout: dropout rate of attention probabilities.
+        on_cpu: whether the model computes on the CPU, on which dropout needs more memory.
     """
 
     config: ModelConfig
@@ -51,6 +60,9 @@ class TrainingSetup:
     num_microbatches: int
     bf16: bool
     seq_length: int
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    on_cpu: bool = False
 
     @property
     def embedding_elements(self) -> int:
@@ -101,7 +113,12 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
     log_sum_exp = tokens * config.num_attention_heads // tensor * FLOAT32_BYTES
     mlp = tokens * (fc1 + config.ffn_hidden_size // tensor) * element  # input and output
     attention = tokens * attention_width(config) // tensor * element
-    layer = 4 * residual + attention + log_sum_exp + mlp
+    mask = scores = 0  # of dropout: of hidden states [s, b, h], and of attention [b, n, s, s]
+    if setup.hidden_dropout:
+        mask = residual if setup.on_cpu else residual // element
+    if setup.attention_dropout and setup.on_cpu:
+        scores = log_sum_exp * setup.seq_length
+    layer = 4 * residual + attention + log_sum_exp + mlp + 2 * mask + 3 * scores
     chunk, recomputed = layers * layer, 0
     if recompute.recompute_granularity == "selective":
         chunk, recomputed = layers * (layer - mlp), mlp
@@ -129,10 +146,13 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         # section 2.2).
         later = pipeline - stage - 1
         warm_up = later if virtual == 1 else 2 * later + (virtual - 1) * pipeline
-        kept = min(warm_up + 1, setup.num_microbatches * virtual) * chunk
+        in_flight = min(warm_up + 1, setup.num_microbatches * virtual)
+        kept = in_flight * chunk
+        if stage == 0:
+            kept += -(-in_flight // virtual) * mask  # of the embedding, in the first chunk
         # Candidates for the peak, as (activations, logits, working): the backward passes of a
         # layer, of the embedding and of the output layer, and the loss.
-        gradients = 2 * hidden + tokens * fc1 * element + h * fc1 * element
+        gradients = 2 * hidden + max(tokens * fc1 * element + h * fc1 * element, scores)
         peaks = [(kept + recomputed, 0, buffers + tied + gradients)]
         if stage == 0:
             peaks.append((kept - chunk, 0, buffers + hidden + embedding + max(tied, embedding)))

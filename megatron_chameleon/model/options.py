@@ -32,8 +32,9 @@ class ArchitectureOptions(CheckedOptions):
     hidden_size: Count | None = None
     """Width of the hidden states."""
     ffn_hidden_size: Count | None = None
-    """Width of the MLP. Default with --hidden-size, or with a new --swiglu, as in Megatron: 4 x
-    hidden size; with SwiGLU, 8/3 x hidden size rounded down to a multiple of 64."""
+    """Width of the MLP. Default with --hidden-size, or if the MLP changes between GELU and SwiGLU,
+    as in Megatron: 4 x hidden size; with SwiGLU, 8/3 x hidden size rounded down to a multiple of
+    64."""
     num_attention_heads: Count | None = None
     """Number of query heads; unless --num-query-groups is passed, as many heads of keys and
     values."""
@@ -53,6 +54,9 @@ class ArchitectureOptions(CheckedOptions):
     """Number added to the variance in every norm."""
     swiglu: Switch = False
     """Use SwiGLU in the MLP."""
+    openai_gelu: Switch = False
+    """Use the tanh approximation of GELU in the MLP, as OpenAI's GPT-2 (gelu_new of Hugging
+    Face)."""
     qk_layernorm: Switch = False
     """Normalize the queries and keys of each head."""
     untie_embeddings_and_output_weights: Switch = False
@@ -81,9 +85,14 @@ class ArchitectureOptions(CheckedOptions):
             changes.setdefault("kv_channels", 0)
         if "num_attention_heads" in passed:
             changes.setdefault("num_query_groups", 0)
-        activation: Activation = "swiglu" if changes.pop("swiglu", False) else config.activation
-        changes["activation"] = activation
-        if "hidden_size" in passed or activation != config.activation:
+        if changes.pop("openai_gelu", False):
+            self.reject_changed(["swiglu"], "contradicts --openai-gelu")
+            changes["activation"] = "gelu_tanh"
+        if changes.pop("swiglu", False):
+            changes["activation"] = "swiglu"
+        activation: Activation = changes.get("activation", config.activation)
+        is_gated = activation == "swiglu"
+        if "hidden_size" in passed or is_gated != (config.activation == "swiglu"):
             hidden_size = passed.get("hidden_size", config.hidden_size)
             changes.setdefault("ffn_hidden_size", default_ffn_hidden_size(hidden_size, activation))
         if changes.pop("disable_bias_linear", False) and config.add_bias_linear:

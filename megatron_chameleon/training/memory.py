@@ -31,7 +31,9 @@ MEMORY_HINT = (
 BOOKKEEPING = ("is_first_batch", "golden_per_param_grad_ready_counts", "param_gather_dispatched")
 
 
-def training_setup(options: ModelOptions, config: ModelConfig, world_size: int) -> TrainingSetup:
+def training_setup(
+    options: ModelOptions, config: ModelConfig, world_size: int, *, on_cpu: bool = False
+) -> TrainingSetup:
     """Describe training with ``options`` on ``world_size`` ranks, to estimate its memory.
 
     Raises:
@@ -48,6 +50,9 @@ def training_setup(options: ModelOptions, config: ModelConfig, world_size: int) 
         num_microbatches=BatchShape.of(options, data_parallel_size).num_microbatches,
         bf16=options.bf16,
         seq_length=options.seq_length,
+        hidden_dropout=options.hidden_dropout,
+        attention_dropout=options.attention_dropout,
+        on_cpu=on_cpu,
     )
 
 
@@ -75,7 +80,7 @@ def check_host_memory(plan: TrainingPlan, layout: Layout) -> None:
     """
     if layout.device.type != "cpu":
         return
-    setup = training_setup(plan.options, plan.config, layout.world_size)
+    setup = training_setup(plan.options, plan.config, layout.world_size, on_cpu=True)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     require_host_memory(
         ranks * peak_bytes_per_rank(setup),

@@ -65,6 +65,7 @@ INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 MASKS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 VALIDATION = ("--eval-interval", "3", "--eval-iters", "2")
 RECOMPUTATION = ("--recompute-granularity", "full")
+DROPOUT = ("--hidden-dropout", "0.1")
 FOUR_SAMPLES = ("--micro-batch-size", "4")
 """Overrides TRAINING_FLAGS: half as many communications, which dominate these layouts on a CPU."""
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -88,6 +89,7 @@ TRAINING = {
     "masks-recomputation-bf16": Case((*BF16, *MASKS, *RECOMPUTATION), reference=(*BF16, *MASKS)),
     "selective-recomputation": Case(("--recompute-granularity", "selective")),
     "validation-pipeline": Case((*VALIDATION, *PIPELINE), ranks=2, reference=VALIDATION),
+    "dropout": Case(DROPOUT, reference=DROPOUT),
     "deterministic": Case(("--deterministic",), reference=("--deterministic",)),
     "kernels-bf16": Case(BF16, reference=BF16, environment=INTERPRETED),
 }

@@ -52,6 +52,12 @@ def with_model(name, **changes):
     return dataclasses.replace(PLAIN, config=config, **changes)
 
 
+def dropped(setup=PLAIN, **changes):
+    """Return the setup on the CPU with every dropout, unless ``changes`` set a rate to 0."""
+    rates = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    return dataclasses.replace(setup, on_cpu=True, **(rates | changes))
+
+
 BF16 = with_vocabulary(5000, bf16=True, micro_batch_size=8)
 SETUPS = {
     "plain": PLAIN,
@@ -60,6 +66,10 @@ SETUPS = {
     "full by twos": laid_out(recompute=RecomputeOptions("full", None, 2)),
     "block": laid_out(recompute=RecomputeOptions("full", "block", 2)),
     "selective": laid_out(recompute=RecomputeOptions("selective")),
+    "hidden dropout": dropped(attention_dropout=0.0),
+    "dropout": dropped(),
+    "bf16 dropout": dropped(BF16),
+    "dropout, full by twos": dropped(laid_out(recompute=RecomputeOptions("full", None, 2))),
     "sharded": laid_out(BF16, use_distributed_optimizer=True),
     **{name: with_model(name) for name in (*FAMILIES, "llama, one group")},
     "bf16 llama": with_model("llama, no groups", bf16=True),

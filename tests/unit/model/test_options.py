@@ -46,6 +46,7 @@ def changed(flags: str, config: ModelConfig) -> ModelConfig:
         ("--normalization RMSNorm --norm-epsilon 1e-6", {"normalization": "RMSNorm"}),
         ("--swiglu", {"activation": "swiglu", "ffn_hidden_size": 128}),
         ("--swiglu --ffn-hidden-size 100", {"activation": "swiglu", "ffn_hidden_size": 100}),
+        ("--openai-gelu", {"activation": "gelu_tanh"}),
         ("--qk-layernorm", {"qk_layernorm": True}),
         ("--untie-embeddings-and-output-weights", {"untie_embeddings_and_output_weights": True}),
         ("--disable-bias-linear", {"add_bias_linear": False, "add_qkv_bias": False}),
@@ -88,6 +89,14 @@ def test_flags_that_a_model_already_has_change_nothing():
     assert changed("--swiglu --disable-bias-linear --position-embedding-type rope", qwen2) == qwen2
 
 
+def test_openai_gelu_keeps_the_width_of_an_mlp_that_is_not_gated():
+    narrow = small(ffn_hidden_size=100)
+    expected = dataclasses.replace(narrow, activation="gelu_tanh")
+    assert changed("--openai-gelu", narrow) == expected
+    assert config_fields(expected, "float32", 0)["activation_function"] == "gelu_new"
+    assert changed("--openai-gelu", llama()).ffn_hidden_size == 4 * llama().hidden_size
+
+
 def test_learned_positions_drop_the_rotary_settings():
     rotary = small(
         position_embedding_type="rope", rotary_base=1e6, rope_scaling=RopeScaling("linear", 4.0)
@@ -100,6 +109,7 @@ def test_learned_positions_drop_the_rotary_settings():
     [
         ("--num-attention-heads 7", small(), "--hidden-size 64 .*--num-attention-heads 7"),
         ("--num-query-groups 3", small(), "--num-attention-heads 4 .*--num-query-groups 3"),
+        ("--swiglu --openai-gelu", small(), "--swiglu.*--openai-gelu"),
         ("--rotary-percent 0.2", llama(), "--rotary-percent 0.2 of --kv-channels 16"),
         ("--rotary-percent 0.1", llama(), "--rotary-percent 0.1"),
         ("--rotary-base 5e5", small(), "--rotary-base .* --position-embedding-type rope"),

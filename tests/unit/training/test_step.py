@@ -112,8 +112,10 @@ def test_training_is_adamw_with_clipping_decay_and_a_cosine_schedule(one_rank):
 
 
 def test_only_passes_with_a_backward_pass_have_dropout(one_rank):
-    rates = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
-    plain, dropped = (RandomTraining(SHAPE, one_rank, bf16=False, **r) for r in ({}, rates))
+    plain, dropped = (
+        RandomTraining(SHAPE, one_rank, bf16=False, hidden_dropout=rate, attention_dropout=rate)
+        for rate in (0.0, 0.3)
+    )
     batches = list(itertools.islice(micro_batches(), 3))
     expected, found = (
         training.passes(3, 2, NUM_DOMAINS).token_losses(batches) for training in (plain, dropped)
