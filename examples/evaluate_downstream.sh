@@ -19,7 +19,7 @@ SIZE=${SIZE:-any}
 source "$(dirname "$0")/launch.sh"
 
 ASK=(
-  --tasks arc_easy copa hellaswag lambada_openai logiqa multirc openbookqa   # paper: its tables
+  --tasks arc_easy copa hellaswag lambada_standard logiqa multirc openbookqa   # paper: its tables
   piqa qqp race sciq social_iqa winogrande
   --shots 0 1 2 3 4 5                # paper: the figures of its tables are means over 0 to 5 shots
 )

@@ -54,7 +54,7 @@ class Score:
     of their number; None for a single question.
 
     Attributes:
-        accuracy: share of correct answers.
+        accuracy: share of correct answers by the task's metric, see TaskScore.
         standard_error: standard error of ``accuracy``.
         bits_per_byte: bits per UTF-8 byte of the gold answers: for each question, -log2 of the
             probability of the gold answer, divided by the number of bytes of this answer as it is
@@ -62,24 +62,44 @@ class Score:
             (``bits_per_byte_corr`` of ``MCAccuracy`` in oe_eval/metrics/metric.py of
             allenai/olmes). Lower is better. None if the task has no gold answers to score.
         bits_per_byte_error: standard error of ``bits_per_byte``.
+        acc: lm-eval's acc of a task whose ``accuracy`` is acc_norm: the share of questions whose
+            gold answer has the highest log-likelihood, without division by its length. None for
+            other tasks, and for results of earlier releases.
+        acc_error: standard error of ``acc``.
     """
 
     accuracy: Share
     standard_error: Amount | None
     bits_per_byte: float | None = dataclasses.field(default=None, kw_only=True)
     bits_per_byte_error: Amount | None = dataclasses.field(default=None, kw_only=True)
+    acc: Share | None = dataclasses.field(default=None, kw_only=True)
+    acc_error: Amount | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
-    def of(cls, values: Sequence[float], bits_per_byte: Sequence[float] | None) -> Score:
+    def of(
+        cls,
+        values: Sequence[float],
+        bits_per_byte: Sequence[float] | None,
+        acc: Sequence[float] | None = None,
+    ) -> Score:
         """Compute the scores.
 
         Args:
             values: in [0, 1], one per question.
             bits_per_byte: of the gold answers, one per question; None if the task has none.
+            acc: in [0, 1], one per question; None if ``values`` are not acc_norm.
         """
         accuracy, error = _mean_and_error(values)
-        bits, bits_error = (None, None) if bits_per_byte is None else _mean_and_error(bits_per_byte)
-        return cls(accuracy, error, bits_per_byte=bits, bits_per_byte_error=bits_error)
+        bits, bits_error = _mean_and_error(bits_per_byte) if bits_per_byte else (None, None)
+        plain, plain_error = _mean_and_error(acc) if acc else (None, None)
+        return cls(
+            accuracy,
+            error,
+            bits_per_byte=bits,
+            bits_per_byte_error=bits_error,
+            acc=plain,
+            acc_error=plain_error,
+        )
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -124,6 +144,17 @@ class TaskScore:
     by_shots: dict[Count, ShotScore]
     mean: Score | None
 
+    def unnormalized(self, score: Score | None) -> tuple[float | None, float | None]:
+        """Return the accuracy of one of this task's scores without normalization, and its error.
+
+        Both are None if ``score`` is, or if an earlier release evaluated only acc_norm.
+        """
+        if score is None:
+            return None, None
+        if self.metric != "acc_norm":
+            return score.accuracy, score.standard_error
+        return score.acc, score.acc_error
+
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
@@ -166,19 +197,26 @@ class DownstreamResult(FileRecord):
     def mean(self) -> Score | None:
         """Mean of the complete tasks' means, as in the paper's tables; None if no task is complete.
 
-        The bits per byte are averaged over the tasks that have them. Tasks have different
-        questions, so their standard errors are independent.
+        The bits per byte are averaged over the tasks that have them. ``acc`` is the mean of the
+        unnormalized accuracies; None if a complete task lacks it. Tasks have different questions,
+        so their standard errors are independent.
         """
-        means = [score.mean for score in self.tasks.values() if score.mean is not None]
+        complete = [score for score in self.tasks.values() if score.mean is not None]
+        means = [score.mean for score in complete if score.mean is not None]
         if not means:
             return None
         bits = [each.bits_per_byte for each in means if each.bits_per_byte is not None]
         errors = [each.bits_per_byte_error for each in means if each.bits_per_byte is not None]
+        plain = [score.unnormalized(score.mean) for score in complete]
+        acc = [value for value, _ in plain if value is not None]
+        has_acc = len(acc) == len(complete)
         return Score(
             math.fsum(each.accuracy for each in means) / len(means),
             error_of_mean(each.standard_error for each in means),
             bits_per_byte=math.fsum(bits) / len(bits) if bits else None,
             bits_per_byte_error=error_of_mean(errors),
+            acc=math.fsum(acc) / len(acc) if has_acc else None,
+            acc_error=error_of_mean(error for _, error in plain) if has_acc else None,
         )
 
 
@@ -239,6 +277,8 @@ class DownstreamPart(FileRecord):
         version: see TaskScore.
         shots_from: see TaskScore.
         answers: "1" for each question answered correctly, "0" for the others, in order.
+        acc_answers: ``answers`` by acc of a task whose metric is acc_norm, see Score; None for
+            other tasks, and for results of earlier releases.
         bits_per_byte: of the gold answer of each question, in order, see Score; None if the task
             has no gold answers to score.
         truncated_requests: see ShotScore.
@@ -262,11 +302,22 @@ class DownstreamPart(FileRecord):
     requests_hash: str
     questions_hash: str
     cost: Cost
+    acc_answers: Annotated[str, Field(pattern="^[01]+$")] | None = None
 
     @property
     def values(self) -> list[float]:
         """1 or 0 for each question."""
         return [float(answer) for answer in self.answers]
+
+    @property
+    def acc_values(self) -> list[float] | None:
+        """1 or 0 for each question, by acc; None without ``acc_answers``."""
+        return None if self.acc_answers is None else [float(each) for each in self.acc_answers]
+
+    @property
+    def score(self) -> Score:
+        """Mean scores over the questions."""
+        return Score.of(self.values, self.bits_per_byte, self.acc_values)
 
 
 def part_path(work_dir: Path, task: str, shots: int) -> Path:

@@ -235,7 +235,7 @@ def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
         part.save(part_path(plan.options.parts_dir, each.task, each.shots))
         plan.parts[each] = part
         left = (time.monotonic() - start) / done * (len(missing) - done)
-        score = Score.of(part.values, part.bits_per_byte)
+        score = part.score
         bits = "" if score.bits_per_byte is None else f", {_bits(score)} bits per byte"
         print(
             f"{done} of {len(missing)}: {each.task}, {each.shots}-shot: {part.metric} "
@@ -283,6 +283,7 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
         raise TaskUnavailableError("the task's data set has no questions")
     if not all(sample.get(loaded.metric) in (0, 1) for sample in samples):
         raise TaskUnavailableError(f"the task's {loaded.metric} is not 0 or 1 for each question")
+    has_acc = loaded.metric == "acc_norm" and all(sample.get("acc") in (0, 1) for sample in samples)
     bits = [each for each in map(loaded.gold_bits_per_byte, samples) if each is not None]
     hashes = "\n".join(sample["doc_hash"] for sample in samples)
     return DownstreamPart(
@@ -290,13 +291,18 @@ def evaluate_part(model: ScorerLM, loaded: LoadedTask, settings: PartSettings) -
         metric=loaded.metric,
         version=str(loaded.task.VERSION),
         shots_from=loaded.shots_from,
-        answers="".join("1" if sample[loaded.metric] else "0" for sample in samples),
+        answers=_digits(samples, loaded.metric),
+        acc_answers=_digits(samples, "acc") if has_acc else None,
         bits_per_byte=bits if len(bits) == len(samples) else None,
         truncated_requests=model.num_truncated,
         requests_hash=model.digest.hexdigest(),
         questions_hash=hashlib.sha256(hashes.encode()).hexdigest(),
         cost=stopwatch.cost(model.flops, model.scorer.layout.world_size),
     )
+
+
+def _digits(samples: Sequence[dict[str, Any]], metric: str) -> str:
+    return "".join("1" if sample[metric] else "0" for sample in samples)
 
 
 def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
@@ -320,7 +326,7 @@ def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
             first = next(iter(parts.values()))
             by_shots = {
                 shots: ShotScore(
-                    **vars(Score.of(part.values, part.bits_per_byte)),
+                    **vars(part.score),
                     documents=len(part.answers),
                     truncated_requests=part.truncated_requests,
                     requests_hash=part.requests_hash,
@@ -329,10 +335,13 @@ def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
             }
             mean = None
             if len(parts) == len(plan.protocol.shots):
-                bits = [each.bits_per_byte for each in parts.values() if each.bits_per_byte]
+                every = parts.values()
+                values = _mean_by_question([each.values for each in every])
+                assert values is not None
                 mean = Score.of(
-                    _mean_by_question([each.values for each in parts.values()]),
-                    _mean_by_question(bits) if len(bits) == len(parts) else None,
+                    values,
+                    _mean_by_question([each.bits_per_byte for each in every]),
+                    _mean_by_question([each.acc_values for each in every]),
                 )
             tasks[task] = TaskScore(first.metric, first.version, first.shots_from, by_shots, mean)
             cost = sum((part.cost for part in parts.values()), cost)
@@ -350,9 +359,15 @@ def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
     )
 
 
-def _mean_by_question(values: Sequence[Sequence[float]]) -> list[float]:
-    """Average ``values`` [numbers of shots][questions] over the numbers of shots."""
-    return [sum(each) / len(each) for each in zip(*values, strict=True)]
+def _mean_by_question(values: Sequence[Sequence[float] | None]) -> list[float] | None:
+    """Average ``values`` [numbers of shots][questions] over the numbers of shots.
+
+    The result is None if a number of shots has none.
+    """
+    known = [each for each in values if each is not None]
+    if len(known) < len(values):
+        return None
+    return [sum(each) / len(each) for each in zip(*known, strict=True)]
 
 
 def print_result(result: DownstreamResult) -> None:
@@ -362,12 +377,16 @@ def print_result(result: DownstreamResult) -> None:
     for name, score in result.tasks.items():
         found = [score.by_shots.get(number) for number in shots]
         cells = [f"{100 * each.accuracy:.2f}" if each else "-" for each in found]
-        rows[name] = [score.metric, *cells, _percent(score.mean), _bits(score.mean)]
+        acc = _in_percent(*score.unnormalized(score.mean))
+        rows[name] = [score.metric, *cells, _percent(score.mean), acc, _bits(score.mean)]
     total = len({*result.tasks, *(gap.task for gap in result.gaps)})
     mean = f"mean of {len(result.complete_tasks)} of {total} tasks"
-    rows[mean] = ["", *[""] * len(shots), _percent(result.mean), _bits(result.mean)]
-    columns = ["metric", *(f"{n}-shot" for n in shots), "mean ± standard error", "bits per byte"]
-    print("accuracy, %, and bits per byte of the gold answers (mean over shots):")
+    total_mean = result.mean
+    acc = "-" if total_mean is None else _in_percent(total_mean.acc, total_mean.acc_error)
+    rows[mean] = ["", *[""] * len(shots), _percent(total_mean), acc, _bits(total_mean)]
+    columns = ["metric", *(f"{n}-shot" for n in shots), "mean ± standard error", "acc"]
+    columns.append("bits per byte")
+    print("accuracy, %, and acc and bits per byte of the gold answers (mean over shots):")
     print(pd.DataFrame.from_dict(rows, orient="index", columns=columns).to_string())
     for gap in result.gaps:
         print(f"not evaluated: {gap}")
@@ -380,10 +399,13 @@ def print_result(result: DownstreamResult) -> None:
 
 
 def _percent(score: Score | None) -> str:
-    if score is None:
+    return "-" if score is None else _in_percent(score.accuracy, score.standard_error)
+
+
+def _in_percent(share: float | None, error: float | None) -> str:
+    if share is None:
         return "-"
-    error = "" if score.standard_error is None else f" ± {100 * score.standard_error:.2f}"
-    return f"{100 * score.accuracy:.2f}{error}"
+    return f"{100 * share:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
 def _bits(score: Score | None) -> str:

@@ -17,7 +17,7 @@ PAPER_TASKS = (
     "arc_easy",
     "copa",
     "hellaswag",
-    "lambada_openai",
+    "lambada_standard",
     "logiqa",
     "multirc",
     "openbookqa",
@@ -28,7 +28,11 @@ PAPER_TASKS = (
     "social_iqa",
     "winogrande",
 )
-"""The thirteen tasks of the paper's tables, named as in lm-eval."""
+"""The thirteen tasks of the paper's tables, named as in lm-eval.
+
+The paper prints "Lambada". lambada_standard is the variant among RegMix's thirteen tasks, which are
+the same; lambada_openai has another preparation of the text.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,8 +169,9 @@ class DownstreamOptions(TaskOptions):
     """Accuracy and bits per byte of gold answers on downstream tasks, by lm-eval.
 
     Each task is evaluated with each number of shots, and its result is the mean over them: the
-    normalised accuracy if the task defines it, otherwise the accuracy. The same command resumes an
-    interrupted evaluation; tasks and shots can be added to a finished one.
+    normalised accuracy (acc_norm) if the task defines it, otherwise the accuracy (acc). Where a
+    task defines both, acc is also stored. The same command resumes an interrupted evaluation; tasks
+    and shots can be added to a finished one.
 
     Raises:
         UserError: for a number out of range, empty or repeated tasks or shots, or an output without

@@ -31,6 +31,7 @@ FOLDERS = {name: name for name in PAPER_TASKS} | {
     "commonsense_qa": "commonsense_qa",
     "copa": "super_glue/copa",
     "lambada_openai": "lambada",
+    "lambada_standard": "lambada",
     "multirc": "super_glue/multirc",
     "qqp": "glue/qqp",
     "social_iqa": "siqa",

@@ -62,14 +62,24 @@ class DownstreamComparison:
         Args:
             shots: number of solved examples; None takes the mean over all numbers of shots. Values
                 that were not evaluated are NaN; a mean is NaN if any number of shots is missing.
-            field: field of Score, such as "standard_error" or "bits_per_byte".
+            field: field of Score, such as "standard_error" or "bits_per_byte". "acc" and
+                "acc_error" are the unnormalized accuracies of all tasks and their errors.
         """
         found = pd.DataFrame(math.nan, self.tasks, list(self.results))
         for label, result in self.results.items():
             for task, score in result.tasks.items():
                 accuracy = score.mean if shots is None else score.by_shots.get(shots)
-                found.loc[task, label] = getattr(accuracy, field, None)
+                value = getattr(accuracy, field, None)
+                if field in ("acc", "acc_error"):
+                    value = score.unnormalized(accuracy)[field == "acc_error"]
+                found.loc[task, label] = value
         return found
+
+    @property
+    def has_acc(self) -> bool:
+        """Whether a task that is scored by acc_norm also has the accuracy without it."""
+        scores = [score for result in self.results.values() for score in result.tasks.values()]
+        return any(score.mean is not None and score.mean.acc is not None for score in scores)
 
 
 def compare_downstream(
@@ -113,8 +123,9 @@ def base_run_of(folder: RunFolder, name: str) -> str:
 def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Table]:
     """Tables of scores by task: mean accuracy over shots, bits per byte, accuracy by shots.
 
-    The table of bits per byte is left out if no result has them. Arguments and errors are those of
-    :func:`compare_downstream`. The list is empty if there are no results.
+    A second table of mean accuracies has the unnormalized accuracies (acc). It is left out if no
+    result has both, and the table of bits per byte if no result has them. Arguments and errors are
+    those of :func:`compare_downstream`. The list is empty if there are no results.
     """
     found = compare_downstream(folder, baseline)
     if found is None:
@@ -144,6 +155,18 @@ def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Ta
             *_notes(found),
         )
     ]
+    if found.has_acc:
+        tables.append(
+            table(
+                "Downstream accuracy without length normalization, mean over shots (%)",
+                "acc",
+                "acc_error",
+                _percent,
+                max,
+                "lm-eval's acc: the answer with the highest log-likelihood counts, whatever its "
+                "length. Tasks without acc_norm have the same accuracy in both tables.",
+            )
+        )
     if found.accuracies(None, "bits_per_byte").notna().any(axis=None):
         tables.append(
             table(

@@ -194,7 +194,7 @@ def sample_downstream() -> downstream.DownstreamResult:
     """Downstream results of a complete task, and of a task without 2-shot accuracy."""
     bits = {"bits_per_byte": 1.25, "bits_per_byte_error": 0.5}
     scores = {
-        0: downstream.ShotScore(0.5, 0.25, 4, 0, "hash 0", **bits),
+        0: downstream.ShotScore(0.5, 0.25, 4, 0, "hash 0", **bits, acc=0.25, acc_error=0.125),
         2: downstream.ShotScore(1.0, None, 1, 1, "hash 2"),
     }
     complete = downstream.TaskScore(
@@ -219,7 +219,7 @@ def sample_part() -> downstream.DownstreamPart:
     settings = downstream.PartSettings("hash", "0.4.13", "sciq", 2, None, 1234, "float32", "hub")
     bits = [1.0, 2.5, 0.25, 4.0]
     return downstream.DownstreamPart(
-        settings, "acc", "1.0", "train", "0110", bits, 3, "r", "q", COST
+        settings, "acc_norm", "1.0", "train", "0110", bits, 3, "r", "q", COST, "0100"
     )
 
 

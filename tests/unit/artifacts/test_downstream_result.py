@@ -27,9 +27,10 @@ OTHER_REQUESTS = {
 @given(st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=50))
 def test_accuracy_and_its_error_match_lm_eval(values):
     metrics = pytest.importorskip("lm_eval.api.metrics")
-    found = Score.of(values, [1 + value for value in values])
+    found = Score.of(values, [1 + value for value in values], values)
     assert found.accuracy == pytest.approx(metrics.mean(values))
     assert found.standard_error == pytest.approx(metrics.mean_stderr(values))
+    assert (found.acc, found.acc_error) == (found.accuracy, found.standard_error)
     assert found.bits_per_byte == pytest.approx(1 + found.accuracy)
     assert found.bits_per_byte_error == pytest.approx(found.standard_error)
     assert Score.of(values[:1], None) == Score(values[0], None)
@@ -44,8 +45,19 @@ def test_mean_is_over_complete_tasks_with_independent_errors():
     bits = {"bits_per_byte": 1.5, "bits_per_byte_error": 0.1}
     found = mean_of(Score(0.5, 0.06, **bits), Score(0.7, 0.08))
     error = math.hypot(0.06, 0.08) / 2
-    assert dataclasses.astuple(found) == pytest.approx((0.6, error, 1.5, 0.1))
+    expected = {"bits_per_byte": pytest.approx(1.5), "bits_per_byte_error": pytest.approx(0.1)}
+    # An earlier release did not store the acc of tasks that are scored by acc_norm.
+    assert found == Score(pytest.approx(0.6), pytest.approx(error), **expected)
     assert mean_of(Score(1.0, None)) == Score(1.0, None)
+
+
+def test_mean_acc_includes_tasks_without_acc_norm():
+    normalized = dataclasses.replace(COMPLETE, mean=Score(0.5, 0.06, acc=0.3, acc_error=0.03))
+    plain = dataclasses.replace(COMPLETE, metric="acc", mean=Score(0.7, 0.04))
+    found = dataclasses.replace(RESULT, tasks={"sciq": normalized, "copa": plain}).mean
+    assert found is not None
+    assert (found.accuracy, found.acc) == pytest.approx((0.6, 0.5))
+    assert found.acc_error == pytest.approx(math.hypot(0.03, 0.04) / 2)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +86,7 @@ def test_part_is_found_by_its_settings(tmp_path):
     part.save(part_path(tmp_path, "sciq", 2))
     assert find_part(tmp_path, settings) == part
     assert part.values == [0.0, 1.0, 1.0, 0.0]
+    assert (part.score.accuracy, part.score.acc) == (0.5, 0.25)
     assert find_part(tmp_path, dataclasses.replace(settings, data=None)) == part
     for field in ("checkpoint_hash", "lm_eval_version", "fewshot_seed", "dtype", "data"):
         with pytest.raises(UserError, match=field):

@@ -85,7 +85,8 @@ def test_scores_equal_lm_evals_with_the_exported_model(
     assert result.cost.flops > 0
     theirs = HFLM(str(text_checkpoint.exported), device="cpu", dtype="float32", batch_size=8)
     library = TaskLibrary(options.tasks, task_data)
-    means = []
+    means: list[np.ndarray] = []
+    accs: list[float] = []
     for task, metric in (("sciq", "acc_norm"), ("winogrande", "acc"), ("lambada_openai", "acc")):
         score, by_shots = result.tasks[task], []
         assert score.metric == metric
@@ -99,6 +100,9 @@ def test_scores_equal_lm_evals_with_the_exported_model(
             expected = evaluated["results"][task]
             bits = [gold_bits(task, sample) for sample in evaluated["samples"][task]]
             by_shots.append(bits)
+            acc, error = score.unnormalized(found)
+            assert acc == expected["acc,none"]
+            assert error == pytest.approx(expected["acc_stderr,none"])
             assert found.bits_per_byte == pytest.approx(np.mean(bits), abs=1e-6)
             assert found.bits_per_byte_error == pytest.approx(sem(bits), abs=1e-6)
             assert found.accuracy == expected[f"{metric},none"]
@@ -110,8 +114,15 @@ def test_scores_equal_lm_evals_with_the_exported_model(
         assert score.mean.bits_per_byte == pytest.approx(means[-1].mean(), abs=1e-6)
         assert score.mean.bits_per_byte_error == pytest.approx(sem(means[-1]), abs=1e-6)
         assert f"{means[-1].mean():.4f}" in table
+        accs.append(score.unnormalized(score.mean)[0])
+        assert accs[-1] == np.mean(
+            [score.unnormalized(each)[0] for each in score.by_shots.values()]
+        )
+        assert f"{100 * accs[-1]:.2f}" in table
     assert result.mean is not None
     assert result.mean.bits_per_byte == pytest.approx(np.mean(means), abs=1e-6)
+    assert result.mean.acc == pytest.approx(np.mean(accs))
+    assert result.tasks["sciq"].mean.accuracy != accs[0]  # so that both metrics are told apart
     assert DownstreamResult.load(options.output) == result
 
 

@@ -54,6 +54,23 @@ def test_means_over_shots_averages_and_counts_are_shown_in_percent(root):
     assert rows_of(by_shots)["average, 1-shot"] == ["55.0 ± 0.7", "60.0 ± 0.7"]
 
 
+def test_accuracies_without_normalization_have_their_own_table(root):
+    uniform = downstream({"sciq": {0: 0.5, 1: 0.7}, "copa": {0: 0.4, 1: 0.4}})
+    sciq = dataclasses.replace(uniform.tasks["sciq"], metric="acc_norm")
+    mean = dataclasses.replace(sciq.mean, acc=0.3, acc_error=0.03)
+    both = dataclasses.replace(sciq, mean=mean)
+    # An earlier release stored only the metric.
+    mean, acc, _, _ = tables_of(
+        root,
+        dataclasses.replace(uniform, tasks={**uniform.tasks, "sciq": both}),
+        dataclasses.replace(uniform, tasks={**uniform.tasks, "sciq": sciq}),
+    )
+    assert rows_of(mean)["sciq"] == ["60.0 ± 2.0", "60.0 ± 2.0"]
+    assert rows_of(acc)["sciq"] == ["30.0 ± 3.0", "-"]
+    assert rows_of(acc)["copa"] == rows_of(mean)["copa"]
+    assert rows_of(acc)["average"] == ["40.0 ± 2.0", "40.0 ± 2.0"]  # over copa
+
+
 def test_a_task_that_one_run_lacks_is_shown_as_a_dash_and_not_averaged(root):
     whole = {"sciq": {0: 0.5, 1: 0.7}, "race": {0: 0.9, 1: 0.9}}
     mean, _, by_shots = tables_of(
