@@ -83,10 +83,10 @@ def scalar_to_host(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
-# Random states. Training uses no random numbers (no dropout; the data order is a function of seed
-# and index), but the hook of a method may use them. Random states are saved as tensors, named by
-# the rank's coordinates, so that nothing has to be unpickled. In another layout, ranks without a
-# saved state keep their seeded state.
+# Random states. Training does not depend on them: the generators of dropout are seeded before each
+# step, and the data order is a function of seed and index. The hook of a method may depend on them.
+# Random states are saved as tensors, named by the rank's coordinates, so that nothing has to be
+# unpickled. In another layout, ranks without a saved state keep their seeded state.
 
 
 def random_states() -> dict[str, torch.Tensor]:
