@@ -45,6 +45,11 @@ FOUR_LAYERS = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
             },
             "--overlap-param-gather",
         ),
+        (
+            functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
+            {"compile_layers": True, "hidden_dropout": 0.1},
+            "--hidden-dropout 0.1.*--compile-layers",
+        ),
     ],
 )
 def test_contradicting_options_are_rejected(kind, options, flag):
