@@ -296,7 +296,7 @@ class ModelOptions(CheckedOptions):
     --pretrained-checkpoint, or 82m."""
     architecture: ArchitectureOptions = dataclasses.field(default_factory=ArchitectureOptions)
     seq_length: Count = 1024
-    """Tokens per sample (the paper's cost figures imply 1024)."""
+    """Tokens per sample (assumed: 1024; the paper does not state it)."""
     global_batch_size: BatchSize = 128
     """Sequences per step, over all ranks (paper: 128, but 512 for the Pile)."""
     micro_batch_size: BatchSize = 8
