@@ -20,11 +20,14 @@ from megatron_chameleon.mixture.weights import ROUNDING
 CONCENTRATIONS = np.geomspace(1.0, 1000.0, 7)
 # The local search starts from this many candidates.
 NUM_STARTS = 4
-# Moves of the local search: the first and the smallest size, the factor by which the size shrinks,
-# and the sizes of moves along the gradient, as multiples of the current size.
-FIRST_STEP, LAST_STEP, SHRINKING = 0.1, 1e-3, 4.0
-ALONG_GRADIENT = np.geomspace(0.25, 16.0, 7)
+# Moves of the local search: the first and the smallest size, and the factor by which the size
+# shrinks when no move gains LEAST_GAIN times the range of their values.
+FIRST_STEP, LAST_STEP, SHRINKING, LEAST_GAIN = 0.1, 1e-3, 4.0, 1e-3
+# Maximum number of moves between domains other than the one with the largest weight.
 MAX_MOVES = 128
+# Sizes of moves along the gradient, as multiples of the current size, and shares of Newton's step.
+ALONG_GRADIENT = np.geomspace(0.25, 16.0, 7)
+ALONG_NEWTON = np.geomspace(0.125, 2.0, 5)
 MAX_ROUNDS = 100
 BLOCK = 2000
 
@@ -125,9 +128,9 @@ def minimize_mixture(
     A global search takes the best of many candidates: Dirichlet samples around the prior and
     around equal weights, the trained mixtures, single domains, and the prior itself, all projected
     onto the bounds. A local search then improves the best few: it moves weight from one domain to
-    another, and along the gradient that these moves imply, and shrinks the moves where none helps.
-    The moves between two domains span all feasible directions, so the result for a smooth convex
-    objective is its global minimum.
+    another, and along the gradient and the Newton step that these moves imply, and shrinks the
+    moves where none helps. The moves between two domains span all feasible directions, so the
+    result for a smooth convex objective is its global minimum, up to the size of the last moves.
 
     Args:
         objective: f, mixtures [n, k] -> values [n]; it needs no gradient.
@@ -214,38 +217,88 @@ def _descend(
             break
         moves = [_moves(starts[each], steps[each], low, high, rng) for each in active]
         of_moves = _by_start(values, moves)
-        lines = []
-        for each, moved, each_value in zip(active, moves, of_moves, strict=True):
-            # The differences of f between moves give its gradient, up to a constant.
-            slopes = np.linalg.lstsq(moved - starts[each], each_value - found[each], rcond=None)[0]
-            size = np.abs(slopes).max()
-            line = steps[each] * ALONG_GRADIENT[:, None] * (slopes / size if size else slopes)
-            lines.append(nearest_mixtures(starts[each] - line, low, high))
-        for each, moved, moved_values, line, line_values in zip(
+        lines = [
+            _lines(starts[each], found[each], moved, of_moved, low, high)
+            for each, moved, of_moved in zip(active, moves, of_moves, strict=True)
+        ]
+        for each, moved, of_moved, line, of_line in zip(
             active, moves, of_moves, lines, _by_start(values, lines), strict=True
         ):
-            tried, reached = np.concatenate([moved, line]), np.append(moved_values, line_values)
+            tried, reached = np.concatenate([moved, line]), np.append(of_moved, of_line)
             best = int(reached.argmin())
-            if reached[best] < found[each]:
+            gained = found[each] - reached[best]
+            if gained > 0:
                 starts[each], found[each] = tried[best], reached[best]
-            else:
+            if gained <= LEAST_GAIN * np.ptp(of_moved):
                 steps[each] /= SHRINKING
     return starts[found.argmin()]
 
 
 def _moves(weights: Array, step: float, low: Array, high: Array, rng: np.random.Generator) -> Array:
-    """Return mixtures [moves, k] that differ from ``weights`` [k] by a move between two domains."""
-    size = np.minimum(np.minimum(step, weights - low)[:, None], high - weights)
-    np.fill_diagonal(size, 0.0)
-    source, target = np.nonzero(size > ROUNDING)
-    if len(source) > MAX_MOVES:
-        chosen = rng.choice(len(source), MAX_MOVES, replace=False)
-        source, target = source[chosen], target[chosen]
-    rows, amounts = np.arange(len(source)), size[source, target]
-    moved = np.repeat(weights[None], len(source), axis=0)
-    moved[rows, source] -= amounts
-    moved[rows, target] += amounts
+    """Return mixtures [moves, k] that differ from ``weights`` [k] by a move between two domains.
+
+    A move has the size ``step``, or less if a bound is nearer. Rows 2 j and 2 j + 1 move weight
+    from the domain with the largest weight to the j-th other domain, and back. The following rows
+    are the moves between these other domains, or a sample of them.
+    """
+    k, largest = len(weights), int(weights.argmax())
+    others = np.delete(np.arange(k), largest)
+    pairs = np.arange((k - 1) * (k - 2))
+    if len(pairs) > MAX_MOVES:
+        pairs = rng.integers(len(pairs), size=MAX_MOVES)
+    first, second = np.divmod(pairs, max(k - 2, 1))
+    second += second >= first
+    to_and_from = np.stack([np.full(k - 1, largest), others])
+    source = np.append(to_and_from.T.ravel(), others[first])
+    target = np.append(to_and_from[::-1].T.ravel(), others[second])
+    size = np.minimum(step, np.minimum((weights - low)[source], (high - weights)[target]))
+    rows, moved = np.arange(len(source)), np.repeat(weights[None], len(source), axis=0)
+    moved[rows, source] -= size
+    moved[rows, target] += size
     return np.clip(moved, low, high)
+
+
+def _lines(
+    weights: Array, value: float, moves: Array, values: Array, low: Array, high: Array
+) -> Array:
+    """Return mixtures [n, k] on two lines from ``weights`` [k]: down the gradient, and Newton's.
+
+    The moves between the domain with the largest weight and another one give f to the second order:
+    f + g x + h x^2 / 2 if the other domain's weight rises by x. Newton's line ends where the sum of
+    these parabolas has its minimum within the bounds.
+
+    Args:
+        weights: the mixture.
+        value: f at ``weights``.
+        moves: [moves, k], as from :func:`_moves`.
+        values: [moves] f at ``moves``.
+        low: [k] smallest weights.
+        high: [k] largest weights.
+    """
+    others = np.delete(np.arange(len(weights)), weights.argmax())
+    rows = 2 * np.arange(len(others))
+    up, down = moves[rows, others] - weights[others], weights[others] - moves[rows + 1, others]
+    unknown = np.full(len(others), np.nan)
+    ahead = np.divide(values[rows] - value, up, out=unknown.copy(), where=up > ROUNDING)
+    behind = np.divide(value - values[rows + 1], down, out=unknown.copy(), where=down > ROUNDING)
+    ahead, behind = (
+        np.where(np.isnan(one), other, one) for one, other in ((ahead, behind), (behind, ahead))
+    )
+    width = np.maximum(up + down, ROUNDING)
+    gradient, curvature = np.zeros(len(weights)), np.zeros(len(weights))
+    gradient[others] = np.nan_to_num((ahead * down + behind * up) / width)
+    curvature[others] = np.nan_to_num(2 * (ahead - behind) / width)
+    if not gradient.any():
+        return weights[None]
+    longest = max(up.max(), down.max()) / np.abs(gradient).max()
+    lines = [nearest_mixtures(weights - longest * ALONG_GRADIENT[:, None] * gradient, low, high)]
+    if (convex := curvature > 0).any():
+        # The curvature is unknown of the largest weight, and of weights at a bound.
+        curvature[~convex] = np.median(curvature[convex])
+        for share in ALONG_NEWTON:
+            direction = share / curvature
+            lines.append(_along((weights - direction * gradient)[None], direction, low, high))
+    return np.concatenate(lines)
 
 
 def _by_start(values: Callable[[Array], Array], mixtures: list[Array]) -> list[Array]:

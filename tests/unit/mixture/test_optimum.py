@@ -62,6 +62,40 @@ def test_convex_losses_reach_the_optimum_of_a_solver_with_gradients(k):
     assert near.divergence < found.divergence + rel_entr(found.weights, prior).sum()
 
 
+def descend_by_mirror(gradient, loss, weights):
+    """Minimize ``loss`` over the simplex by exponentiated gradients, with backtracking."""
+    step, lowest = 1.0, loss(weights[None])[0]
+    for _ in range(4000):
+        moved = weights * np.exp(-step * (gradient(weights) - gradient(weights) @ weights))
+        moved /= moved.sum()
+        reached = loss(moved[None])[0]
+        if reached <= lowest:
+            weights, lowest, step = moved, reached, 1.2 * step
+        else:
+            step /= 2
+    return weights, lowest
+
+
+@pytest.mark.parametrize("k", [20, 50, 200])
+def test_many_domains_reach_the_optimum_of_mirror_descent(k):
+    """The loss is a sum of power laws with different curvatures, and transfer between domains."""
+    rng, prior = np.random.default_rng(k), np.full(k, 1 / k)
+    scale, transfer = rng.uniform(0.5, 2, k), np.eye(k) + rng.uniform(0, 0.2 / k, (k, k))
+
+    def loss(mixtures):
+        return (mixtures @ transfer.T + 1 / k) ** -0.5 @ scale / k**1.5
+
+    def gradient(weights):
+        return (-0.5 * (weights @ transfer.T + 1 / k) ** -1.5 * scale) @ transfer / k**1.5
+
+    weights, lowest = descend_by_mirror(gradient, loss, prior)
+    found = minimize_mixture(loss, prior, np.zeros(k), np.ones(k))
+    assert loss(prior[None])[0] - lowest > 1e-2
+    assert found.objective - lowest < 1e-3 * (loss(prior[None])[0] - lowest)
+    assert np.abs(found.weights - weights).sum() / 2 < 0.01
+    assert found.num_values < 35_000
+
+
 def test_the_global_minimum_of_steps_is_found():
     """A loss without gradients, as of trees: a deep, narrow minimum next to a wide one."""
     best = np.array([0.05, 0.8, 0.1, 0.05])
