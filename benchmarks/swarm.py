@@ -1,6 +1,6 @@
 """Measure a swarm's training speed for each number of members trained concurrently.
 
-    python benchmarks/swarm.py [--size 1m] [--members 1 2 4 8] [--steps 30] [--seconds 540]
+    python benchmarks/swarm.py [--size regmix-1m] [--members 1 2 4 8] [--steps 30] [--seconds 540]
                                [--resume FILE]
 
 Each row trains one of these numbers of members concurrently on random tokens of GPT-2's vocabulary,
@@ -47,7 +47,7 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="1m", help="model size of a member")
+    parser.add_argument("--size", default="regmix-1m", help="model size of a member")
     parser.add_argument("--members", type=int, nargs="+", help="members trained concurrently")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each member")
     parser.add_argument("--seconds", type=float, default=540, help="time limit of all rows")

@@ -21,8 +21,8 @@ CORPUS=${CORPUS:-$RUN/1-corpus}
 
 LAWS=(
   --num-proxies 20                     # paper: appendix, "20 separate mixtures"
-  --models 60m 82m 124m 210m      # assumed: the paper says only "4 different proxy sizes"
-  --target-model "$SIZE"                # assumed: the base model
+  --models 60m 82m 124m 210m           # assumed: the paper says only "4 different proxy sizes"
+  --target-model "$SIZE"               # assumed: the base model
   --train-iters 10000                  # assumed: the FLOPs per run of DoReMi's proxy
   --seq-length 1024                    # assumed: from the paper's FLOPs
   --global-batch-size 128              # paper: experimental setup
@@ -38,8 +38,8 @@ LAWS=(
 if [ "$SIZE" = tiny ]; then
   LAWS+=(
     --num-proxies 8                    # tiny: seconds
-    --models nano 1m tiny         # tiny: seconds
-    --target-model mini                 # tiny: the next larger size
+    --models nano regmix-1m tiny       # tiny: seconds
+    --target-model mini                # tiny: the next larger size
     --train-iters 6                    # tiny: seconds
     --seq-length 64                    # tiny: seconds
     --global-batch-size 8              # tiny: seconds

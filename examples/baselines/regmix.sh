@@ -20,7 +20,7 @@ CORPUS=${CORPUS:-$RUN/1-corpus}
 
 REGMIX=(
   --num-proxies 200            # paper: table of FLOPs, 200 proxies; RegMix's paper: 512
-  --model 1m              # paper: table of FLOPs, 1M parameters
+  --model regmix-1m            # paper: table of FLOPs, 1M parameters; shape: RegMix's code
   --train-iters 1000           # paper: table of FLOPs, 1B tokens
   --seq-length 2048            # assumed: RegMix's code
   --global-batch-size 512      # assumed: RegMix's code
@@ -32,7 +32,7 @@ REGMIX=(
 if [ "$SIZE" = tiny ]; then
   REGMIX+=(
     --num-proxies 16           # tiny: seconds
-    --model nano          # tiny: seconds
+    --model nano               # tiny: seconds
     --train-iters 6            # tiny: seconds
     --seq-length 64            # tiny: seconds
     --global-batch-size 8      # tiny: seconds

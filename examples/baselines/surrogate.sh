@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Compute the surrogate's mixture of SlimPajama: train 200 proxies of 1M parameters, as for RegMix,
 # fit a stack of models to their losses, and find the predicted optimum for the mean loss over all
-# domains. Chameleon's paper does not cover this method.
+# domains. If its gain over the natural mixture is not certain, the natural mixture is written, unless
+# --accept-uncertain is passed. Chameleon's paper does not cover this method.
 #
 #   bash examples/baselines/surrogate.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/surrogate.sh      # smoke test on 2 CPU ranks
-#   bash examples/baselines/surrogate.sh -- --kl 0.05 --min-weight 0.01
+#   bash examples/baselines/surrogate.sh -- --kl 0.05 --min-weight 0.01 --accept-uncertain
 #
 # The same command resumes after an interruption. The proxies are in RUN/4-mixture/regmix: they are
 # those of regmix.sh, and are trained only once for both methods.
@@ -21,7 +22,7 @@ CORPUS=${CORPUS:-$RUN/1-corpus}
 
 SURROGATE=(
   --num-proxies 200            # assumed: as in regmix.sh, whose proxies these are
-  --model 1m                   # assumed: as in regmix.sh
+  --model regmix-1m            # assumed: as in regmix.sh
   --train-iters 1000           # assumed: as in regmix.sh
   --seq-length 2048            # assumed: as in regmix.sh
   --global-batch-size 512      # assumed: as in regmix.sh
@@ -42,7 +43,7 @@ if [ "$SIZE" = tiny ]; then
     --eval-tokens 512          # tiny: seconds
     --smallest-weight 0.02     # tiny: a corpus of three domains has few mixtures
     --num-draws 1000           # tiny: seconds
-    --folds 2                  # tiny: seconds
+    --splits 2                 # tiny: seconds
     --no-bf16                  # tiny: slow on CPUs
     --token-budget 6144        # tiny: 12 steps of 8 x 64 tokens
   )

@@ -237,8 +237,10 @@ PRESETS: dict[str, Callable[..., ModelConfig]] = {
     "210m": functools.partial(ModelConfig, 24, 16, 768, 3072),
     "684m": functools.partial(ModelConfig, 36, 24, 1200, 4800),
     "1.2b": functools.partial(ModelConfig, 36, 25, 1600, 6400),
-    # RegMix (ICLR 2025): the smallest proxy, with 1M parameters without embeddings.
-    "1m": functools.partial(ModelConfig, 2, 8, 256, 512),
+    # RegMix (ICLR 2025): tinyllama_1M, tinyllama_60M and tinyllama_1_1b of the authors' code.
+    "regmix-1m": functools.partial(_untied_llama, 2, 8, 256, 512),
+    "regmix-60m": functools.partial(_untied_llama, 10, 8, 768, 1536),
+    "regmix-1b": functools.partial(_untied_llama, 22, 16, 2048, 5632),
     # Proxies with 15M and 30M parameters without embeddings.
     "llama-15m": functools.partial(_llama, 8, 6, 384, 1024),
     "llama-30m": functools.partial(_llama, 8, 8, 512, 1792),

@@ -18,7 +18,7 @@ the paper's totals for DoReMi, DoGE and mixing laws. RegMix's 1.20e18 is 200 pro
 with N = 10^6; its 3.5e18 for the Pile does not follow from the rule. The paper does not state the
 length of Chameleon's windows, so its 1.36e17 and 4.62e15 are not reproduced.
 
-The rule excludes attention scores, the output layer (86% of a 1M proxy), and the forward passes of
+The rule excludes attention scores, the output layer (most of a 1M proxy), and the forward passes of
 DoReMi's reference. Neither count includes inner products of gradients, regressions, or the
 hyperparameter search. A mixture stores both counts: the paper's count for comparison with the
 paper's tables, and the count from shapes as the cost.
@@ -45,7 +45,7 @@ DENSE_BF16_PEAK: dict[str, float] = {
 
 # N of the paper's totals, for models where it differs from the layers' matrices; the N of 82m is
 # inferred, see above.
-PRINTED_PARAMETERS = {"82m": 12 * 12 * 768**2, "1m": 1_000_000}
+PRINTED_PARAMETERS = {"82m": 12 * 12 * 768**2, "regmix-1m": 1_000_000}
 
 
 def layer_forward_flops(config: ModelConfig, seq_length: int) -> float:

@@ -74,7 +74,7 @@ def exit_status(function, argv=("--corpus", "c")):
 
 
 def test_flags_are_field_names_and_the_last_occurrence_wins():
-    argv = ["--corpus", "c", "--train-iters", "4", "--sizes", "1m", "nano", "--train-iters", "3"]
+    argv = ["--corpus", "c", "--train-iters", "4", "--sizes", "82m", "nano", "--train-iters", "3"]
     argv += ["--bf16", "--learning-rate", "2", "--mode=finetune", "--sizes", "tiny"]
     expected = ToolOptions(Path("c"), 3, "finetune", bf16=True, sizes=("tiny",), group=Group(2.0))
     assert parse_options(ToolOptions, argv) == expected

@@ -37,9 +37,9 @@ class SwarmOptions(CheckedOptions):
     ranks split the members among themselves.
     """
 
-    model: str = "1m"
-    """Name of the members' model (RegMix: 1m), or folder of a Hugging Face config.json; the error
-    for an unknown name lists all names."""
+    model: str = "regmix-1m"
+    """Name of the members' model (RegMix: regmix-1m), or folder of a Hugging Face config.json;
+    the error for an unknown name lists all names."""
     architecture: ArchitectureOptions = dataclasses.field(default_factory=ArchitectureOptions)
     rounds: Count = 1
     """Train the members in this many rounds of about equal size. The mixtures of the first round
@@ -82,15 +82,16 @@ class SwarmOptions(CheckedOptions):
     lr_warmup_iters: int = 100
     """Steps of linear warm-up (RegMix: 100)."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, applied to matrices only (assumed; RegMix does not state it)."""
+    """Decoupled weight decay, applied to matrices only (RegMix's code: 0.1, applied to all
+    parameters)."""
     adam_beta1: BelowOne = 0.9
-    """Adam's decay rate of the first moment (assumed; RegMix does not state it)."""
+    """Adam's decay rate of the first moment (RegMix's code: 0.9)."""
     adam_beta2: BelowOne = 0.95
-    """Adam's decay rate of the second moment (assumed; RegMix does not state it)."""
+    """Adam's decay rate of the second moment (RegMix's code: 0.95)."""
     adam_eps: NonNegative = 1e-8
     """Adam's epsilon, added to the denominator of the update."""
     clip_grad: NonNegative = 1.0
-    """Maximum gradient norm; 0 disables clipping (assumed)."""
+    """Maximum gradient norm; 0 disables clipping (RegMix's code: 1.0)."""
     eval_interval: int = 0
     """Steps between measurements of the held-out losses; 0 measures only after the last step, which
     is always measured."""
@@ -148,7 +149,7 @@ class SwarmOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class MixtureSamplingOptions(CheckedOptions):
-    """Distribution of the proxies' mixtures; the defaults are RegMix's."""
+    """Distribution of the proxies' mixtures; for up to 17 domains, the defaults are RegMix's."""
 
     mixture_seed: Seed = 42
     """Seed of the sampled mixtures."""
@@ -159,7 +160,11 @@ class MixtureSamplingOptions(CheckedOptions):
     """Smallest concentration of the Dirichlet distributions: small values give mixtures of few
     domains (as in RegMix)."""
     max_strength: Positive = 5.0
-    """Largest concentration (RegMix)."""
+    """Largest concentration (RegMix: 5)."""
+    strength_domains: Count = 17
+    """Number of domains for which both concentrations are meant (RegMix: 17). With more domains,
+    they are multiplied by the square of (domains / this number), so that a mixture contains most
+    domains instead of a few. A number >= that of the domains keeps both as they are."""
     max_upweighting: Positive = 15.0
     """Maximum weight of a domain as a multiple of its token share (RegMix: 15)."""
     smallest_weight: NonNegative = 2e-4

@@ -322,7 +322,7 @@ def test_what_cannot_be_trained_is_rejected(whole, corpus, changes, mixtures, id
 
 
 def test_concurrency_follows_from_memory_and_cores(monkeypatch):
-    shape, gpu = preset("1m", 50_257, 2048), torch.device("cuda")
+    shape, gpu = preset("regmix-1m", 50_257, 2048), torch.device("cuda")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)), raising=False)
     found = []
     for memory in (80 * 10**9, 4 * 10**9):

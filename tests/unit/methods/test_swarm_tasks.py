@@ -133,7 +133,7 @@ def test_tasks_are_checked_before_training(options, tmp_path, monkeypatch, task,
 
 
 def test_options_that_exclude_tasks_are_rejected(options, tmp_path):
-    laws = LawOptions(models=("nano", "1m", "tiny"), target_model="mini")
+    laws = LawOptions(models=("nano", "regmix-1m", "tiny"), target_model="mini")
     for make in (
         lambda: TaskOptions(shots=(0, 5)),
         lambda: dataclasses.replace(options, laws=laws),

@@ -51,6 +51,31 @@ def test_mixtures_are_distinct_and_not_far_above_the_prior():
     assert (sampled(count=400, max_upweighting=1e9)[:, -1] > bound[-1] + step).any()
 
 
+@pytest.mark.parametrize(("domains", "factor"), [(7, 1), (17, 1), (34, 4), (50, (50 / 17) ** 2)])
+def test_strengths_grow_with_the_square_of_the_domains_beyond_regmixs_17(domains, factor):
+    prior = 1 / np.arange(1, domains + 1)
+    rule = REGMIX_SAMPLING
+    scaled = {
+        "min_strength": factor * rule.min_strength,
+        "max_strength": factor * rule.max_strength,
+    }
+    expected = sampled(prior=prior, strength_domains=10**6, **scaled)
+    np.testing.assert_allclose(sampled(prior=prior), expected, atol=1e-12)
+    # A domain without text does not count.
+    with_an_empty_one = sampled(prior=np.append(prior, 0.0))
+    np.testing.assert_array_equal(with_an_empty_one[:, :-1], sampled(prior=prior))
+
+
+@pytest.mark.parametrize("domains", [50, 200])
+def test_mixtures_contain_most_of_many_domains(domains):
+    mixtures = sampled(count=100, prior=1 / np.arange(1, domains + 1))
+    assert (mixtures > 0).sum(axis=1).mean() > 0.6 * domains
+    assert (mixtures > 0).sum(axis=0).min() >= 5
+    assert mixtures.max(axis=1).mean() < 0.4
+    uniform = reach_of(np.full(domains, 1 / domains), mixtures)
+    assert uniform.distance < uniform.usual
+
+
 def quantized_directly(row, smallest):
     """Round by largest remainders, one weight at a time."""
     steps = round(1 / smallest)

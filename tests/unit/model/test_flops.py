@@ -70,7 +70,7 @@ LONG_PROXY = 10_000 * 128 * 1024
     [  # FLOPs printed under the paper's perplexity tables
         ("82m", 2 * LONG_PROXY, 1.34e18),  # DoReMi: the reference and the proxy
         ("82m", LONG_PROXY, 6.68e17),  # DoGE
-        ("1m", 200 * 10**9, 1.20e18),  # RegMix: 200 proxies
+        ("regmix-1m", 200 * 10**9, 1.20e18),  # RegMix: 200 proxies
         # A size that is not in the paper follows the paper's rule.
         ("mini", 1000, 6 * (12 * 6 * 256**2) * 1000),
     ],

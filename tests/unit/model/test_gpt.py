@@ -197,3 +197,16 @@ def test_the_sizes_have_the_papers_numbers_of_parameters():
         count = preset(name, 50_257, 1024).num_parameters
         assert count / 1e6 == pytest.approx(expected, rel=0.015), name
     assert preset("124m", 50_257, 1024).num_parameters == 124_439_808  # GPT-2's
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "mlp"),
+    [("regmix-1m", 2, 256, 512), ("regmix-60m", 10, 768, 1536), ("regmix-1b", 22, 2048, 5632)],
+)
+def test_regmixs_sizes_are_those_of_its_code(name, layers, hidden, mlp):
+    """Matrices of attention and SwiGLU, weights of RMSNorm, two embeddings, and no biases."""
+    config, vocab = preset(name, 50_432, 2048), 50_432
+    layer = 4 * hidden**2 + 3 * hidden * mlp + 2 * hidden
+    assert config.num_parameters == 2 * vocab * hidden + layers * layer + hidden
+    assert config.is_rotary
+    assert config.kv_channels == {"regmix-1m": 32, "regmix-60m": 96, "regmix-1b": 128}[name]
