@@ -2,11 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmarks/surrogate.py --validation FOLDER --random 4
     OMP_NUM_THREADS=1 python benchmarks/surrogate.py --swarm RUN/4-mixture/regmix/swarm
+    OMP_NUM_THREADS=1 python benchmarks/surrogate.py --synthetic 20
+    OMP_NUM_THREADS=1 python benchmarks/surrogate.py --noise 20
 
 FOLDER holds RegMix's tables in regmix/ (``train_mixture_1m.csv``, ``train_pile_loss_1m.csv``,
 ``test_...``) and the table of five domains of Data Mixing Laws in mixing_laws/. The second command
-measures the surrogate on a swarm that compute_mixture.py trained. Every line is the mean over the
-held-out runs, which no fit has seen.
+measures the surrogate on a swarm that compute_mixture.py trained. Every line of both is the mean
+over the held-out runs, which no fit has seen. The third command compares the predicted gain of the
+optimum with its true gain, on tables of known losses with noise; the fourth does so on noise alone.
 """
 
 from __future__ import annotations
@@ -20,15 +23,25 @@ import pandas as pd
 from scipy.stats import norm
 
 from megatron_chameleon.artifacts.mixture_runs import read_mixture_runs
-from megatron_chameleon.methods.surrogate.compute import held_out_slope, predicted_gains
+from megatron_chameleon.methods.surrogate.compute import (
+    HALVES_PER_SEARCH,
+    Gain,
+    predicted_gains,
+)
 from megatron_chameleon.methods.swarm.swarm import METRICS_NAME, RATIOS_NAME
 from megatron_chameleon.mixture import Surrogate, fit_surrogate
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.fit_quality import folds_of, held_out_predictions, quality_of
+from megatron_chameleon.mixture.fit_quality import Predict, quality_of
 from megatron_chameleon.mixture.optimum import minimize_mixture
+from megatron_chameleon.mixture.regmix import sample_mixtures
+from megatron_chameleon.mixture.surrogate import OPTIMISM_OF_ALL_RUNS, optimism_of_halves
 
 TARGETS = ("pile_cc", "arxiv", "github", "wikipedia_en", "stackexchange", "dm_mathematics")
 FITTED_OF_FIVE_DOMAINS = 20
+NUM_DRAWS, NUM_SPLITS = 10_000, 4
+# Runs and losses of the synthetic tables, by number of domains, and the noise of a loss.
+SYNTHETIC_SIZES = {7: (40, 7), 20: (80, 4)}
+SYNTHETIC_NOISE = 0.02
 
 
 def main() -> None:
@@ -42,7 +55,16 @@ def main() -> None:
     parser.add_argument(
         "--splits", type=int, default=16, help="random splits of the five domains and of swarms"
     )
+    parser.add_argument("--synthetic", type=int, default=0, help="tables of known losses")
+    parser.add_argument("--noise", type=int, default=0, help="tables of noise alone")
+    parser.add_argument(
+        "--domains", type=int, nargs="*", default=[7, 20], help="domains of these tables"
+    )
     arguments = parser.parse_args()
+    for num_domains in arguments.domains:
+        for num_tables, has_signal in ((arguments.synthetic, True), (arguments.noise, False)):
+            if num_tables:
+                synthetic(num_domains, num_tables, has_signal)
     for folder in arguments.swarm:
         swarm(folder, arguments.splits)
     if arguments.validation is not None:
@@ -133,15 +155,10 @@ def regmix_gains(folder: Path, num_sets: int) -> None:
     for seed in range(num_sets):
         subset = np.random.default_rng(seed).permutation(len(rows))[:64]
         data = rows[subset], losses.to_numpy()[subset]
-        surrogate = fit_surrogate(*data)
-        folds = folds_of(len(subset), 5, 0)
-        held_out = held_out_predictions(lambda *some: fit_surrogate(*some).mean, *data, folds)
         for name, shares in targets.items():
-            optimum = optimum_of(surrogate, shares, data[0], rows.mean(axis=0))
-            slope = held_out_slope(held_out @ shares, data[1] @ shares)
-            gain = predicted_gains(surrogate, optimum, {"uniform": uniform}, shares, slope, 0)
+            optimum, gains, _ = optimum_of(*data, shares, rows.mean(axis=0), {"uniform": uniform})
             by_all = np.diff(reference.mean(np.stack([optimum, uniform])) @ shares)[0]
-            each = gain["uniform"]
+            each = gains["uniform"]
             print(
                 f"RegMix, random 64, seed {seed}, {name}: gain {each.gain:.3f} ({each.low:.3f} to "
                 f"{each.high:.3f}); by all runs {by_all:.3f}",
@@ -149,21 +166,88 @@ def regmix_gains(folder: Path, num_sets: int) -> None:
             )
 
 
-def optimum_of(surrogate: Surrogate, shares: Array, trained: Array, prior: Array) -> Array:
-    """Return the weights [k] that minimize the mean of the losses with ``shares`` [m]."""
-    used = np.any(trained, axis=0).astype(np.float64)
-    return minimize_mixture(
-        lambda mixtures: surrogate.mean(mixtures) @ shares,
-        prior,
-        np.zeros_like(used),
-        used,
-        trained=trained,
-    ).weights
+def optimum_of(
+    mixtures: Array, losses: Array, shares: Array, prior: Array, baselines: dict[str, Array]
+) -> tuple[Array, dict[str, Gain], Array]:
+    """Return the optimum [k], its gains over the baselines, and the optimism [splits] of halves."""
+    used = np.any(mixtures, axis=0).astype(np.float64)
+    surrogate = fit_surrogate(mixtures, losses)
+
+    def search(
+        target: Predict, trained: Array, draws: int = NUM_DRAWS // HALVES_PER_SEARCH
+    ) -> Array:
+        low = np.zeros_like(used)
+        return minimize_mixture(target, prior, low, used, trained=trained, num_draws=draws).weights
+
+    optimum = search(lambda others: surrogate.mean(others) @ shares, mixtures, NUM_DRAWS)
+    optimism = optimism_of_halves(mixtures, losses, shares, search, NUM_SPLITS)
+    return optimum, predicted_gains(surrogate, optimum, baselines, shares, optimism, 0), optimism
+
+
+def synthetic(num_domains: int, num_tables: int, has_signal: bool) -> None:
+    """Print predicted and true gains of optima, on tables of known losses with noise.
+
+    A loss is a power law c + a (t.w + 0.02)^-b of the weights w, where t is 1 for one domain, and
+    the transfer from the others is from 0 to 0.2. The runs are sampled as RegMix's, and the target
+    is the mean of all losses. Without a signal, all losses are constant.
+    """
+    num_runs, num_losses = SYNTHETIC_SIZES[num_domains]
+    names, shares = ("uniform", "natural"), np.full(num_losses, 1 / num_losses)
+    found = list[tuple[float, ...]]()
+    start = time.process_time()
+    for seed in range(num_tables):
+        rng = np.random.default_rng([num_domains, seed])
+        prior = np.maximum(rng.dirichlet(np.ones(num_domains)), 0.01)
+        mixtures = sample_mixtures(prior, num_runs, seed)
+        transfer = rng.uniform(0, 0.2, (num_losses, num_domains))
+        transfer[:, :num_losses][np.eye(num_losses, dtype=bool)] = 1.0
+        lowest, scale, exponent = (
+            rng.uniform(*ends, num_losses) for ends in ((1.5, 2.5), (0.3, 0.8), (0.2, 0.5))
+        )
+        scale *= has_signal
+
+        laws = scale, transfer, exponent
+        noise = SYNTHETIC_NOISE * rng.normal(size=(num_runs, num_losses))
+        losses = lowest + power_laws(mixtures, *laws) + noise
+        points = [np.full(num_domains, 1 / num_domains), prior / prior.sum()]
+        baselines = dict(zip(names, points, strict=True))
+        optimum, gains, optimism = optimum_of(mixtures, losses, shares, prior, baselines)
+        of_all = OPTIMISM_OF_ALL_RUNS * optimism.mean()
+        after, *before = power_laws(np.stack([optimum, *points]), *laws) @ shares
+        for name, value in zip(names, before, strict=True):
+            each = gains[name]
+            found.append((each.gain, each.low, each.high, value - after, each.gain + of_all))
+            print(
+                f"{num_domains} domains, {num_runs} runs, seed {seed}, {name}: gain "
+                f"{each.gain:.4f} ({each.low:.4f} to {each.high:.4f}), without the correction "
+                f"{each.gain + of_all:.4f}, true {value - after:.4f}",
+                flush=True,
+            )
+    for at, name in enumerate(names):
+        gain, low, high, true_gain, plain = np.array(found[at :: len(names)]).T
+        error, count, certain = gain - true_gain, len(gain), low > 0
+        covered = (low <= true_gain) & (true_gain <= high)
+        print(
+            f"{num_domains} domains, {num_runs} runs, {count} tables, over {name}: mean gain "
+            f"{gain.mean():.4f}, true {true_gain.mean():.4f}, difference {error.mean():.4f} +- "
+            f"{error.std(ddof=1) / count**0.5:.4f} (without the correction "
+            f"{(plain - true_gain).mean():.4f}); {covered.sum()} intervals contain the true gain; "
+            f"{certain.sum()} gains are certain, of which {(certain & (true_gain <= 0)).sum()} are "
+            "not true",
+            flush=True,
+        )
+    print(f"{(time.process_time() - start) / num_tables:.1f} s of CPU time per table")
+
+
+def power_laws(weights: Array, scale: Array, transfer: Array, exponent: Array) -> Array:
+    """Return a (t.w + 0.02)^-b [n, m] of mixtures [n, k], with a and b [m] and t [m, k]."""
+    losses: Array = scale * (weights @ transfer.T + 0.02) ** -exponent
+    return losses
 
 
 def five_domains(folder: Path, splits: int) -> None:
     """Print errors of the mean of five losses, and the coverage of 90% intervals."""
-    (path,) = folder.glob("five_domains_*.csv")
+    (path,) = folder.glob("five_domains_70m_*.csv")
     data = np.loadtxt(path, delimiter=",", skiprows=1)
     rows, losses = data[:, :5], data[:, 5:]
     errors, covered = [], []

@@ -39,6 +39,11 @@ Features: TypeAlias = Literal["sqrt", "log"]
 
 FEWEST_RUNS = 8
 NUM_FOLDS = 5
+# A search overestimates the gain of its optimum by an amount that falls with the number of runs n:
+# as 1/n if the optimum is the bottom of a smooth bowl, whose place the errors of the models shift,
+# and as 1/sqrt(n) if the models fit only noise. The factor from half of the runs to all of them is
+# between both.
+OPTIMISM_OF_ALL_RUNS = 2**-0.75
 # 300 trees with this learning rate predict as well as RegMix's 1000 trees with rate 0.01.
 TREES = TreeSettings(num_trees=300, learning_rate=0.03)
 LAW = LawSettings(num_starts=8)
@@ -274,6 +279,10 @@ class SurrogateReport:
     other folds."""
     weights: dict[str, Array]
     """Stacking weight [m] of each model for each loss; the weights of a loss sum to 1."""
+    folds: list[Array]
+    """Positions of the runs in each fold of the cross-validation."""
+    held_out: Array
+    """Predictions [n, m] of ``stack`` for the held-out runs of each fold."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -414,6 +423,8 @@ def fit_surrogate(
                 for name, each in {**held_out, "stack": stacked}.items()
             },
             dict(zip(held_out, weights, strict=True)),
+            folds,
+            stacked,
         ),
         models,
         processes,
@@ -421,6 +432,53 @@ def fit_surrogate(
         scale,
         _error_correlation(standardized),
     )
+
+
+def optimism_of_halves(
+    mixtures: Array,
+    losses: Array,
+    shares: Array,
+    search: Callable[[Predict, Array], Array],
+    num_splits: int,
+    seed: int = 0,
+    on_fit: Callable[[], object] = lambda: None,
+) -> Array:
+    """Measure by how much searches overestimate the gain of their optimum, by cross-fitting.
+
+    A search finds a low prediction partly because the models err downwards there. Models of other
+    runs do not share this error. So the runs are split into two halves at random, the optimum that
+    is found with the models of one half is priced by the models of the other half, and vice versa.
+    The difference between both prices of an optimum is its optimism. The predictions of a fixed
+    baseline cancel in the mean over the two halves, so the optimism is the same for all baselines.
+
+    Args:
+        mixtures: [n, k], with n of at least twice ``FEWEST_RUNS``.
+        losses: [n, m].
+        shares: [m] share of each loss in the target.
+        search: function from the target, as a function of mixtures, and the mixtures of the runs
+            that it was fitted to, to the weights [k] of its optimum.
+        num_splits: number of random splits.
+        seed: random seed.
+        on_fit: called after each of the 2 ``num_splits`` fits.
+
+    Returns:
+        [num_splits] mean optimism of both optima of a split, in the unit of the target. It is that
+        of half of the runs; multiply by ``OPTIMISM_OF_ALL_RUNS`` for that of all.
+    """
+
+    def target_of(surrogate: Surrogate) -> Predict:
+        return lambda others: surrogate.mean(others) @ shares
+
+    optimism = np.zeros(num_splits)
+    for split in range(num_splits):
+        targets, optima = list[Predict](), list[Array]()
+        for half in folds_of(len(mixtures), 2, seed + split):
+            targets.append(target_of(fit_surrogate(mixtures[half], losses[half], seed)))
+            optima.append(search(targets[-1], mixtures[half]))
+            on_fit()
+        first, second = (target(np.stack(optima)) for target in targets)
+        optimism[split] = (second[0] - first[0] + first[1] - second[1]) / 2
+    return optimism
 
 
 def fit_limited_laws(

@@ -21,10 +21,13 @@ class OptimumOptions(CheckedOptions):
     """Options of the fit, and of the search for its optimum."""
 
     prior: str = "natural"
-    """The mixture that --kl keeps the result near, and around which candidates are sampled:
+    """The mixture that is written, within the limits, unless the predicted gain over it is certain;
+    also the mixture that --kl keeps the optimum near, and around which candidates are sampled:
     'natural' (the domains' token shares), 'uniform', or the path of a mixture.json."""
+    accept_uncertain: bool = False
+    """Write the predicted optimum even if the interval of its gain over --prior contains zero."""
     kl: NonNegative = 0.0
-    """Penalty on the Kullback-Leibler divergence of the mixture from --prior: the search minimizes
+    """Penalty on the Kullback-Leibler divergence of the optimum from --prior: the search minimizes
     the predicted target loss plus this factor times the divergence in nats. A large value gives the
     prior, within the other limits."""
     min_weight: str | None = None
@@ -33,10 +36,11 @@ class OptimumOptions(CheckedOptions):
     """Largest weight: one number for every domain, or NAME=WEIGHT,... for some (default: 1)."""
     num_draws: Repetitions = 10_000
     """Number of mixtures sampled by the search, before the best ones are improved."""
-    folds: SeveralRepetitions = 5
-    """Folds of the cross-validation of the whole fit, which may also widen the intervals."""
+    splits: SeveralRepetitions = 4
+    """Random splits of the runs into halves. The optimum of each half is priced by the models of
+    the other half, which corrects the predicted gain for the selection of the optimum."""
     fit_seed: Seed = 0
-    """Seed of the fit, the folds, the search and the intervals."""
+    """Seed of the fit, the splits, the search and the intervals."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,9 @@ class SurrogateOptions(FitOptions):
     """Train proxies on sampled mixtures, fit a stack of models, and take the best mixture.
 
     Trees, exponential laws and Gaussian processes are cross-validated and stacked, loss by loss.
-    The result has a predicted gain over Uniform and over the natural mixture, with intervals. With
-    --ratios and --metrics, fit existing runs instead.
+    The gain of the best mixture over Uniform, the natural mixture and --prior is predicted with
+    intervals. If the gain over --prior is not certain, --prior is written. With --ratios and
+    --metrics, fit existing runs instead.
     """
 
     num_proxies: Repetitions = 64

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from scipy.special import rel_entr
-from scipy.stats import linregress
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, matched
@@ -25,26 +24,30 @@ from megatron_chameleon.methods.swarm.fit import (
     token_shares,
 )
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.fit_quality import Predict, folds_of, held_out_predictions
+from megatron_chameleon.mixture.fit_quality import Predict
 from megatron_chameleon.mixture.optimum import (
     MixtureOptimum,
     check_bounds,
     minimize_mixture,
+    nearest_by_divergence,
     nearest_mixtures,
 )
 from megatron_chameleon.mixture.surrogate import (
     FEWEST_RUNS,
+    OPTIMISM_OF_ALL_RUNS,
     Surrogate,
     SurrogateReport,
     fit_surrogate,
+    optimism_of_halves,
 )
 from megatron_chameleon.progress import progress_bar
 
 CONFIDENCE = 0.9
 # Joint draws of the losses of the mixtures, for the intervals of their differences.
 NUM_DRAWS = 4000
-MIN_RUNS_FOR_SLOPE = 3
-BASELINE_LABELS = {"uniform": "Uniform", "natural": "the natural mixture"}
+# The search for the optimum of half of the runs samples this many times fewer candidates.
+HALVES_PER_SEARCH = 5
+BASELINE_LABELS = {"uniform": "Uniform", "natural": "the natural mixture", "prior": "the prior"}
 
 
 class SurrogateFit(FitMethod[SurrogateOptions]):
@@ -60,12 +63,11 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         self.bounds(np.ones(len(self.corpus.names)))
 
     def check_number_of_runs(self, count: int) -> None:
-        """Raise UserError if too few runs are left to fit when a fold is held out."""
-        folds = self.options.optimum.folds
-        if count < folds or count - -(-count // folds) < FEWEST_RUNS:
+        """Raise UserError if a half of the runs is too small to be fitted."""
+        if count < 2 * FEWEST_RUNS:
             raise UserError(
-                f"{count} runs are too few: with --folds {folds}, each fit needs {FEWEST_RUNS} "
-                "runs besides the held-out fold; add runs"
+                f"{count} runs are too few: each half of them is fitted, which needs "
+                f"{2 * FEWEST_RUNS} runs; add runs"
             )
 
     def _prior(self) -> Array:
@@ -134,22 +136,11 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         """Fit stacked models to every loss; minimize the target loss within the bounds."""
         options, names = self.options.optimum, self.corpus.names
         sampled = np.any(table.mixtures, axis=0).astype(np.float64)
-        bounds = self.bounds(sampled)
-        data, seed = (table.mixtures, table.losses), options.fit_seed
+        bounds, seed = self.bounds(sampled), options.fit_seed
         try:
-            surrogate = fit_surrogate(*data, seed)
+            surrogate = fit_surrogate(table.mixtures, table.losses, seed)
         except ValueError as error:
             raise UserError(f"{error}; leave such columns out of --metrics") from error
-        folds = folds_of(len(table.keys), options.folds, seed)
-        with progress_bar(
-            len(folds), " folds", "cross-validating", delay=SECONDS_WITHOUT_BAR
-        ) as bar:
-
-            def refit(mixtures: Array, losses: Array) -> Predict:
-                bar.update()
-                return fit_surrogate(mixtures, losses, seed).mean
-
-            held_out = held_out_predictions(refit, *data, folds)
 
         def optimum_within(low: Array, high: Array) -> MixtureOptimum:
             with progress_bar(None, " mixtures", "searching", delay=SECONDS_WITHOUT_BAR) as bar:
@@ -166,12 +157,25 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
                 )
 
         optimum = free = optimum_within(*bounds)
+        prior = free_prior = self.placed_prior(with_epochs=True)
         if self.options.max_epochs is not None:
             free = optimum_within(*self.bounds(sampled, with_epochs=False))
+            free_prior = self.placed_prior(with_epochs=False)
         uniform = np.full(len(names), 1.0 / len(names))
-        baselines = {"uniform": uniform, "natural": token_shares(self.corpus)}
-        slope = held_out_slope(held_out @ shares, table.losses @ shares)
-        gains = predicted_gains(surrogate, optimum.weights, baselines, shares, slope, seed)
+        baselines = {"uniform": uniform, "natural": token_shares(self.corpus), "prior": prior}
+        optimism = self.optimism(table, shares, bounds)
+        gains = predicted_gains(surrogate, optimum.weights, baselines, shares, optimism, seed)
+        certain = gains["prior"].low > 0
+        take_optimum = certain or options.accept_uncertain
+        if certain:
+            written = "written: the optimum"
+        elif options.accept_uncertain:
+            written = "written: the optimum (--accept-uncertain)"
+        else:
+            written = (
+                f"written: the prior '{options.prior}' within the limits, since no gain over it is "
+                "certain; --accept-uncertain writes the optimum"
+            )
         search = f"minimized over {optimum.num_values:,} mixtures"
         if options.kl > 0:
             search += (
@@ -182,22 +186,28 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         return Fitted(
             heading="\n".join(
                 [
-                    *headlines(gains),
+                    *headlines(gains, baselines),
+                    written,
                     f"Surrogate: a stack of models for each loss, {search}",
                 ]
             ),
-            weights=free.weights,
-            within_limit=optimum.weights,
+            weights=free.weights if take_optimum else free_prior,
+            within_limit=optimum.weights if take_optimum else prior,
             predict=surrogate.mean,
             refit=None,
-            held_out=held_out,
-            folds=folds,
+            held_out=surrogate.report.held_out,
+            folds=surrogate.report.folds,
             parameters={
+                "written": "optimum" if take_optimum else "prior",
+                "optimum": by_name(names, optimum.weights),
                 "predicted_gain": {
                     name: {**dataclasses.asdict(gain), "confidence": CONFIDENCE}
                     for name, gain in gains.items()
                 },
-                "held_out_slope": {"slope": slope[0], "standard_error": slope[1]},
+                "optimism": {
+                    "of_half_of_the_runs": optimism.tolist(),
+                    "subtracted": OPTIMISM_OF_ALL_RUNS * float(optimism.mean()),
+                },
                 "prior": by_name(names, self.prior),
                 "kl": options.kl,
                 "divergence": optimum.divergence if options.kl > 0 else None,
@@ -210,6 +220,46 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
                 *model_table(models, shares),
             ),
         )
+
+    def placed_prior(self, *, with_epochs: bool) -> Array:
+        """Return the mixture [k] within the limits that is nearest to ``--prior``.
+
+        A domain that no run samples keeps its weight: the prior is not a result of the runs.
+        """
+        bounds = self.bounds(np.ones(len(self.corpus.names)), with_epochs=with_epochs)
+        try:
+            return nearest_by_divergence(self.prior, *bounds)
+        except ValueError:  # the domains of the prior cannot have all of the weight
+            nearest: Array = nearest_mixtures(self.prior[None], *bounds)[0]
+            return nearest
+
+    def optimism(self, table: MixtureRuns, shares: Array, bounds: tuple[Array, Array]) -> Array:
+        """Return the optimism [splits] of optima of half of the runs, as in the search of all."""
+        options, used = self.options.optimum, np.flatnonzero(shares)
+
+        def search(target: Predict, trained: Array) -> Array:
+            return minimize_mixture(
+                target,
+                self.prior,
+                *bounds,
+                kl=options.kl,
+                trained=trained,
+                num_draws=-(-options.num_draws // HALVES_PER_SEARCH),
+                seed=options.fit_seed,
+            ).weights
+
+        with progress_bar(
+            2 * options.splits, " fits", "cross-fitting", delay=SECONDS_WITHOUT_BAR
+        ) as bar:
+            return optimism_of_halves(
+                table.mixtures,
+                table.losses[:, used],
+                shares[used],
+                search,
+                options.splits,
+                options.fit_seed,
+                bar.update,
+            )
 
 
 def weight_bounds(flag: str, value: str | None, names: Sequence[str], default: float) -> Array:
@@ -266,60 +316,53 @@ class Gain:
     high: float
 
 
-def held_out_slope(predicted: Array, losses: Array) -> tuple[float, float]:
-    """Return the slope of the losses [n] over their held-out predictions [n], and its error.
-
-    The slope is the part of a predicted difference that held-out runs show: 1 for predictions that
-    are right on average, and 0 for those that only fit noise.
-    """
-    if np.ptp(predicted) == 0 or len(losses) < MIN_RUNS_FOR_SLOPE:
-        return 0.0, 0.0
-    line = linregress(predicted, losses)
-    return float(line.slope), float(line.stderr)
-
-
 def predicted_gains(
     surrogate: Surrogate,
     weights: Array,
     baselines: Mapping[str, Array],
     shares: Array,
-    slope: tuple[float, float],
+    optimism: Array,
     seed: int,
 ) -> dict[str, Gain]:
     """Predict by how much ``weights`` [k] lower the target loss of each baseline [k].
 
-    An interval contains the central part of the differences between the two mixtures in joint draws
-    of their expected losses. But the mixture was selected for a large difference, some of which may
-    be noise that the models fitted. So the interval also contains the central part of these draws
-    times draws of ``slope``, limited to [0, 1].
+    The gain is the difference of the predictions, less the optimism of the search that selected
+    ``weights``. Its interval contains the central part of the differences in joint draws of the
+    expected losses of both mixtures, less draws of the optimism, whose standard deviation is that
+    of the splits.
 
     Args:
         surrogate: models of the m losses.
         weights: the mixture.
         baselines: name -> the mixture that it is compared with.
         shares: [m] share of each loss in the target.
-        slope: as from :func:`held_out_slope`.
+        optimism: [splits] as from :func:`optimism_of_halves`.
         seed: random seed.
     """
     mixtures = np.stack([weights, *baselines.values()])
     mean = surrogate.mean(mixtures) @ shares
     drawn = surrogate.sample(mixtures, NUM_DRAWS, seed) @ shares  # [draws, mixtures]
-    gains = drawn[:, 1:] - drawn[:, :1]
-    normal = np.random.default_rng([seed, 1]).normal(size=NUM_DRAWS)
-    parts = np.clip(slope[0] + slope[1] * normal, 0.0, 1.0)[:, None]
-    ends = np.quantile([gains, parts * gains], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=1)
+    normal = np.random.default_rng([seed, 1]).normal(size=(NUM_DRAWS, 1))
+    selected = optimism.mean() + optimism.std(ddof=1) * normal
+    gains = drawn[:, 1:] - drawn[:, :1] - OPTIMISM_OF_ALL_RUNS * selected
+    ends = np.quantile(gains, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    predicted = mean[1:] - mean[0] - OPTIMISM_OF_ALL_RUNS * optimism.mean()
     return {
-        name: Gain(float(after - mean[0]), float(low), float(high))
-        for name, after, low, high in zip(
-            baselines, mean[1:], ends[0].min(axis=0), ends[1].max(axis=0), strict=True
-        )
+        name: Gain(float(gain), float(low), float(high))
+        for name, gain, low, high in zip(baselines, predicted, *ends, strict=True)
     }
 
 
-def headlines(gains: Mapping[str, Gain]) -> list[str]:
-    """Describe the gain over each baseline; baselines that may be as good come first."""
-    certain, uncertain = [], []
+def headlines(gains: Mapping[str, Gain], baselines: Mapping[str, Array]) -> list[str]:
+    """Describe the gain over each baseline; baselines that may be as good come first.
+
+    A baseline whose mixture an earlier one has is left out.
+    """
+    certain, uncertain, seen = [], [], list[Array]()
     for name, gain in gains.items():
+        if any(np.allclose(baselines[name], other, atol=1e-9) for other in seen):
+            continue
+        seen.append(baselines[name])
         baseline = BASELINE_LABELS[name]
         gained = f"gain {gain.gain:.4f} ({gain.low:.4f} to {gain.high:.4f})"
         confident = f"with {CONFIDENCE:.0%} confidence: {gained}"
@@ -329,7 +372,7 @@ def headlines(gains: Mapping[str, Gain]) -> list[str]:
             uncertain.append(f"predicted to be worse than {baseline} {confident}")
         else:
             uncertain.append(f"not predicted to beat {baseline} {confident}")
-    return [f"the mixture is {line}" for line in [*uncertain, *certain]]
+    return [f"the optimum is {line}" for line in [*uncertain, *certain]]
 
 
 def model_errors(report: SurrogateReport, metrics: Sequence[str]) -> dict[str, dict[str, Any]]:

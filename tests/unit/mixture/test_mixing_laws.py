@@ -132,7 +132,7 @@ def test_published_losses_of_five_domains_are_predicted():
     splits: the mean over eight seeded splits is within 0.002 of it. A constant prediction has an
         error of 0.064.
     """
-    (path,) = public_results("mixing_laws").glob("five_domains_*.csv")
+    (path,) = public_results("mixing_laws").glob("five_domains_70m_*.csv")
     data = np.loadtxt(path, delimiter=",", skiprows=1)
     mixtures, losses = data[:, :5], data[:, 5:]
     errors, correlations, constant = [], [], []
