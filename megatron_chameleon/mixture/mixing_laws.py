@@ -40,7 +40,7 @@ class LawSettings:
     """Settings of a fit."""
 
     huber_delta: float = 0.05
-    """Huber loss threshold delta: the loss is linear for larger residuals (paper: 0.05)."""
+    """Huber loss threshold delta: the loss is linear for larger residuals (the study: 0.05)."""
     ridge: float = 1e-3
     """Ridge penalty on the exponents t, relative to the mean Huber loss over runs in units of
     delta^2. The mean makes the penalty independent of the number of runs."""
@@ -344,8 +344,7 @@ class PowerLaws:
     factor: Array
     """The factors x0^a / unit^a [curves], >= 0: the loss above c at x = ``unit``."""
     exponent: float
-    """The exponent a, shared by all curves as in the paper: the few points of one curve do not
-    determine it."""
+    """The exponent a, shared by all curves: the few points of one curve do not determine it."""
     unit: float
     """Unit of x, chosen to keep numbers near 1."""
 

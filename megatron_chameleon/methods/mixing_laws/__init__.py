@@ -30,7 +30,8 @@ class LawOptions(CheckedOptions):
     """Options for fitting the laws, and for the search for their optimum."""
 
     huber_delta: Positive = 0.05
-    """Threshold of the Huber loss, in nats. The loss is linear above it (paper: 0.05)."""
+    """Threshold of the Huber loss, in nats. The loss is linear above it (the study's
+    notebook for five domains: 0.05)."""
     law_ridge: NonNegative = 1e-3
     """Ridge penalty on the exponents, added to the mean Huber loss divided by delta^2."""
     num_starts: Repetitions = 16
@@ -45,7 +46,7 @@ class LawOptions(CheckedOptions):
     the measurements taken every --eval-interval steps."""
     fit_steps_from: int | None = None
     """First step whose measurement is used to fit the power law of --target-steps; default: a third
-    of --train-iters (paper: 10,000 of 30,000)."""
+    of --train-iters (the study: 10,000 of 30,000)."""
     models: tuple[str, ...] = ()
     """Train the proxies at each of these sizes, three or more, instead of --model."""
     target_model: str | None = None
