@@ -10,30 +10,45 @@
 # Later flags override earlier flags; flags after -- override all others.
 # The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/config.py.
 #
-# hyperparameters EXPERIMENT SIZE fills four arrays of flags: TRAIN for pretrain_gpt, EMBED for
-# compute_mixture, EVALUATE for evaluate perplexity, and SWEEP, in addition to TRAIN and EMBED, for
-# sweep_mixture.
+# The paper does not print the steps of its base models of SlimPajama and the Pile. BASE_STEPS sets
+# them; the default, 20,000, is that of the base models in DoGE's code, on which the paper builds
+# (10,000 is that of its proxies). The printed GPU hours agree: at the speed of the 82M proxies (0.8
+# hours for 1.35e17 FLOPs), the 684M model takes about 16,500 steps in the printed 56 hours. 10,000
+# steps in 56 hours are 0.6 times the FLOP/s of the proxies, and 20,000 steps are 1.2 times; larger
+# models usually reach more FLOP/s.
+#
+# SETTINGS=authors trains the paper's models with other settings of DoGE's code: beta2 0.999, dropout
+# 0.1, the tanh approximation of GELU, and no bf16.
+#
+# hyperparameters EXPERIMENT SIZE fills five arrays of flags: TRAIN for pretrain_gpt, EMBED for
+# compute_mixture, EVALUATE for evaluate perplexity, and SWEEP_STEPS and SWEEP, in addition to TRAIN
+# and EMBED, for sweep_mixture. For the paper's base models and fine-tuning, BUDGET is the number of training tokens.
 hyperparameters() {
+  local steps=${BASE_STEPS:-20000}
+  [[ $steps =~ ^[1-9][0-9]*$ ]] || refuse "BASE_STEPS=$steps: must be a number of steps"
   TRAIN=(
     --weight-decay 0.01        # paper: experimental setup
     --clip-grad 1.0            # paper: experimental setup
     --seq-length 1024          # assumed: from the paper's FLOPs; the baselines' code uses 512
     --lr-warmup-iters 500      # assumed: the baselines' code
     --adam-beta1 0.9           # assumed: usual for language models
-    --adam-beta2 0.95          # assumed: usual for language models
+    --adam-beta2 0.95          # assumed: usual for language models; DoGE's code: 0.999
     --adam-eps 1e-8            # assumed: the default of Adam
     --micro-batch-size 8       # assumed: limited by GPU memory; does not change results
-    --bf16                     # assumed: usual on the paper's H100
+    --bf16                     # assumed: usual on the paper's H100; DoGE's code: no bf16
   )
   EMBED=(
     --num-windows 4096         # paper: training setup, "4k samples"
+    --window-length 512        # assumed: the authors' code
     --recipe reference         # assumed: the authors' code; 'paper' is the text's formulas
   )
   EVALUATE=(
     --split test               # paper: tables of perplexity, "held-out test dataset"
   )
-  SWEEP=(
+  SWEEP_STEPS=(
     --sweep-steps 1000 2000 5000 10000   # paper: appendix, "Domain weights at different steps"
+  )
+  SWEEP=(
     --sweep-model 60m 82m 124m 210m       # paper: appendix, the table after that one
     --sweep-ridge 1 10 100                     # paper: the same table as for the sizes
     --sweep-num-windows 2048 4096 8192         # paper: the same table, "2k", "4k" and "8k"
@@ -49,18 +64,21 @@ hyperparameters() {
       )
       ;;
     base)
+      BUDGET=$((steps * 128 * 1024))
       TRAIN+=(
-        --train-iters 10000        # assumed: the baselines' code
+        --train-iters "$steps"     # assumed: see the top of this file
         --global-batch-size 128    # paper: experimental setup
       )
       ;;
     base-pile)
+      BUDGET=$((steps * 512 * 1024))
       TRAIN+=(
-        --train-iters 10000        # assumed: the baselines' code
+        --train-iters "$steps"     # assumed: see the top of this file
         --global-batch-size 512    # paper: experimental setup
       )
       ;;
     finetune)                    # learning rates of pretraining, since the paper states no others
+      BUDGET=$((10000 * 128 * 1024))
       TRAIN+=(
         --train-iters 10000        # paper: section on fine-tuning
         --global-batch-size 128    # paper: experimental setup
@@ -84,6 +102,22 @@ hyperparameters() {
       )
       ;;
     *) refuse "unknown experiment '$1': must be proxy, base, base-pile, finetune or huggingface" ;;
+  esac
+
+  case ${SETTINGS:-} in
+    '') ;;
+    authors)
+      [[ $1 != huggingface && $2 != llama-* ]] ||
+        refuse "SETTINGS=authors: applies to the paper's models only"
+      TRAIN+=(
+        --adam-beta2 0.999         # DoGE's code: the default of Hugging Face's trainer
+        --hidden-dropout 0.1       # DoGE's code: the default of GPT-2
+        --attention-dropout 0.1    # DoGE's code: the default of GPT-2
+        --openai-gelu              # DoGE's code: gelu_new, the default of GPT-2
+        --no-bf16                  # DoGE's code
+      )
+      ;;
+    *) refuse "SETTINGS=$SETTINGS: must be authors or unset" ;;
   esac
 
   case $2 in
@@ -146,6 +180,7 @@ hyperparameters() {
       ;;
     huggingface) ;;
     tiny)
+      BUDGET=$((12 * 8 * 64))
       TRAIN+=(
         --lr 1e-2                  # tiny: learns in a few steps
         --min-lr 1e-3              # tiny: a tenth of --lr
@@ -170,8 +205,10 @@ hyperparameters() {
         --window-length 64         # tiny: seconds
         --max-tokens 2048          # tiny: seconds
       )
-      SWEEP+=(
+      SWEEP_STEPS=(
         --sweep-steps 4 12         # tiny: 12 is the center
+      )
+      SWEEP+=(
         --sweep-model nano tiny   # tiny: seconds
         --sweep-num-windows 32 64  # tiny: seconds
       )

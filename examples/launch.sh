@@ -9,6 +9,9 @@
 #   NNODES       number of nodes; start the launcher on each node with its NODE_RANK (set by SLURM)
 #                and with the first node's address as MASTER_ADDR (1)
 #   STOP_AT      Unix time at which to save and stop; the same command resumes (never)
+#   BASE_STEPS   steps of the base models on SlimPajama and the Pile (20000)
+#   SETTINGS     authors: the paper's models with Adam's beta2 0.999, dropout 0.1, GPT-2's GELU and
+#                no bf16, as in the code on which the paper builds (0.95, 0, exact GELU, bf16)
 # Any flag of pretrain_gpt may follow after --. Launchers that train nothing take the flags
 # of the tool that they run.
 HERE=$(dirname "${BASH_SOURCE[0]}")
@@ -28,11 +31,12 @@ fi
 EXTRA=("${@:2}")
 
 if [ "$SIZE" = tiny ]; then
-  RUN=${RUN:-runs/tiny/$LAUNCHER}
   CORPUS=${CORPUS:-runs/quickstart/1-corpus}
-  [ "$LAUNCHER" = compare_methods ] ||
+  if [ "$LAUNCHER" != compare_methods ]; then   # this launcher sets its own
+    RUN=${RUN:-runs/tiny/$LAUNCHER}
     PRETRAINED=${PRETRAINED:-runs/tiny/pretrain_684m_pile/5-base/uniform-seed1}
-  PROXY=${PROXY:-runs/tiny/pretrain_82m_proxy/2-proxy/tiny-seed1}
+    PROXY=${PROXY:-runs/tiny/pretrain_82m_proxy/2-proxy/tiny-seed1}
+  fi
   # Launchers that compute no mixture have no mixture file in the smoke test.
   [[ $LAUNCHER == finetune_* || $LAUNCHER == pretrain_llama_* ]] || MIXTURE=${MIXTURE:-uniform}
   [[ $LAUNCHER != pretrain_llama_* ]] || PROXY_SIZE=${PROXY_SIZE:-tiny}
@@ -63,10 +67,11 @@ say() { printf '\n== %s\n' "$*"; }
 
 on_first_node() { [ "$NODE_RANK" != 0 ] || "$@"; }
 
-# choose EXPERIMENT [RECIPE]: fill the arrays of flags; examples/data/RECIPE creates the corpus.
+# choose EXPERIMENT [RECIPE]: fill the arrays of flags; examples/data/RECIPE creates the corpus. The
+# variable RECIPE, which doge_pile.sh sets, overrides the argument.
 choose() {
   hyperparameters "$1" "$SIZE"
-  [ -e "$CORPUS/corpus.json" ] || refuse "no corpus at $CORPUS; $(corpus_hint "${2:-}")"
+  [ -e "$CORPUS/corpus.json" ] || refuse "no corpus at $CORPUS; $(corpus_hint "${RECIPE:-${2:-}}")"
   command -v torchrun > /dev/null || refuse "torchrun is not on the PATH: run 'make setup' and 'source .venv/bin/activate'"
   TRAIN+=("${PARALLEL[@]}" --corpus "$CORPUS" --seed "$SEED")
   EMBED+=("${PARALLEL[@]}" --corpus "$CORPUS")

@@ -8,7 +8,8 @@
 #   SIZE=tiny bash examples/baselines/manual.sh       # smoke test on a small corpus
 #
 # pretrain_684m.sh reads RUN/4-mixture/printed-COLUMN.json with MIXTURE=printed-COLUMN. With
-# SIZE=tiny no column fits the corpus, so uniform weights are written to a file and read from it.
+# SIZE=tiny no column fits the corpus, so uniform weights are written instead: to a file in
+# RUN/4-mixture/manual, from which the mixture is read.
 #
 #   SIZE         size of the model to be trained with the weights (684m)
 #   RUN          folder of the experiment (runs/slimpajama, or that of the columns' dataset)
@@ -23,17 +24,9 @@ DATA_SET=${PUBLISHED%%/*}
 RUN=${RUN:-runs/$DATA_SET}
 CORPUS=${CORPUS:-$RUN/1-corpus}
 
-MANUAL=(
-  --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
-)
 case $DATA_SET in
   slimpajama) EXPERIMENT=base RECIPE=slimpajama_627b.sh ;;
-  pile)
-    EXPERIMENT=base-pile RECIPE=pile.sh
-    MANUAL+=(
-      --token-budget 5242880000  # assumed: 10,000 steps, of 512 x 1024 tokens for the Pile
-    )
-    ;;
+  pile) EXPERIMENT=base-pile RECIPE=pile.sh ;;
   wiki40b | stack) EXPERIMENT=finetune RECIPE=$DATA_SET.sh ;;
   *) refuse "PUBLISHED=$PUBLISHED: the datasets are slimpajama/, pile/, wiki40b/ and stack/" ;;
 esac
@@ -41,26 +34,17 @@ for column in $PUBLISHED; do
   [[ $column == "$DATA_SET"/* ]] ||
     refuse "$column is not a column of $DATA_SET/: a corpus has the domains of one dataset"
 done
-if [ "$SIZE" = tiny ]; then
-  MANUAL+=(
-    --token-budget 6144          # tiny: 12 steps of 8 x 64 tokens
-  )
-fi
-
-# given NAME FLAG...: write RUN/4-mixture/NAME.json with the weights that the flags specify.
-given() {
-  on_first_node python -m megatron_chameleon compute_mixture --method manual --corpus "$CORPUS" \
-    "${@:2}" "${MANUAL[@]}" --output "$RUN/4-mixture/$1.json" "${EXTRA[@]}"
-}
 
 choose "$EXPERIMENT" "$RECIPE"
-if [ "$SIZE" = tiny ]; then
-  on_first_node python -m megatron_chameleon compute_mixture --method uniform --corpus "$CORPUS" \
-    --output "$RUN/4-mixture/uniform.json"
-  given printed-uniform --weights "$RUN/4-mixture/uniform.json"
-  exit
-fi
 for column in $PUBLISHED; do
   say "$column"
-  given "printed-${column#*/}" --published "$column"
+  name=${column#*/}
+  FROM=(--published "$column")
+  if [ "$SIZE" = tiny ]; then
+    FROM=(--weights "$RUN/4-mixture/manual/$name.json")
+    on_first_node python -m megatron_chameleon compute_mixture --method uniform --corpus "$CORPUS" \
+      --output "${FROM[1]}"
+  fi
+  on_first_node python -m megatron_chameleon compute_mixture --method manual --corpus "$CORPUS" \
+    "${FROM[@]}" --token-budget "$BUDGET" --output "$RUN/4-mixture/printed-$name.json" "${EXTRA[@]}"
 done

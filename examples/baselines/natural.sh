@@ -15,16 +15,10 @@ source "$(dirname "$0")/../launch.sh"
 RUN=${RUN:-runs/slimpajama}
 CORPUS=${CORPUS:-$RUN/1-corpus}
 
+choose base slimpajama_627b.sh
 NATURAL=(
   --temperature 1                # assumed: weights proportional to tokens
-  --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
+  --token-budget "$BUDGET"       # the base model's tokens
 )
-if [ "$SIZE" = tiny ]; then
-  NATURAL+=(
-    --token-budget 6144          # tiny: 12 steps of 8 x 64 tokens
-  )
-fi
-
-choose base slimpajama_627b.sh
 on_first_node python -m megatron_chameleon compute_mixture --method natural --corpus "$CORPUS" \
   "${NATURAL[@]}" --output "$RUN/4-mixture/natural.json" "${EXTRA[@]}"

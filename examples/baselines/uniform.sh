@@ -15,15 +15,6 @@ source "$(dirname "$0")/../launch.sh"
 RUN=${RUN:-runs/slimpajama}
 CORPUS=${CORPUS:-$RUN/1-corpus}
 
-UNIFORM=(
-  --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
-)
-if [ "$SIZE" = tiny ]; then
-  UNIFORM+=(
-    --token-budget 6144          # tiny: 12 steps of 8 x 64 tokens
-  )
-fi
-
 choose base slimpajama_627b.sh
 on_first_node python -m megatron_chameleon compute_mixture --method uniform --corpus "$CORPUS" \
-  "${UNIFORM[@]}" --output "$RUN/4-mixture/uniform.json" "${EXTRA[@]}"
+  --token-budget "$BUDGET" --output "$RUN/4-mixture/uniform.json" "${EXTRA[@]}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compute UniMax weights for SlimPajama's seven domains: uniform weights with at most four epochs of
-# each domain. The paper does not include UniMax. Within 1.3 billion tokens no domain of SlimPajama
+# each domain. The paper does not include UniMax. Within 2.6 billion tokens no domain of SlimPajama
 # is repeated, so UniMax equals Uniform; on smaller corpora the two differ. This script needs no
 # training or GPU.
 #
@@ -17,16 +17,10 @@ source "$(dirname "$0")/../launch.sh"
 RUN=${RUN:-runs/slimpajama}
 CORPUS=${CORPUS:-$RUN/1-corpus}
 
-UNIMAX=(
-  --token-budget 1310720000      # assumed: the base model's 10,000 steps of 128 x 1024 tokens
-  --max-epochs 4                 # assumed: Muennighoff et al. 2023; up to 4 epochs cost little
-)
-if [ "$SIZE" = tiny ]; then
-  UNIMAX+=(
-    --token-budget 6144          # tiny: 12 steps of 8 x 64 tokens
-  )
-fi
-
 choose base slimpajama_627b.sh
+UNIMAX=(
+  --max-epochs 4                 # assumed: Muennighoff et al. 2023; up to 4 epochs cost little
+  --token-budget "$BUDGET"       # the base model's tokens
+)
 on_first_node python -m megatron_chameleon compute_mixture --method unimax --corpus "$CORPUS" \
   "${UNIMAX[@]}" --output "$RUN/4-mixture/unimax.json" "${EXTRA[@]}"

@@ -37,9 +37,9 @@ from megatron_chameleon.report.tables import (
 # Prefix of the titles of tables that compare runs with the paper, and prefix of the headings of
 # the paper's columns.
 TITLE, PAPER = "Next to the paper: ", "paper: "
-# The paper does not print the training tokens of its base models. These values are assumed, as in
-# examples/hyperparameters.sh; for fine-tuning, the paper prints the 10,000 steps.
-ASSUMED_STEPS, ASSUMED_SEQ_LENGTH = 10_000, 1024
+# The paper prints the steps of fine-tuning. The steps of its base models and the sequence length
+# are assumed, as in examples/hyperparameters.sh.
+FINE_TUNING_STEPS, ASSUMED_STEPS, ASSUMED_SEQ_LENGTH = 10_000, 20_000, 1024
 # A run matches a setting if it has half to twice as many training tokens as the setting.
 TOKEN_FACTOR = 2.0
 SHOTS = [0, 1, 2, 3, 4, 5]
@@ -94,7 +94,8 @@ class Setting:
     @property
     def tokens(self) -> int:
         """Assumed training tokens."""
-        return ASSUMED_STEPS * self.batch_size * ASSUMED_SEQ_LENGTH
+        steps = FINE_TUNING_STEPS if self.fine_tuned else ASSUMED_STEPS
+        return steps * self.batch_size * ASSUMED_SEQ_LENGTH
 
     def matches(self, run: TrainingRun | None) -> bool:
         """Whether ``run`` has this model, about as many tokens, and the same ``fine_tuned``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import time
@@ -31,9 +32,9 @@ PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
     "pretrain_82m_proxy": ("82m", 2000, 128, PROXY_RATES),
     "pretrain_124m_proxy": ("124m", 2000, 128, PROXY_RATES),
     "pretrain_210m_proxy": ("210m", 2000, 128, PROXY_RATES),
-    "pretrain_684m": ("684m", 10000, 128, BASE_RATES),
-    "pretrain_1_2b": ("1.2b", 10000, 128, BASE_RATES),
-    "pretrain_684m_pile": ("684m", 10000, 512, BASE_RATES),
+    "pretrain_684m": ("684m", 20000, 128, BASE_RATES),
+    "pretrain_1_2b": ("1.2b", 20000, 128, BASE_RATES),
+    "pretrain_684m_pile": ("684m", 20000, 512, BASE_RATES),
     "finetune_wiki40b": ("684m", 10000, 128, BASE_RATES),
     "finetune_stack": ("684m", 10000, 128, BASE_RATES),
 }
@@ -63,6 +64,10 @@ def launch(tmp_path):
         ("transfer_pile", {"PROXY": "lost"}, "lost"),
         ("evaluate_downstream", {"RUN": "nowhere"}, "nowhere/5-base"),
         ("baselines/manual", {"PUBLISHED": "pile/human slimpajama/doge"}, "slimpajama/doge"),
+        ("pretrain_684m", {"SETTINGS": "paper"}, "SETTINGS=paper"),
+        ("pretrain_llama_1b", {"SETTINGS": "authors"}, "SETTINGS=authors"),
+        ("pretrain_684m", {"BASE_STEPS": "10k"}, "BASE_STEPS=10k"),
+        ("doge_pile", {"CORPUS": "lost"}, "data/pile.sh"),
     ],
 )
 def test_user_mistakes_are_rejected_before_anything_starts(launch, command, choices, named):
@@ -94,6 +99,43 @@ def test_launcher_trains_what_it_reproduces(launch, name):
         assert (options.global_batch_size, options.seq_length) == (batch, 1024)
         assert (options.optimizer.lr, options.optimizer.min_lr) == rates
         assert options.bf16
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_base_steps_change_the_base_models_and_the_tokens_of_their_mixtures(launch, name):
+    (run, *_) = succeeded(launch(name, BASE_STEPS="3000")).training()
+    is_base = name.startswith("pretrain") and not name.endswith("proxy")
+    assert run.train_iters == (3000 if is_base else PAPER[name][1])
+    if is_base:
+        data_set = "pile" if name.endswith("pile") else "slimpajama"
+        choices = {"PUBLISHED": f"{data_set}/doremi", "BASE_STEPS": "3000"}
+        (call,) = method_calls(launch("baselines/manual", **choices))
+        assert call.options.token_budget == 3000 * run.global_batch_size * run.seq_length
+
+
+def test_the_authors_settings_are_those_of_their_code():
+    script = """refuse() { exit 2; }
+    source "$0/hyperparameters.sh"
+    hyperparameters base 684m
+    echo "${TRAIN[@]}"
+    """
+    for settings, dropout in (("", []), ("authors", ["0.1"])):
+        done = subprocess.run(
+            ["bash", "-c", script, str(EXAMPLES)],
+            env={**os.environ, "SETTINGS": settings, "LAUNCHER": "pretrain_684m"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        words = done.stdout.split()
+        values: dict[str, list[str]] = {}
+        for flag, value in itertools.pairwise(words):
+            values.setdefault(flag, []).append(value)
+        assert values["--adam-beta2"][-1] == ("0.999" if settings else "0.95")
+        for flag in ("--hidden-dropout", "--attention-dropout"):
+            assert values.get(flag, []) == dropout
+        for flag in ("--openai-gelu", "--no-bf16"):
+            assert (flag in words) == bool(settings)
 
 
 # Launcher -> proxy, tokens of the base runs in billions, learning rates.
@@ -196,7 +238,11 @@ def test_several_nodes_meet_on_the_first(launch):
 @pytest.mark.parametrize("name", WEIGHING)
 def test_chameleon_choices(launch, name, tmp_path):
     (tmp_path / "model").mkdir()
-    assert {call.options.extraction.num_windows for call in launch(name).calls} == {4096}
+    windows = {
+        (call.options.extraction.num_windows, call.options.extraction.window_length)
+        for call in launch(name).calls
+    }
+    assert windows == {(4096, 512)}
     choices = {"TP": "2", "NPROC": "4", "RUN": "my run", "CORPUS": "runs/stack/1-corpus"}
     choices |= {"PROXY": "model", "PRETRAINED": "model"}
     calls = succeeded(launch(name, "--", "--ridge", "3", "--num-windows", "99", **choices)).calls
@@ -224,10 +270,30 @@ def test_sweep_is_the_papers(launch):
     assert (options.output, call.program) == (Path("runs/slimpajama"), "torchrun")
 
 
+def test_sweep_of_a_baseline_is_over_the_steps_of_its_proxy(launch):
+    for method in ("doremi", "doge"):
+        (call,) = succeeded(launch("sweep_stability", METHOD=method)).calls
+        options = call.options
+        assert (options.method, options.output) == (method, Path(f"runs/sweep-{method}"))
+        assert options.axes == AxisOptions(sweep_steps=(1000, 2000, 5000, 10000))
+        assert (options.proxy.model, options.proxy.train_iters) == ("82m", 10_000)
+    assert "METHOD=regmix" in rejected(launch("sweep_stability", METHOD="regmix"))
+
+
 def method_calls(launched: Launched):
     calls = [c for c in succeeded(launched).calls if isinstance(c.options, OutputOptions)]
     assert calls
     return calls
+
+
+def test_doge_is_computed_on_the_pile_as_in_the_paper(launch):
+    (call,) = method_calls(launch("doge_pile", "--", "--seed", "7"))
+    options = call.options
+    assert options.corpus == Path("runs/pile/1-corpus")
+    assert options.output == Path("runs/pile/4-mixture/doge.json")
+    proxy = options.proxy
+    assert (proxy.model, proxy.train_iters, proxy.global_batch_size) == ("82m", 10_000, 128)
+    assert (call.program, proxy.seed) == ("torchrun", 7)
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -240,7 +306,7 @@ def test_baseline_computes_a_mixture_by_its_method(launch, name):
     assert type(options) is find_methods()[method].options
     if name in MODEL_FREE:
         assert {call.program for call in launched.calls} == {"python"}
-        assert options.token_budget == 10_000 * 128 * 1024  # the base model's tokens
+        assert options.token_budget == 20_000 * 128 * 1024  # the base model's tokens
     choices = {"RUN": "my run", "CORPUS": "runs/stack/1-corpus", "NPROC": "3"}
     for call in method_calls(launch(name, "--", "--token-budget", "77", **choices)):
         assert call.options.corpus == Path("runs/stack/1-corpus")
