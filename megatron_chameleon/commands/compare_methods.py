@@ -12,6 +12,7 @@ def main(options: CompareMethodsOptions) -> None:
     from megatron_chameleon.report.compare_methods import (
         compare_methods,
         require_choice,
+        require_downstream,
         require_evaluations,
     )
 
@@ -19,6 +20,8 @@ def main(options: CompareMethodsOptions) -> None:
         require_choice(options, find_methods())
     elif options.check == "evaluations":
         require_evaluations(options)
+    elif options.check == "downstream":
+        require_downstream(options)
     else:
         compare_methods(options)
 

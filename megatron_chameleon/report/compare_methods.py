@@ -23,16 +23,19 @@ from scipy.special import stdtr, stdtrit
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
+from megatron_chameleon.artifacts.downstream_result import DownstreamResult, require_same_questions
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import Cost, machine_info
+from megatron_chameleon.artifacts.published import published_columns
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import figures, tables
 from megatron_chameleon.report.comparison import require_same_evaluation
-from megatron_chameleon.report.cost import MixtureCost, ledger_of
+from megatron_chameleon.report.cost import TRAINING_OF_MODEL, MixtureCost, ledger_of
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import (
     BASE,
+    DOWNSTREAM_SUFFIX,
     EVALUATION,
     MIXTURE,
     REPORT,
@@ -46,11 +49,14 @@ LEAST_RATIO = 2.0
 UNITS = {"flops": "FLOPs", "device_seconds": "device-seconds"}
 HALF_WIDTH = "half of its 95% interval, corrected by Holm's method"
 HINT = "run examples/compare_methods.sh, which adds missing runs and results"
-REFERENCE = "chameleon"
+REFERENCES = ("chameleon", "chameleon-pretrain")
 # Columns that examples/compare_methods.sh computes with other flags than the method of that name:
 # proxies trained for fewer steps, and Chameleon's modes and recipes.
 VARIANTS = {"doremi-2k", "doge-2k", "chameleon-finetune", "chameleon-pretrain"}
 VARIANTS |= {"chameleon-paper", "chameleon-scaled"}
+# Start of the names of columns whose weights are printed in the paper, written by
+# examples/baselines/manual.sh.
+PRINTED = "printed-"
 # Options of a base run that may differ between compared runs: paths, the compared settings, and
 # options that do not change results.
 MAY_DIFFER = {"run_dir", "mixture", "seed", "micro_batch_size", "compile_layers", "parallel"}
@@ -196,12 +202,15 @@ class MethodComparison:
         mixtures: name -> mixture, in the order of the options.
         domains: names of the k domains.
         perplexities: held-out perplexities, [m, s, k].
+        downstream: name of a mixture -> downstream results of its base models, in the order of the
+            seeds. Mixtures without a result of each seed are left out.
     """
 
     options: CompareMethodsOptions
     mixtures: dict[str, ComparedMixture]
     domains: tuple[str, ...]
     perplexities: Array
+    downstream: Mapping[str, Sequence[DownstreamResult]] = dataclasses.field(default_factory=dict)
 
     @property
     def averages(self) -> Array:
@@ -223,13 +232,36 @@ class MethodComparison:
     @property
     def reference(self) -> ComparedMixture | None:
         """The reference mixture, whose cost divides all costs; None if it is not compared."""
-        return self.mixtures.get(self.options.reference or REFERENCE)
+        names = (self.options.reference,) if self.options.reference else REFERENCES
+        return next((self.mixtures[name] for name in names if name in self.mixtures), None)
 
     @property
     def spread(self) -> dict[str, Any] | None:
         """:func:`spread_of` the mixtures with their own models; None if only one has models."""
         rows = [i for i, each in enumerate(self.mixtures.values()) if each.same_as is None]
         return spread_of(self.averages[rows]) if len(rows) > 1 else None
+
+    @functools.cached_property
+    def accuracies(self) -> dict[str, pd.DataFrame]:
+        """Accuracies [task, seed] by name of the mixture, for those with downstream results.
+
+        An accuracy is the mean over all numbers of shots; NaN if one is missing.
+        """
+        results = itertools.chain.from_iterable(self.downstream.values())
+        tasks = list(dict.fromkeys(task for result in results for task in result.tasks))
+
+        def accuracy(result: DownstreamResult, task: str) -> float:
+            mean = result.tasks[task].mean if task in result.tasks else None
+            return math.nan if mean is None else mean.accuracy
+
+        return {
+            name: pd.DataFrame(
+                [[accuracy(result, task) for result in results] for task in tasks],
+                tasks,
+                list(self.options.seeds),
+            )
+            for name, results in self.downstream.items()
+        }
 
     @functools.cached_property
     def details(self) -> dict[str, dict[str, Any]]:
@@ -275,6 +307,10 @@ class MethodComparison:
                 "perplexity": {
                     f"seed {seed}": by_domain(row)
                     for seed, row in zip(self.options.seeds, self.perplexities[i], strict=True)
+                },
+                "downstream_accuracy": {
+                    f"seed {seed}": column.dropna().to_dict()
+                    for seed, column in self.accuracies.get(mixture.name, pd.DataFrame()).items()
                 },
                 "mean_perplexity": by_domain(means[i]),
                 "perplexity_standard_deviation": by_domain(deviations[i]),
@@ -326,6 +362,7 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
             require_new([path, *map(path.with_suffix, suffixes)], "choose another name")
     compared = load_comparison(RunFolder.load(options.run), options)
     shown = [comparison_table(compared), domain_table(compared)]
+    shown += [downstream_table(compared)] if compared.downstream else []
     text = "\n\n\n".join(map(tables.terminal_table, shown)) + "\n"
     page = "\n\n".join(map(tables.markdown_table, shown))
     picture = f"![Average perplexity against cost]({options.name}.png)"
@@ -395,7 +432,11 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
             runs.append(run)
         found = [results[base] for base in bases]
         same_as = None if source == name else mixture_label(source)
-        mixtures[name] = ComparedMixture(name, mixture, costs[name], runs, found, same_as)
+        paid = costs[name]
+        if options.existing_model:
+            missing = tuple(part for part in paid.missing if part != TRAINING_OF_MODEL)
+            paid = dataclasses.replace(paid, missing=missing)
+        mixtures[name] = ComparedMixture(name, mixture, paid, runs, found, same_as)
     require_same_evaluation(results)
     firsts = next(iter(mixtures.values())).runs
     pairs = [pair for each in mixtures.values() for pair in zip(firsts, each.runs, strict=True)]
@@ -414,11 +455,37 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         [[result.domains[name].perplexity for name in domains] for result in each.results]
         for each in mixtures.values()
     ]
-    return MethodComparison(options, mixtures, domains, np.array(perplexities))
+    downstream = _load_downstream(folder, mixtures)
+    return MethodComparison(options, mixtures, domains, np.array(perplexities), downstream)
+
+
+def _load_downstream(
+    folder: RunFolder, mixtures: Mapping[str, ComparedMixture]
+) -> dict[str, list[DownstreamResult]]:
+    """Load the downstream results of the mixtures that have one for each seed.
+
+    Raises:
+        UserError: if a result is not of the last checkpoint, or results cannot be compared.
+    """
+    found: dict[str, list[DownstreamResult]] = {}
+    by_run: dict[str, DownstreamResult] = {}
+    for name, mixture in mixtures.items():
+        results = [(f"{run.root.name}{DOWNSTREAM_SUFFIX}", run) for run in mixture.runs]
+        if all(result in folder.downstream for result, _ in results):
+            for result, run in results:
+                by_run[result] = folder.downstream[result]
+                path = folder.root / EVALUATION / f"{result}.json"
+                _require_last_checkpoint(path, by_run[result], run)
+            found[name] = [by_run[result] for result, _ in results]
+    if by_run:
+        require_same_questions(by_run)
+    return found
 
 
 def mixture_label(name: str) -> str:
     """Label of the mixture ``name``, such as "DoReMi 2k" for doremi-2k."""
+    if name.startswith(PRINTED):
+        return f"{mixture_label(name.removeprefix(PRINTED))} (printed)"
     if method := online_method(name):
         return f"{tables.METHOD_LABELS[method]} (online)"
     for known in (name, name.rpartition("-")[0]):
@@ -433,7 +500,7 @@ def online_method(name: str) -> str | None:
     The column of a method that only exists online has its name; chameleon's is chameleon-online.
     """
     method = name.removesuffix(ONLINE_SUFFIX)
-    return method if method in ONLINE_METHODS and name != REFERENCE else None
+    return method if method in ONLINE_METHODS and name != "chameleon" else None
 
 
 def _load_online(
@@ -491,7 +558,9 @@ def _load_base(
     return run, result
 
 
-def _require_last_checkpoint(path: Path, result: EvaluationResult, run: TrainingRun) -> None:
+def _require_last_checkpoint(
+    path: Path, result: EvaluationResult | DownstreamResult, run: TrainingRun
+) -> None:
     """Raise UserError if ``result`` does not evaluate the last checkpoint of ``run``."""
     folders = checkpoint_folders(run.root)
     if not folders:
@@ -504,14 +573,18 @@ def _require_last_checkpoint(path: Path, result: EvaluationResult, run: Training
 
 
 def require_choice(options: CompareMethodsOptions, methods: Collection[str]) -> None:
-    """Raise UserError for a mixture that is neither one of ``methods`` nor an existing file."""
-    known = {*methods, *VARIANTS}
+    """Raise UserError for a mixture that is neither one of ``methods`` nor an existing file.
+
+    Columns of the paper's tables, such as printed-human, are known as well.
+    """
+    printed = {f"{PRINTED}{column.partition('/')[2]}" for column in published_columns()}
+    known = {*methods, *VARIANTS, *printed}
     for name in options.mixtures:
         path = options.run / MIXTURE / f"{name}.json"
         if name not in known and not online_method(name) and not path.is_file():
             raise UserError(
                 f"--mixtures {name}: unknown method, and {path} does not exist; "
-                f"choose from {', '.join(sorted(known))}"
+                f"choose from {', '.join(sorted(known - printed))}, or {PRINTED}COLUMN"
             )
 
 
@@ -520,6 +593,14 @@ def require_evaluations(options: CompareMethodsOptions) -> None:
     for base in itertools.chain.from_iterable(map(options.run_names, options.mixtures)):
         path = options.run / EVALUATION / f"{base}.json"
         result = EvaluationResult.load(path)
+        _require_last_checkpoint(path, result, TrainingRun.load(options.run / BASE / base))
+
+
+def require_downstream(options: CompareMethodsOptions) -> None:
+    """Raise UserError for a base run whose last checkpoint has no downstream results."""
+    for base in itertools.chain.from_iterable(map(options.run_names, options.mixtures)):
+        path = options.run / EVALUATION / f"{base}{DOWNSTREAM_SUFFIX}.json"
+        result = DownstreamResult.load(path)
         _require_last_checkpoint(path, result, TrainingRun.load(options.run / BASE / base))
 
 
@@ -591,17 +672,57 @@ def domain_table(compared: MethodComparison) -> Table:
     return Table.by_row("Held-out perplexity by domain", "domain", texts, notes=[note])
 
 
+def downstream_table(compared: MethodComparison) -> Table:
+    """Table of every task's mean accuracy over seeds, with its standard deviation.
+
+    The columns are the mixtures with downstream results of every seed. The averages are over the
+    tasks that all of these results have with every number of shots.
+    """
+    accuracies = compared.accuracies
+    labels = {name: compared.mixtures[name].label for name in accuracies}
+    complete = pd.concat(accuracies.values(), axis=1).dropna().index
+    means, deviations = pd.DataFrame(), pd.DataFrame()
+    for name, found in accuracies.items():
+        rows = 100 * pd.concat([found, found.loc[complete].mean().to_frame("average").T])
+        means[labels[name]] = rows.mean(axis=1, skipna=False)
+        deviations[labels[name]] = rows.std(axis=1, skipna=False)
+    texts = tables.formatted(means, "{:.1f}".format, max, deviations)
+    summary = [["average", *texts.loc["average"]]]
+    baseline = compared.baseline.label
+    if baseline in means:
+        counts = tables.counts_better(means.loc[complete], baseline, max)
+        summary.append([f"tasks better than {baseline}", *counts])
+    protocol = next(iter(compared.downstream.values()))[0].protocol
+    questions = "all questions" if protocol.limit is None else f"{protocol.limit} questions a task"
+    shots = tables.listed([str(number) for number in protocol.shots])
+    notes = [
+        f"Mean over seeds ± standard deviation; the highest mean of each row is marked. lm-eval "
+        f"{protocol.lm_eval_version}, {questions}, mean over {shots} solved examples. The average "
+        f"is over the {len(complete)} of {len(means) - 1} tasks that all models have."
+    ]
+    absent = [each.label for name, each in compared.mixtures.items() if name not in labels]
+    if absent:
+        notes.append(f"Without downstream results of every seed: {', '.join(absent)}.")
+    title = "Downstream accuracy (%)"
+    return Table.by_row(title, "task", texts.drop(index="average"), summary, notes)
+
+
 def notes(compared: MethodComparison) -> list[str]:
     """Notes below the table: protocol, significance and cost accounting."""
     mixtures, baseline = list(compared.mixtures.values()), compared.baseline
     run, protocol = mixtures[0].runs[0], mixtures[0].results[0].protocol
+    costs = [each.cost for mixture in mixtures for each in mixture.runs]
+    flops = math.fsum(cost.flops for cost in costs) / len(costs)
+    seconds = math.fsum(cost.device_seconds for cost in costs) / len(costs)
     seeds = compared.options.seeds
     sentences = [
         f"Each mixture was computed once and trains models of {run.parameters:,} parameters for "
         f"{run.step:,} steps ({run.tokens:,} tokens) with {len(seeds)} seeds "
         f"({', '.join(map(str, seeds))}); models of one seed start from the same weights and "
         f"sample with the same seed. Perplexity on {protocol.describe()}, averaged over domains, "
-        "all with the same weight."
+        "all with the same weight.",
+        f"Training a base model took {tables.format_flops(flops)} FLOPs and "
+        f"{tables.format_hours(seconds)} device-hours, on average.",
     ]
     spread = compared.spread
     if spread is not None:
@@ -647,6 +768,10 @@ def notes(compared: MethodComparison) -> list[str]:
         "A mixture's cost includes its proxies, swarm, held-out passes, embeddings and final fit. "
         "FLOPs are counted from the models' shapes; device-seconds exclude start-up."
     )
+    if compared.options.existing_model:
+        sentences.append(
+            "The model that embeds the domains existed before; its training is not included."
+        )
     for each in mixtures:
         if each.same_as is not None:
             sentences.append(

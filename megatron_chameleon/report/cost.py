@@ -26,6 +26,8 @@ from megatron_chameleon.report.tables import MISSING, UNKNOWN, Table, format_flo
 
 # Costs are also shown relative to one mixture, whose method is the first of these in the run.
 REFERENCE_METHODS = ("chameleon-pretrain", "chameleon-finetune")
+# What is missing in the cost of a mixture whose proxy is outside the run folder.
+TRAINING_OF_MODEL = f"the training of its model, which is not in {PROXY}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +225,7 @@ def _made_from(
         inputs = [proxies.get(checkpoint), *stores[:1]]
         parts |= {_entry(folder, each.root.resolve()): each.cost for each in inputs if each}
         if checkpoint not in proxies:
-            missing.append(f"the training of its model, which is not in {PROXY}")
+            missing.append(TRAINING_OF_MODEL)
         if not stores:
             missing.append(f"its embeddings, which are not in {EMBEDDINGS}")
         return parts, missing

@@ -27,12 +27,11 @@ class CompareMethodsOptions(CheckedOptions):
     """Names of the mixtures in 4-mixture, in the order of the table's columns."""
     seeds: tuple[Seed, ...]
     """Seeds of the base models, at least three. Every mixture needs a base model of each seed."""
-    run_suffix: str = ""
-    """Text between the mixture's name and -seedN in the names of base runs."""
     baseline: str = "uniform"
     """The baseline mixture, with which the perplexities of the other mixtures are compared."""
     reference: str | None = None
-    """The mixture whose cost divides all costs; default: chameleon, if it is compared."""
+    """The mixture whose cost divides all costs; default: chameleon, or chameleon-pretrain, if it is
+    compared."""
     name: str = "compare_methods"
     """Name of the files in 7-report, before .txt, .md, .csv, .json and .png."""
     record: Path | None = None
@@ -42,16 +41,20 @@ class CompareMethodsOptions(CheckedOptions):
     """The command line that made the compared runs, for --record."""
     wall_seconds: NonNegative | None = None
     """Wall time of --command in seconds, for --record."""
-    check: Literal["choice", "evaluations"] | None = None
+    existing_model: bool = False
+    """The model that embeds the domains existed before: its training is not part of the cost of
+    Chameleon's mixtures."""
+    check: Literal["choice", "evaluations", "downstream"] | None = None
     """Only check, without writing anything; exit with status 2 if the comparison is impossible.
     choice: check the names and seeds, before anything is trained. evaluations: check that each
-    base run has an evaluation of its last checkpoint."""
+    base run has an evaluation of its last checkpoint. downstream: check that each base run has
+    downstream results of its last checkpoint."""
 
     def __post_init__(self) -> None:
         """Raise UserError if there are too few mixtures or seeds to compare."""
         super().__post_init__()
         for flag, values, least in (
-            ("--mixtures", self.mixtures, 1 if self.check == "evaluations" else 2),
+            ("--mixtures", self.mixtures, 2 if self.check in (None, "choice") else 1),
             ("--seeds", self.seeds, LEAST_SEEDS),
         ):
             if len(set(values)) < len(values) or len(values) < least:
@@ -59,7 +62,7 @@ class CompareMethodsOptions(CheckedOptions):
                     f"{flag} {' '.join(map(str, values))}: pass at least {least} different values"
                 )
         for flag, name in (("baseline", self.baseline), ("reference", self.reference)):
-            if name not in (None, *self.mixtures) and self.check != "evaluations":
+            if name not in (None, *self.mixtures) and self.check in (None, "choice"):
                 raise UserError(
                     f"--{flag} {name} is not among --mixtures {' '.join(self.mixtures)}; add it, "
                     f"or choose another one ({flag.upper()}=NAME of examples/compare_methods.sh)"
@@ -72,7 +75,7 @@ class CompareMethodsOptions(CheckedOptions):
 
     def run_names(self, mixture: str) -> list[str]:
         """Names of the base runs of a mixture, and of their evaluations, in the order of seeds."""
-        return [f"{mixture}{self.run_suffix}-seed{seed}" for seed in self.seeds]
+        return [f"{mixture}-seed{seed}" for seed in self.seeds]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,13 @@ from megatron_chameleon.report.compare_methods import (
     ONLINE_METHODS,
     compare_methods,
     comparison_table,
+    downstream_table,
     holm,
     load_comparison,
+    mixture_label,
     paired_difference,
     require_choice,
+    require_downstream,
     require_evaluations,
     spread_of,
     tokens_to_reach,
@@ -41,6 +44,7 @@ from megatron_chameleon.training.options import OnlineMethod
 from tests.unit.report.samples import (
     NAMES,
     PROVENANCE,
+    downstream,
     edit,
     edit_evaluation,
     evaluation,
@@ -297,6 +301,54 @@ def test_incomplete_cost_is_unknown_and_has_no_ratio(root):
     assert "The cost of DoReMi is unknown: no cost is recorded for lost." in table.notes
 
 
+def test_the_training_of_an_existing_model_is_no_cost(root):
+    shutil.rmtree(root / "2-proxy")
+    folder = RunFolder.load(root)
+    for existing, flops in ((False, "unknown"), (True, "2.00e+11")):
+        options = options_for(root, existing_model=existing)
+        rows = rows_of(comparison_table(load_comparison(folder, options)))
+        assert rows["FLOPs to obtain the mixture"] == ["0", "0", flops, "6.00e+12"]
+
+
+def test_downstream_accuracies_are_averaged_over_seeds(root, capsys):
+    for name, values in (("uniform", (0.4, 0.5, 0.6)), ("chameleon", (0.6, 0.6, 0.9))):
+        for seed, accuracy in zip(SEEDS, values, strict=True):
+            run = f"{name}-seed{seed}"
+            digest = EvaluationResult.load(root / f"6-evaluation/{run}.json").checkpoint_hash
+            # The second task lacks a number of shots, so averages leave it out.
+            result = downstream(
+                {"copa": {0: accuracy, 1: accuracy + 0.1}, "piqa": {0: 0.5}, "sciq": {0: 0, 1: 0}},
+                checkpoint_hash=digest,
+            )
+            result.save(root / f"6-evaluation/{run}-downstream.json")
+    options = options_for(root)
+    compared = compare_methods(options)
+    assert "Downstream accuracy" in capsys.readouterr().out
+    table = downstream_table(compared)
+    # UniMax has the models of Uniform; DoReMi has no results.
+    assert table.header == ("task", "Uniform", "UniMax", "Chameleon")
+    rows = rows_of(table)
+    assert rows["copa"] == ["55.0 ± 10.0", "55.0 ± 10.0", "75.0 ± 17.3"]
+    assert rows["piqa"] == ["-", "-", "-"]
+    assert rows["average"] == ["27.5 ± 5.0", "27.5 ± 5.0", "37.5 ± 8.7"]
+    assert rows["tasks better than Uniform"] == ["-", "0 of 2", "1 of 2"]
+    found = json.loads((root / "7-report/table.json").read_text())["mixtures"]
+    assert found["chameleon"]["downstream_accuracy"]["seed 3"] == {
+        "copa": pytest.approx(0.95),
+        "sciq": 0,
+    }
+    assert found["doremi"]["downstream_accuracy"] == {}
+    check = options_for(root, mixtures=("chameleon",), check="downstream")
+    require_downstream(check)
+    path = root / "6-evaluation/chameleon-seed2-downstream.json"
+    shutil.copy(root / "6-evaluation/uniform-seed2-downstream.json", path)
+    stale = r"chameleon-seed2-downstream\.json evaluates other weights"
+    with pytest.raises(UserError, match=stale):
+        require_downstream(check)
+    with pytest.raises(UserError, match=stale):
+        load_comparison(RunFolder.load(root), options)
+
+
 def test_mixtures_of_adjacent_rank_within_noise_are_named(root):
     for seed, average in zip(SEEDS, (91.0, 94.0, 87.0), strict=True):
         losses = [math.log(average * share) for share in SHARES]
@@ -315,11 +367,18 @@ def test_mixtures_of_adjacent_rank_within_noise_are_named(root):
         ({"seeds": (1, 2, 2)}, "--seeds 1 2 2: "),
         ({"reference": "chamelon"}, "--reference chamelon is not among --mixtures"),
         ({"mixtures": ("uniform", "regmix-2k")}, "--mixtures regmix-2k: unknown method"),
+        ({"mixtures": ("uniform", "printed-humans")}, "--mixtures printed-humans: unknown method"),
     ],
 )
 def test_invalid_choice_is_rejected(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         require_choice(options_for(tmp_path, **changes), ("uniform", "doremi", "regmix"))
+
+
+def test_a_printed_column_is_a_choice(tmp_path):
+    names = ("uniform", "printed-human")
+    require_choice(options_for(tmp_path, mixtures=names), ("uniform",))
+    assert mixture_label("printed-human") == "Human (printed)"
 
 
 def test_missing_or_stale_evaluations_are_rejected(root):
