@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
 from megatron_chameleon.methods.options import OutputOptions
-from megatron_chameleon.report.options import CompareMethodsOptions
+from megatron_chameleon.report.options import CompareMethodsOptions, ReportOptions
 from tests.unit.launched import (
     RECORDER,
     Launched,
@@ -48,11 +49,11 @@ while (($#)); do
   shift
 done
 """
-# Run the real tool for ``--check choice``; let ``--check evaluations`` always succeed.
+# Run the real tool for ``--check choice``; let other checks always succeed.
 CHECKS = f"""#!/usr/bin/env bash
 case " $* " in
   *" --check choice "*) exec {sys.executable} "$@" ;;
-  *" --check evaluations "*) exit ;;
+  *" --check evaluations "* | *" --check downstream "*) exit ;;
 esac
 """
 
@@ -65,6 +66,9 @@ class Workers(Launcher):
         for name in ("torchrun", "python"):
             text = f"{CHECKS}{ONE_AT_A_TIME}{RECORDER}exec 9>&-\n{WORKER}"
             (self.programs / name).write_text(text)
+
+
+PRINTED = {"METHODS": "chameleon-pretrain printed-human", "BASELINE": "printed-human"}
 
 
 def small(launch: Launcher, **choices: str) -> Launched:
@@ -96,6 +100,13 @@ def started(launched: Launched) -> tuple[dict[str, Any], list[Any], list[Any]]:
     return {options.output.stem: options for options in methods}, proxies, bases
 
 
+def evaluated_tasks(launched: Launched) -> list[Path]:
+    """Return the runs that were evaluated on the paper's downstream tasks."""
+    found = [c.options for c in launched.calls if isinstance(c.options, DownstreamOptions)]
+    assert {options.tasks for options in found} <= {PAPER_TASKS}
+    return [options.checkpoint for options in found]
+
+
 def test_failed_job_holds_back_only_its_dependents(launch):
     choices = {"METHODS": "uniform natural chameleon"}
     launched = small(launch, FAILS="chameleon.json", **choices)
@@ -109,13 +120,17 @@ def test_failed_job_holds_back_only_its_dependents(launch):
     assert small(launch, **choices).status == 0
 
 
-def test_paper_setting(launch):
-    chosen = "uniform chameleon doremi doge surrogate regmix"
-    methods, (proxy,), bases = started(papers(launch, METHODS=chosen, SEEDS="1 2 3"))
+def test_experiment_on_slimpajama(launch):
+    (launch.folder / "runs/slimpajama/4-mixture/chameleon-pretrain.json").unlink()
+    chosen = "uniform chameleon-pretrain doremi doge surrogate regmix"
+    launched = papers(launch, METHODS=chosen, SEEDS="1 2 3")
+    methods, (proxy,), bases = started(launched)
     assert set(methods) == set(chosen.split())
     assert (proxy.model, proxy.train_iters, proxy.seed) == ("82m", 2000, 1)
-    assert methods["chameleon"].checkpoint == proxy.run_dir
-    assert methods["chameleon"].extraction.num_windows == 4096
+    chameleon = methods["chameleon-pretrain"]
+    assert chameleon.checkpoint == proxy.run_dir
+    extraction = chameleon.extraction
+    assert (extraction.num_windows, extraction.window_length) == (4096, 512)
     for name in ("doremi", "doge"):
         assert (methods[name].proxy.model, methods[name].proxy.train_iters) == ("82m", 10000)
     regmix, surrogate = methods["regmix"], methods["surrogate"]
@@ -126,14 +141,78 @@ def test_paper_setting(launch):
     assert list(methods).index("regmix") < list(methods).index("surrogate")
     assert len(bases) == 3 * len(methods)
     for run in bases:
-        assert (run.model, run.train_iters, run.global_batch_size) == ("684m", 10000, 128)
+        assert (run.model, run.train_iters, run.global_batch_size) == ("684m", 20000, 128)
         assert (run.optimizer.lr, run.optimizer.min_lr, run.bf16) == (1.5e-4, 5e-5, True)
-    # A larger base model is trained with the same mixtures.
-    larger = papers(launch, BASE="1.2b", METHODS="uniform doremi")
+        budget = run.train_iters * run.global_batch_size * run.seq_length
+        assert {
+            options.token_budget
+            for name, options in methods.items()
+            if name != "chameleon-pretrain"
+        } == {budget}
+    assert {run.run_dir for run in bases} == set(evaluated_tasks(launched))
+    # The report compares with the paper's figures.
+    assert isinstance(launched.calls[-1].options, ReportOptions)
+    # A larger base model is trained with the same mixtures, in its own folder.
+    larger = launch(NAME, EXPERIMENT="slimpajama-1.2b", METHODS="uniform doremi natural")
     methods, proxies, bases = started(larger)
-    assert (methods, proxies) == ({}, [])
-    names = {f"{name}-1.2b-seed{seed}" for name in ("uniform", "doremi") for seed in (1, 2, 3)}
-    assert {run.run_dir.name for run in bases} == names
+    assert (set(methods), proxies) == ({"natural"}, [])
+    assert {run.model for run in bases} == {"1.2b"}
+    assert {run.run_dir.parent for run in bases} == {Path("runs/slimpajama-1.2b/5-base")}
+    assert len(evaluated_tasks(larger)) == len(bases) == 9
+    assert (launch.folder / "runs/slimpajama/4-mixture/natural.json").exists()
+
+
+def test_experiment_with_proxies_of_2000_steps(launch):
+    launched = launch(NAME, EXPERIMENT="slimpajama", VARIANT="2k")
+    methods, _, bases = started(launched)
+    for name in ("doremi-2k", "doge-2k"):
+        assert methods[name].proxy.train_iters == 2000
+    assert set(methods) == {"uniform", "doremi-2k", "doge-2k"}  # write_everything has the others
+    assert (len(bases), evaluated_tasks(launched)) == (12, [])
+    table = [c.options for c in launched.calls if isinstance(c.options, CompareMethodsOptions)]
+    assert [options.name for options in table] == ["compare_methods-2k"]
+
+
+def test_experiment_on_the_pile(launch):
+    (launch.folder / "runs/pile/4-mixture/chameleon-pretrain.json").unlink()
+    launched = launch(NAME, EXPERIMENT="pile")
+    methods, proxies, bases = started(launched)
+    assert proxies == []
+    for name in ("human", "doremi", "regmix"):
+        assert methods[f"printed-{name}"].published == f"pile/{name}"
+    assert methods["doge"].proxy.train_iters == 10_000
+    chameleon = methods["chameleon-pretrain"]
+    assert chameleon.checkpoint == Path("runs/slimpajama/2-proxy/82m-seed1")
+    assert {options.corpus for options in methods.values()} == {Path("runs/pile/1-corpus")}
+    assert len(bases) == len(evaluated_tasks(launched)) == 15
+    for run in bases:
+        assert (run.model, run.train_iters, run.global_batch_size) == ("684m", 20000, 512)
+    (table,) = (c.options for c in launched.calls if isinstance(c.options, CompareMethodsOptions))
+    assert (table.baseline, table.existing_model) == ("printed-human", True)
+
+
+def test_experiment_with_fine_tuning(launch):
+    for mode in ("pretrain", "finetune"):
+        (launch.folder / f"runs/wiki40b/4-mixture/chameleon-{mode}.json").unlink()
+    launched = launch(NAME, EXPERIMENT="wiki40b")
+    methods, proxies, bases = started(launched)
+    tuned = Path("runs/pile/5-base/chameleon-pretrain-seed1")
+    for mode in ("pretrain", "finetune"):
+        options = methods[f"chameleon-{mode}"]
+        assert (options.mode, options.checkpoint) == (mode, tuned)
+    assert (proxies, len(bases), evaluated_tasks(launched)) == ([], 9, [])
+    for run in bases:
+        assert (run.pretrained_checkpoint, run.train_iters) == (tuned, 10_000)
+        assert (run.global_batch_size, run.optimizer.lr) == (128, 1.5e-4)
+
+
+def test_experiment_is_held_to_its_settings(launch):
+    choices = {"EXPERIMENT": "stack", "METHODS": "uniform chameleon-finetune"}
+    started(launch(NAME, **choices))
+    launched = launch(NAME, **choices, SEEDS="1 2 3 4")  # a seed may be added
+    assert {run.seed for run in launched.training()} == {4}
+    assert {str(run.corpus) for run in launched.training()} == {"runs/stack/1-corpus"}
+    assert "runs/stack" in rejected(launch(NAME, "--", "--lr", "1e-3", **choices))
 
 
 def test_small_setting_trains_online_methods_and_fine_tunes_its_models(launch):
@@ -169,6 +248,14 @@ def test_small_setting_trains_online_methods_and_fine_tunes_its_models(launch):
         ({"METHODS": "uniform odm"}, "odm requires SIZE=small"),
         ({"SIZE": "huge"}, "SIZE=huge"),
         ({"SIZE": "paper", "CORPUS": "lost"}, "lost"),
+        ({"EXPERIMENT": "pile"}, "SIZE=mini"),
+        ({"EXPERIMENT": "piles", "SIZE": "paper"}, "EXPERIMENT=piles"),
+        ({"EXPERIMENT": "pile", "SIZE": "paper", "PROXY": "lost", **PRINTED}, "lost"),
+        ({"EXPERIMENT": "stack", "SIZE": "paper", "PRETRAINED": "lost"}, "lost"),
+        ({"EXPERIMENT": "pile", "SIZE": "paper", "SETTINGS": "ours"}, "SETTINGS=ours"),
+        ({"EXPERIMENT": "pile", "SIZE": "paper", "BASE": "1.2b"}, "slimpajama-1.2b"),
+        ({"EXPERIMENT": "pile", "SIZE": "paper", "VARIANT": "2k"}, "VARIANT=2k"),
+        ({"METHODS": "uniform printed-human"}, "printed-human requires EXPERIMENT"),
         ({"SEEDS": "1 2"}, "--seeds 1 2"),
         ({"SEEDS": "1 2 x"}, "SEEDS"),
         ({"METHODS": "uniform regmax"}, "regmax"),
