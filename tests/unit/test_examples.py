@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import time
@@ -113,29 +112,16 @@ def test_base_steps_change_the_base_models_and_the_tokens_of_their_mixtures(laun
         assert call.options.token_budget == 3000 * run.global_batch_size * run.seq_length
 
 
-def test_the_authors_settings_are_those_of_their_code():
-    script = """refuse() { exit 2; }
-    source "$0/hyperparameters.sh"
-    hyperparameters base 684m
-    echo "${TRAIN[@]}"
-    """
-    for settings, dropout in (("", []), ("authors", ["0.1"])):
-        done = subprocess.run(
-            ["bash", "-c", script, str(EXAMPLES)],
-            env={**os.environ, "SETTINGS": settings, "LAUNCHER": "pretrain_684m"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        words = done.stdout.split()
-        values: dict[str, list[str]] = {}
-        for flag, value in itertools.pairwise(words):
-            values.setdefault(flag, []).append(value)
-        assert values["--adam-beta2"][-1] == ("0.999" if settings else "0.95")
-        for flag in ("--hidden-dropout", "--attention-dropout"):
-            assert values.get(flag, []) == dropout
-        for flag in ("--openai-gelu", "--no-bf16"):
-            assert (flag in words) == bool(settings)
+def test_the_authors_settings_are_those_of_their_code(launch):
+    (ours,) = succeeded(launch("pretrain_684m")).training()
+    (theirs,) = succeeded(launch("pretrain_684m", SETTINGS="authors")).training()
+    assert (theirs.optimizer.adam_beta2, theirs.bf16) == (0.999, False)
+    assert (theirs.hidden_dropout, theirs.attention_dropout) == (0.1, 0.1)
+    assert theirs.architecture.openai_gelu
+    assert theirs.train_iters == ours.train_iters
+    assert (ours.optimizer.adam_beta2, ours.bf16) == (0.95, True)
+    assert ours.hidden_dropout == ours.attention_dropout == 0
+    assert not ours.architecture.openai_gelu
 
 
 # Launcher -> proxy, tokens of the base runs in billions, learning rates.
