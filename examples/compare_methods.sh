@@ -201,7 +201,9 @@ find_mixture() {
   case $method in
     doremi | doge) flags+=("${PROXY_FLAGS[@]}" --train-iters "$steps") ;;
     regmix) flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS") ;;
-    surrogate) flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS" --work-dir "$REGMIX_SWARM") ;;
+    surrogate)   # without a certain gain, its mixture is uniform, which is not trained again
+      flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS" --work-dir "$REGMIX_SWARM" --prior uniform)
+      ;;
     mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS") ;;
   esac
   exec "${ENDED[@]}" "${START[@]}" -m megatron_chameleon compute_mixture --method "$method" --corpus "$CORPUS" \

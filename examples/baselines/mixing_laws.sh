@@ -33,7 +33,6 @@ LAWS=(
   --weight-decay 0.01                  # paper: experimental setup
   --clip-grad 1.0                      # paper: experimental setup
   --bf16                               # assumed: usual on the paper's H100
-  --token-budget 1310720000            # assumed: the base model's 10,000 steps of 128 x 1024 tokens
 )
 if [ "$SIZE" = tiny ]; then
   LAWS+=(
@@ -49,11 +48,11 @@ if [ "$SIZE" = tiny ]; then
     --eval-tokens 512                  # tiny: seconds
     --smallest-weight 0.02             # tiny: a corpus of three domains has few mixtures
     --no-bf16                          # tiny: slow on CPUs
-    --token-budget 6144                # tiny: 12 steps of 8 x 64 tokens
   )
 fi
 
 choose base slimpajama_627b.sh
 limit_time
 exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method mixing-laws --corpus "$CORPUS" \
-  "${LAWS[@]}" --seed "$SEED" "${LIMIT[@]}" --output "$RUN/4-mixture/mixing-laws.json" "${EXTRA[@]}"
+  "${LAWS[@]}" --seed "$SEED" "${LIMIT[@]}" --token-budget "$BUDGET" \
+  --output "$RUN/4-mixture/mixing-laws.json" "${EXTRA[@]}"

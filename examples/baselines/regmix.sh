@@ -27,7 +27,6 @@ REGMIX=(
   --lr 4e-4                    # assumed: RegMix's code; constant after the warm-up
   --lr-warmup-iters 100        # assumed: RegMix's code
   --bf16                       # assumed: usual on the paper's H100
-  --token-budget 1310720000    # assumed: the base model's 10,000 steps of 128 x 1024 tokens
 )
 if [ "$SIZE" = tiny ]; then
   REGMIX+=(
@@ -43,7 +42,6 @@ if [ "$SIZE" = tiny ]; then
     --num-trees 50             # tiny: seconds
     --num-draws 2000           # tiny: seconds
     --no-bf16                  # tiny: slow on CPUs
-    --token-budget 6144        # tiny: 12 steps of 8 x 64 tokens
   )
 else
   REGMIX+=(
@@ -54,4 +52,5 @@ fi
 choose base slimpajama_627b.sh
 limit_time
 exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method regmix --corpus "$CORPUS" \
-  "${REGMIX[@]}" --seed "$SEED" "${LIMIT[@]}" --output "$RUN/4-mixture/regmix.json" "${EXTRA[@]}"
+  "${REGMIX[@]}" --seed "$SEED" "${LIMIT[@]}" --token-budget "$BUDGET" \
+  --output "$RUN/4-mixture/regmix.json" "${EXTRA[@]}"

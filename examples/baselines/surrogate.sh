@@ -29,7 +29,6 @@ SURROGATE=(
   --lr 4e-4                    # assumed: as in regmix.sh
   --lr-warmup-iters 100        # assumed: as in regmix.sh
   --bf16                       # assumed: as in regmix.sh
-  --token-budget 1310720000    # assumed: the base model's 10,000 steps of 128 x 1024 tokens
 )
 if [ "$SIZE" = tiny ]; then
   SURROGATE+=(
@@ -45,12 +44,11 @@ if [ "$SIZE" = tiny ]; then
     --num-draws 1000           # tiny: seconds
     --splits 2                 # tiny: seconds
     --no-bf16                  # tiny: slow on CPUs
-    --token-budget 6144        # tiny: 12 steps of 8 x 64 tokens
   )
 fi
 
 choose base slimpajama_627b.sh
 limit_time
 exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method surrogate --corpus "$CORPUS" \
-  "${SURROGATE[@]}" --seed "$SEED" "${LIMIT[@]}" --work-dir "$RUN/4-mixture/regmix" \
-  --output "$RUN/4-mixture/surrogate.json" "${EXTRA[@]}"
+  "${SURROGATE[@]}" --seed "$SEED" "${LIMIT[@]}" --token-budget "$BUDGET" \
+  --work-dir "$RUN/4-mixture/regmix"   --output "$RUN/4-mixture/surrogate.json" "${EXTRA[@]}"
