@@ -51,4 +51,4 @@ choose base slimpajama_627b.sh
 limit_time
 exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method surrogate --corpus "$CORPUS" \
   "${SURROGATE[@]}" --seed "$SEED" "${LIMIT[@]}" --token-budget "$BUDGET" \
-  --work-dir "$RUN/4-mixture/regmix"   --output "$RUN/4-mixture/surrogate.json" "${EXTRA[@]}"
+  --work-dir "$RUN/4-mixture/regmix" --output "$RUN/4-mixture/surrogate.json" "${EXTRA[@]}"
