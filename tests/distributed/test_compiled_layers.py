@@ -22,9 +22,12 @@ GRAPHS = {
     for name, parallel in COMPILED.items()
 }
 NUM_RANKS = 2
-# Tolerances of losses and gradient norms. The backend aot_eager runs the operations of eager mode;
-# inductor fuses operations, which changes their rounding.
+# Relative tolerances of losses. The backend aot_eager runs the operations of eager mode; inductor
+# fuses operations, which changes their rounding.
 AOT_TOLERANCE, INDUCTOR_TOLERANCE = 1e-6, 1e-4
+# A gradient norm has the rounding errors of the backward pass, too, whose operations aot_eager
+# decomposes. They depend on the processor: 2e-6 was seen on one, with 1e-6 on another.
+NORM_FACTOR = 10
 
 
 def run_ranks(root, backend, names):
@@ -40,7 +43,8 @@ def check(found, name, tolerance):
         assert case["breaks"] == []
         assert case["graphs"] == GRAPHS[name]
         for compiled, plain in zip(case["compiled"], case["plain"], strict=True):
-            assert compiled == pytest.approx(plain, rel=tolerance, abs=0)
+            assert compiled[:-1] == pytest.approx(plain[:-1], rel=tolerance, abs=0)
+            assert compiled[-1] == pytest.approx(plain[-1], rel=NORM_FACTOR * tolerance, abs=0)
     # Only ranks of the last pipeline stage have losses, so at least one rank must have some.
     assert any(loss > 0 for of_rank in found for loss in of_rank[name]["plain"][0][:-1])
 
