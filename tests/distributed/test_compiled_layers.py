@@ -26,7 +26,7 @@ NUM_RANKS = 2
 # fuses operations, which changes their rounding.
 AOT_TOLERANCE, INDUCTOR_TOLERANCE = 1e-6, 1e-4
 # A gradient norm has the rounding errors of the backward pass, too, whose operations aot_eager
-# decomposes. They depend on the processor: 2e-6 was seen on one, with 1e-6 on another.
+# decomposes. They depend on the processor: 2e-6 on one, less than 1e-6 on others.
 NORM_FACTOR = 10
 
 
