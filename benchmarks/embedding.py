@@ -43,6 +43,7 @@ from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.methods.chameleon import ExtractionOptions
 from megatron_chameleon.model.config import preset
+from megatron_chameleon.model.readout import check_layer
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.progress import progress_bar
@@ -61,7 +62,7 @@ def main() -> None:
     """Prepare the inputs, compare the vectors, time both interleaved, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=64, help="windows per run")
-    parser.add_argument("--window-length", type=int, default=512, help="maximum tokens per window")
+    parser.add_argument("--window-length", type=int, default=512, help="tokens per window")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each method")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -149,7 +150,8 @@ def ours(task: Task, layout: Layout, *, bf16: bool = False) -> Callable[[], Vect
     reader = open_reader(CheckpointRecord.load(task.model.checkpoint), layout, bf16=bf16)
     windows = task.windows.longest_first()
     order = np.argsort(-task.windows.length, kind="stable")
-    layer, batch = reader.config.num_layers // 2, ExtractionOptions.embedding_batch_size
+    layer = check_layer(reader.config.num_layers, None)
+    batch = ExtractionOptions.embedding_batch_size
 
     def run() -> Vectors:
         with progress_bar(len(windows), " windows", quiet=True) as bar:

@@ -60,7 +60,8 @@
 #                EXPERIMENT: 1)
 #   RECORD       a .json file for the table with date, machine, versions and command; a Markdown
 #                file is written next to it
-#   BASE_STEPS, PROXY_STEPS, LONG_PROXY_STEPS, MEMBER_STEPS   steps; EXPERIMENT: only BASE_STEPS
+#   BASE_STEPS, PROXY_STEPS, LONG_PROXY_STEPS, MEMBER_STEPS   steps; EXPERIMENT: only BASE_STEPS, and
+#                not of wiki40b and stack
 #   REGMIX_MEMBERS   proxies of RegMix and the surrogate (mini: 48; small: 32; tiny: 16)
 set -euo pipefail
 EXPERIMENT=${EXPERIMENT:-}
@@ -139,6 +140,8 @@ BASE_FLAGS=()
 [[ -z ${PROXY:-} || $EXPERIMENT = pile ]] || refuse "PROXY: requires EXPERIMENT=pile"
 [[ -z ${BASE:-} || -z $EXPERIMENT ]] ||
   refuse "BASE: requires SIZE=mini, small or tiny; the larger model is EXPERIMENT=slimpajama-1.2b"
+[[ -z ${BASE_STEPS:-} || ! $EXPERIMENT =~ ^(wiki40b|stack)$ ]] ||
+  refuse "BASE_STEPS: does not apply to EXPERIMENT=$EXPERIMENT, whose steps the paper states"
 [[ -z ${TASKS:-} || -n $EXPERIMENT && $TASKS =~ ^(yes|no)$ ]] ||
   refuse "TASKS=$TASKS: must be unset, or yes or no with an EXPERIMENT"
 case $EXPERIMENT:$SIZE in
@@ -193,7 +196,8 @@ find_mixture() {
     launcher baselines/manual
   elif [ -n "$EXPERIMENT" ]; then
     flags+=(--token-budget "$BUDGET")
-    [ "$name" = "$method" ] || flags+=(--train-iters 2000)   # paper: tab:ppl_2k, "2k steps"
+    # paper: tab:ppl_2k, "2k steps"
+    [[ $name = "$method" || $SIZE = tiny ]] || flags+=(--train-iters 2000)
     launcher "baselines/${method//-/_}" "${flags[@]}"
   fi
   steps=$LONG_PROXY_STEPS

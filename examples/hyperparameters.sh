@@ -11,7 +11,7 @@
 # The shapes of the sizes (paper: table of architectures) are in megatron_chameleon/model/config.py.
 #
 # The paper does not print the steps of its base models of SlimPajama and the Pile. BASE_STEPS sets
-# them; the default, 20,000, is that of the base models in DoGE's code, on which the paper builds
+# them, but not those of fine-tuning, which are printed; the default, 20,000, is that of the base models in DoGE's code, on which the paper builds
 # (10,000 is that of its proxies). The printed GPU hours agree: at the speed of the 82M proxies (0.8
 # hours for 1.35e17 FLOPs), the 684M model takes about 16,500 steps in the printed 56 hours. 10,000
 # steps in 56 hours are 0.6 times the FLOP/s of the proxies, and 20,000 steps are 1.2 times; larger

@@ -126,9 +126,14 @@ class EmbeddingStore(FolderRecord):
     def require_recipe(self, recipe: EmbeddingRecipe) -> None:
         """Raise UserError unless the vectors were computed by ``recipe``."""
         for name, (stored, requested) in differences(self.recipe, recipe).items():
+            found, hint = f"with {name} {stored}, not {requested}", ""
+            if name == "cross_documents":
+                kinds = ("within documents", "of one length")
+                found = f"of windows {kinds[stored]}, not {kinds[requested]}"
+                hint = "omit --within-documents, " if stored else "pass --within-documents, "
             raise UserError(
-                f"{self.root} holds embeddings with {name} {stored}, not {requested}; pass "
-                "another --store, or delete this store"
+                f"{self.root} holds embeddings {found}; {hint}delete this folder, or choose "
+                "another one"
             )
 
     def holds(self, name: str, corpus_hash: str) -> bool:

@@ -40,7 +40,7 @@ class Sweep(FolderRecord):
         method: method that computed the mixtures.
         axes: hyperparameter -> its values with all others at the centre, in order; includes the
             centre's value. Along ``steps``, all points are checkpoints of one run, whose length is
-            the last value.
+            the last value; the centre need not be one of them.
         points: distinct points; the first is the centre.
         cost: cost of all proxies, embeddings and mixtures, each counted once.
     """

@@ -98,7 +98,7 @@ def sample_documents(
     reader = DocumentReader(options, sources, on_bytes=on_bytes)
     texts: list[str] = []
     for place in _places(sources, num_documents, characters, float(generator.random())):
-        found = _up_to(place.most_characters, map(reader.read, place.chunks))
+        found = _up_to(place.stop_after, map(reader.read, place.chunks))
         before = bytes_read
         chosen = _sample(generator, found, place.num_documents, place.characters)
         # The first row group counts as read even if only a part of it was.
@@ -151,7 +151,7 @@ class _Place(NamedTuple):
     chunks: list[Chunk]
     num_documents: int
     characters: int
-    most_characters: int | None = None
+    stop_after: int | None = None
 
 
 def _places(

@@ -141,10 +141,14 @@ class Proxy(ABC):
             UserError: if the weights are damaged.
         """
 
-    def paper_flops(self, embedded_tokens: int) -> float:
-        """Count FLOPs by the paper's rule: 6 N D of the training and 2 N D of the embedding."""
-        per_parameter = TRAINING * self.trained_tokens + FORWARD * embedded_tokens
-        return float(self.paper_parameters) * per_parameter
+    @property
+    def training_paper_flops(self) -> float:
+        """FLOPs of training the proxy by the paper's rule, 6 N D; 0 if it was trained elsewhere."""
+        return float(TRAINING * self.paper_parameters * self.trained_tokens)
+
+    def embedding_paper_flops(self, tokens: int) -> float:
+        """Count FLOPs of embedding ``tokens`` tokens by the paper's rule, 2 N D."""
+        return float(FORWARD * self.paper_parameters * tokens)
 
 
 @dataclasses.dataclass(frozen=True)

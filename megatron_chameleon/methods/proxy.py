@@ -272,7 +272,8 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
     def finished(self) -> tuple[TrainingRun, MeanWeightsHook[State], dict[str, str]]:
         """Return the finished run, its hook, and the checkpoint's hash for the provenance.
 
-        If the mixture is for an earlier step, the run has that number of steps and tokens.
+        If the mixture is for an earlier step, the run has that number of steps and tokens, but the
+        cost of all steps, which were trained.
 
         Raises:
             UserError: if the run was trained with another hook.
@@ -346,7 +347,11 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         stride = -(-len(logged) // MAX_TRAJECTORY_POINTS) or 1
         shown = list(logged)[::-stride][::-1]  # counted backwards, to include the last step
         own = stopwatch.cost(num_devices=runs[-1].cost.num_devices)
-        size = {"model": name_of(self.plan.config), "train_iters": self.run.train_iters}
+        size = {
+            "model": name_of(self.plan.config),
+            "train_iters": self.run.train_iters,
+            "step": runs[-1].step,
+        }
         mixture = Mixture(
             **epoch_limit(options, self.corpus, names).mixture_fields(
                 np.array(list(mean.values()))

@@ -150,6 +150,7 @@ def minimize_mixture(
     if kl > 0:
         high = np.where(prior > 0, high, 0.0)
     check_bounds(low, high)
+    assert len(prior) > 1, "one domain has all of the weight"
     count = 0
 
     def values(mixtures: Array) -> Array:

@@ -16,7 +16,9 @@ the printed 6.68e17 is 60,000 N S B in each of these cases:
 This module uses the N of the first case, so that ``paper_flops`` with S = 1024 and B = 128 equals
 the paper's totals for DoReMi, DoGE and mixing laws. RegMix's 1.20e18 is 200 proxies of 10^9 tokens
 with N = 10^6; its 3.5e18 for the Pile does not follow from the rule. The paper does not state the
-length of Chameleon's windows, so its 1.36e17 and 4.62e15 are not reproduced.
+length of Chameleon's windows: with the 512 tokens of the authors' code, its 1.36e17 for SlimPajama
+follows, but not its 4.62e15 for the Pile. The DoGE of this project counts more than the paper, by
+the held-out samples of its target.
 
 The rule excludes attention scores, the output layer (most of a 1M proxy), and the forward passes of
 DoReMi's reference. Neither count includes inner products of gradients, regressions, or the

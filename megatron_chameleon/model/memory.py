@@ -5,9 +5,9 @@ workspaces of libraries, NCCL's buffers and fragmentation on a GPU, or, on the C
 sent data.
 
 The activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in
-Large Transformer Models", equation 2, for a model without dropout and with attention that keeps no
-scores. With n = s * b tokens, t tensor-parallel ranks, and the widths h of the hidden states, q of
-the queries, k of the keys and f of the MLP, a layer keeps
+Large Transformer Models", equation 2, without the masks of dropout, which are described below, and
+with attention that keeps no scores. With n = s * b tokens, t tensor-parallel ranks, and the widths
+h of the hidden states, q of the queries, k of the keys and f of the MLP, a layer keeps
 
     n * (4h/r + (2q + 2k + a)/t + m/t)
 

@@ -77,8 +77,15 @@ class MixtureCost:
 
     @property
     def paper_flops(self) -> float:
-        """FLOPs by the paper's formula; 0 if the method does not record them."""
-        return float(self.mixture.parameters.get("paper_flops") or 0.0)
+        """FLOPs by the paper's formula; 0 if the method does not record them.
+
+        As in ``cost``, the training of the proxy counts if its run is among the parts.
+        """
+        parameters = self.mixture.parameters
+        flops = float(parameters.get("paper_flops") or 0.0)
+        if any(entry.startswith(f"{PROXY}/") for entry in self.parts):
+            flops += float(parameters.get("paper_flops_of_proxy") or 0.0)
+        return flops
 
     def cells(self) -> list[str]:
         """Format FLOPs and device-hours, or 'unknown' if the cost is incomplete."""

@@ -171,11 +171,13 @@ class SweptAxis:
 
     Attributes:
         label: label of the hyperparameter.
-        centre: index of the centre's value.
+        centre: index of the value that the others are compared with: the centre's, or for ``steps``
+            that of the checkpoint with as many steps.
         weights: domains (rows) by values as texts (columns), [k, n].
         intervals: [n, k, 2], the ends of the bootstrap intervals; NaN without intervals.
         factors: [n], the factor by which --shrink multiplies log weights; None for other methods
             than Chameleon.
+        has_centre: whether the sweep's centre is on the axis.
     """
 
     label: str
@@ -183,6 +185,7 @@ class SweptAxis:
     weights: pd.DataFrame
     intervals: NDArray[np.float64]
     factors: list[float] | None = None
+    has_centre: bool = True
 
     @property
     def changes(self) -> pd.DataFrame:
@@ -227,13 +230,15 @@ def swept_axes(sweep: Sweep) -> list[SweptAxis]:
         factors = None
         if all("shrinkage_factor" in m.parameters for m in mixtures):
             factors = [float(m.parameters["shrinkage_factor"]) for m in mixtures]
-        axes.append(SweptAxis(label, centre, weights, np.array(intervals), factors))
+        on_axis = sweep.centre in points
+        axes.append(SweptAxis(label, centre, weights, np.array(intervals), factors, on_axis))
     return axes
 
 
 def sweep_table(axis: SweptAxis) -> Table:
     """Table of every domain's weight at each value, and each value's distance to the centre."""
-    values = [f"{v} (centre)" if i == axis.centre else v for i, v in enumerate(axis.weights)]
+    role = "centre" if axis.has_centre else "reference"
+    values = [f"{v} ({role})" if i == axis.centre else v for i, v in enumerate(axis.weights)]
     changes = axis.changes.abs()
     largest = changes.max(axis=1)
     shown = largest.sort_values(ascending=False, kind="stable").index[:MOST_ROWS]

@@ -87,7 +87,8 @@ class TrainingHook:
 
         Returns:
             [k] weights of the gradients in the update, [k + 1] with a target; by default the
-            domains' shares of the batch's tokens, which yield the standard gradient.
+            domains' shares of the batch's tokens, which yield the standard gradient. A hook with a
+            target must override this method, since its text is not to be trained on.
         """
         return gradients.domain_tokens / gradients.domain_tokens.sum().clamp(min=1.0)
 

@@ -49,7 +49,8 @@ class CheckpointingOptions(CheckedOptions):
     all checkpoints; 1 leaves no older checkpoint to resume from if the last checkpoint is
     damaged."""
     keep_steps: tuple[Count, ...] = ()
-    """Also save a checkpoint after each of these steps, and never delete it."""
+    """Also save a checkpoint after each of these steps. A command with this option does not delete
+    these checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True)

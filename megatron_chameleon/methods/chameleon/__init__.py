@@ -33,7 +33,7 @@ class EmbeddingOptions(CheckedOptions):
     """Embedding of text windows with a proxy."""
 
     layer: int | None = None
-    """Use hidden states after this many layers; default: the middle layer."""
+    """Use hidden states after this many layers; default: (L + 1) // 2 of L layers."""
     window_length: Count | None = None
     """Tokens per window, by default 512, or the proxy's sequence length if it is shorter. Windows
     within documents have at most this many tokens, by default the proxy's sequence length, but at

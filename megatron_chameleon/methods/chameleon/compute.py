@@ -535,8 +535,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         (names[one], names[other], probability)
         for (one, other), probability in zip(itertools.pairwise(order), likely, strict=True)
     ]
-    # The cost includes the proxy's training, even if several mixtures use the proxy.
-    flops = plan.proxy.paper_flops(sum(store.domains[name].tokens or 0 for name in names))
+    embedded = sum(store.domains[name].tokens or 0 for name in names)
     recipe = dataclasses.asdict(plan.recipe)
     parameters: dict[str, Any] = {
         "mode": options.mode,
@@ -552,7 +551,8 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         "windows": windows,
         "bootstrap_resamples": resamples,
         "bootstrap_group": group,
-        "paper_flops": flops,
+        "paper_flops": plan.proxy.embedding_paper_flops(embedded),
+        "paper_flops_of_proxy": plan.proxy.training_paper_flops,
     }
     if target is not None:
         without = limit.apply(place(untargeted.weights))

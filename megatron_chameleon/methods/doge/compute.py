@@ -32,6 +32,7 @@ from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.plan import TrainingPlan
+from megatron_chameleon.training.run_folder import FRESH_START
 
 
 class GradientAlignment(MeanWeightsHook[DogeState]):
@@ -82,6 +83,10 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``; a state without an algorithm is from before there was a choice."""
+        if self._held_out is not None and state.get("algorithm", PAPER) == PAPER:
+            raise UserError(
+                f"the proxy was trained with --algorithm {PAPER}; pass this flag, or {FRESH_START}"
+            )
         super().load_state_dict({"algorithm": PAPER, **state})
 
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
@@ -182,7 +187,7 @@ def check_held_out(plan: TrainingPlan) -> None:
             raise UserError(
                 f"{plan.valid.where}: DoGE's target is held-out text, but the valid split of "
                 f"'{domain.name}' has {domain.tokens} tokens, fewer than one sample of {length}; "
-                "pass preprocess_data a larger valid share in --split, or use --algorithm paper"
+                "preprocess it with a larger valid share (--split), or pass --algorithm paper"
             )
 
 

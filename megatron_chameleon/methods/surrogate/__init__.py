@@ -25,7 +25,8 @@ class OptimumOptions(CheckedOptions):
     also the mixture that --kl keeps the optimum near, and around which candidates are sampled:
     'natural' (the domains' token shares), 'uniform', or the path of a mixture.json."""
     accept_uncertain: bool = False
-    """Write the predicted optimum even if the interval of its gain over --prior contains zero."""
+    """Write the predicted optimum even if the interval of its gain over --prior is not above
+    zero."""
     kl: NonNegative = 0.0
     """Penalty on the Kullback-Leibler divergence of the optimum from --prior: the search minimizes
     the predicted target loss plus this factor times the divergence in nats. A large value gives the

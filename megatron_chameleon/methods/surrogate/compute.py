@@ -165,7 +165,8 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         baselines = {"uniform": uniform, "natural": token_shares(self.corpus), "prior": prior}
         optimism = self.optimism(table, shares, bounds)
         gains = predicted_gains(surrogate, optimum.weights, baselines, shares, optimism, seed)
-        certain = gains["prior"].low > 0
+        # Predictions for a prior that samples domains of no run are extrapolated.
+        certain = gains["prior"].low > 0 and not prior[sampled == 0].any()
         take_optimum = certain or options.accept_uncertain
         if certain:
             written = "written: the optimum"
@@ -173,14 +174,14 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
             written = "written: the optimum (--accept-uncertain)"
         else:
             written = (
-                f"written: the prior '{options.prior}' within the limits, since no gain over it is "
-                "certain; --accept-uncertain writes the optimum"
+                f"written: the prior '{options.prior}' within the limits, since the optimum is not "
+                "certain to be better; --accept-uncertain writes the optimum"
             )
         search = f"minimized over {optimum.num_values:,} mixtures"
         if options.kl > 0:
             search += (
                 f", with {options.kl:g} times the divergence from the prior '{options.prior}' "
-                f"({optimum.divergence:.4f} nats)"
+                f"({max(optimum.divergence, 0.0):.4f} nats)"
             )
         models = model_errors(surrogate.report, table.metrics)
         return Fitted(

@@ -592,7 +592,7 @@ def warn_rare_domains(
     few = min(MIN_RUNS_PER_DOMAIN, len(mixtures))
     problems = []
     if without := [name for name, count in counts.items() if not count]:
-        problems.append(f"no run samples {format_names(without)}, so their weight is 0")
+        problems.append(f"no run samples {format_names(without)}, so the fit gives them weight 0")
     if scarce := [name for name, count in counts.items() if 0 < count < few]:
         problems.append(f"fewer than {few} runs sample {format_names(scarce)}")
     if problems:

@@ -28,7 +28,7 @@ class AxisOptions(CheckedOptions):
     sweep_steps: tuple[Count, ...] | None = None
     """Steps of one proxy run, at whose checkpoints the weights are computed (paper: 1000 2000 5000
     10000). The run has as many steps as the largest value, and its learning rate decays to its last
-    step."""
+    step. Unless this is the value of --train-iters, the proxy of the centre is another run."""
     sweep_model: tuple[str, ...] | None = None
     """Values of --model (paper: 60m 82m 124m 210m)."""
     sweep_ridge: tuple[Positive, ...] | None = None

@@ -22,7 +22,7 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
     provenance,
 )
-from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.artifacts.checkpoint import checkpoint_folders, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ChameleonOptions
@@ -139,8 +139,8 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
     """Plan the axes and the points; validate them and the files that they name. Writes nothing.
 
     Returns:
-        Hyperparameter to vary -> its sorted distinct values, including that of the centre; and the
-        points: the centre first, then the other points axis by axis.
+        Hyperparameter to vary -> its sorted distinct values, including that of the centre, except
+        for ``steps``; and the points: the centre first, then the other points axis by axis.
 
     Raises:
         UserError: for the first mistake found.
@@ -266,11 +266,13 @@ def point_of(options: SweepOptions, values: Values) -> Point:
 
 
 def require_kept(run_dir: Path, step: int) -> None:
-    """Raise UserError if the run is finished and has no checkpoint of ``step``."""
-    if is_finished(run_dir) and not step_folder(run_dir, step).is_dir():
+    """Raise UserError if the run is past ``step`` and has no checkpoint of it."""
+    wanted = step_folder(run_dir, step)
+    if not wanted.is_dir() and any(wanted < folder for folder in checkpoint_folders(run_dir)):
         raise UserError(
             f"{run_dir} has no checkpoint of step {step}, since it was trained without this step "
-            "in --sweep-steps; delete it to train it again, or omit the step"
+            "in --sweep-steps, or skipped this step; delete the run to train it again, or omit the "
+            "step"
         )
 
 

@@ -92,7 +92,7 @@ def test_shards_of_unknown_size_are_read_up_to_the_same_limit(monkeypatch):
     sources = [Source(str(n), "dataset", "hf:a", shard=n, num_shards=3) for n in range(3)]
     places = sample_module._places(sources, 8192, 1 << 25, 0.5)
     assert [place.chunks[0].source for place in places] == [0, 1, 2]
-    assert sum(place.most_characters or 0 for place in places) == 64 << 21
+    assert sum(place.stop_after or 0 for place in places) == 64 << 21
 
 
 def test_the_sample_covers_all_files_and_row_groups(tmp_path, jsonl):

@@ -115,7 +115,8 @@ def test_flops_count_the_layers_that_run(folders):
     h, f, kv = SMALL["hidden_size"], SMALL["intermediate_size"], 16
     layer = 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h  # the last term: two norms
     assert proxy.layer_parameters == (layer,) * 4
-    assert proxy.paper_flops(10) == 2 * 10 * 4 * layer
+    assert proxy.embedding_paper_flops(10) == 2 * 10 * 4 * layer
+    assert proxy.training_paper_flops == 0
     encoder = TransformersProxy.find(folders("bert"))
     assert (proxy.is_causal, encoder.is_causal) == (True, False)
 

@@ -133,7 +133,8 @@ def test_mixture_is_computed_from_the_mean_embeddings(compute, text_corpus, inpu
         "effective_ridge": pytest.approx(expected.effective_ridge),
         "effective_dimension": pytest.approx(expected.effective_dimension),
         "windows": dict.fromkeys(DOMAINS, WINDOWS),
-        "paper_flops": paper_parameters("nano") * (6 * trained + 2 * embedded),
+        "paper_flops": paper_parameters("nano") * 2 * embedded,
+        "paper_flops_of_proxy": paper_parameters("nano") * 6 * trained,
     }
     assert {key: mixture.parameters[key] for key in expected_parameters} == expected_parameters
     embedding = mixture.parameters["embedding"]

@@ -188,15 +188,15 @@ def test_every_proxy_and_store_is_computed_once(finished_sweep):
         assert mixture.provenance.inputs["checkpoint"] == proxy.hash
         trained = sum(proxy.domain_tokens.values())
         embedded = 32 * 3 * int(point.settings["num_windows"])
-        flops = paper_parameters("nano") * (6 * trained + 2 * embedded)
-        assert mixture.parameters["paper_flops"] == flops
+        assert mixture.parameters["paper_flops"] == paper_parameters("nano") * 2 * embedded
+        assert mixture.parameters["paper_flops_of_proxy"] == paper_parameters("nano") * 6 * trained
     along = [point.settings["steps"] for point in swept.along("steps")]
     assert along == [3, 6]
     costs = [TrainingRun.load(path).cost for path in proxies]
     costs += [EmbeddingStore.load(path).cost for path in stores]
     assert swept.cost.flops == pytest.approx(sum(cost.flops for cost in costs))
     table = sweep_table(swept_axes(swept)[0])
-    assert list(table.cells) == ["domain", "3", "6 (centre)", "largest change"]
+    assert list(table.cells) == ["domain", "3", "6 (reference)", "largest change"]
     assert "factor of --shrink" in set(table.cells["domain"])
 
 
@@ -219,6 +219,19 @@ def test_a_sweep_is_extended_and_lost_artifacts_are_restored(swept, options, tmp
     assert [path.stat().st_mtime_ns for path in metrics] == before
     assert capsys.readouterr().out.count("embedding 0 domains took") == 5
     assert [point for point in sweep.points if point.settings["ridge"] != 100.0] == swept.points
+
+
+def test_a_step_that_an_unfinished_run_has_passed_is_an_error(options, tmp_path):
+    axes = AxisOptions(sweep_steps=(3, 6))
+    stopped = options(axes, train_iters=6, stopping=STOP_AT_ONCE)
+    assert main(stopped) == STOPPED_STATUS
+    run = TrainingRun.load(tmp_path / "run/2-proxy" / PROXIES[1])
+    assert run.step == 1
+    more = AxisOptions(sweep_steps=(1, 3, 6))
+    plan_sweep(options(more, train_iters=6))  # the checkpoint of step 1 exists
+    step_folder(run.root, 1).rename(step_folder(run.root, 2))
+    with pytest.raises(UserError, match="no checkpoint of step 1"):
+        plan_sweep(options(more, train_iters=6))
 
 
 def test_a_stopped_sweep_resumes_and_plots_the_weights(options, tmp_path, capsys):
