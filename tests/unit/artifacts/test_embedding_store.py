@@ -56,7 +56,7 @@ def test_store_holds_a_domain_for_its_text_only(store):
 
 def test_store_of_another_recipe_is_unchanged(store):
     recipe = dataclasses.replace(RECIPE, layer=9)
-    with pytest.raises(UserError, match=r"layer 2, not 9.*--store"):
+    with pytest.raises(UserError, match="layer 2, not 9"):
         dataclasses.replace(store, recipe=recipe).with_domain("b", vectors_of(1), 100, "h", COST)
     assert EmbeddingStore.load(store.root) == store
 
