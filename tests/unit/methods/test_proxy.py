@@ -599,7 +599,7 @@ def test_a_state_from_before_there_was_a_choice_is_one_of_the_paper():
     del state["algorithm"]
     hook.load_state_dict(state)
     held_out = GradientAlignment(NAMES, DogeRecipe(), TOWARDS_HELD_OUT, HeldOutText(), 3)
-    with pytest.raises(UserError, match="algorithm paper, not held-out"):
+    with pytest.raises(UserError, match="pass this flag"):
         held_out.load_state_dict(state)
 
 
