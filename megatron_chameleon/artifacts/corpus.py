@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -80,7 +81,7 @@ class DomainSplit:
         tokens: number of tokens, including the end-of-document token of every document.
         text_bytes: UTF-8 bytes of the text, for losses per byte; None if they were not counted.
         sha256: hash of .bin and .idx, concatenated; of imported files, the hash of the file's
-            identity (:attr:`ImportedFile.sha256`) and the range.
+            identity (:attr:`ImportedFile.sha256`) and the range, from :func:`hash_range`.
         block_checksums: hash of PREFIX.xxh3, which holds a checksum for each block of .bin and
             .idx; None if there is no such file.
         sequences: first sequence and one past the last sequence; None for all sequences, one per
@@ -168,8 +169,13 @@ class Domain:
 class Corpus(HashedFolderRecord):
     """The contents of ``corpus.json``; ``root`` is its folder.
 
-    ``not_written`` maps domains to counts of documents and lines that were left out; it is empty if
-    there are none.
+    Attributes:
+        tokenizer: tokenizer of the tokens.
+        dtype: integer type of a token on disk.
+        domains: the domains to train on, in the order in which every weight vector lists them.
+        not_written: domain -> counts of documents and lines that were left out.
+        held_out: domains that are validated, evaluated and embedded, but never trained on. Their
+            train splits are empty.
     """
 
     KIND = "corpus"
@@ -183,6 +189,15 @@ class Corpus(HashedFolderRecord):
     provenance: Provenance
     cost: Cost
     not_written: dict[str, NotWritten] = dataclasses.field(default_factory=dict)
+    held_out: dict[str, Domain] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a held-out domain that has training text or a name of another."""
+        for name, domain in self.held_out.items():
+            if name in self.domains:
+                raise ValueError(f"{name!r} is in domains and in held_out")
+            if domain.train.documents or domain.train.tokens:
+                raise ValueError(f"held_out domain {name!r} has training text")
 
     @classmethod
     def load(cls, folder: Path) -> Corpus:
@@ -215,8 +230,16 @@ class Corpus(HashedFolderRecord):
 
     @property
     def names(self) -> list[str]:
-        """Domain names, in the order in which every weight vector lists them."""
+        """Names of the domains to train on, in the order in which every weight vector lists them.
+
+        The names in ``held_out`` are not among them.
+        """
         return list(self.domains)
+
+    @functools.cached_property
+    def all_domains(self) -> Mapping[str, Domain]:
+        """The domains to train on, followed by the held-out domains."""
+        return {**self.domains, **self.held_out}
 
     @property
     def train_tokens(self) -> dict[str, int]:
@@ -226,21 +249,23 @@ class Corpus(HashedFolderRecord):
     @property
     def hash(self) -> str:
         """Hex SHA-256 of the tokenizer and of every token file; independent of the folder."""
-        return sha256_of_json(
-            {
-                "tokenizer": self.tokenizer.sha256,
-                # A list, since the order of the domains decides the order of samples.
-                "domains": [[name, self.domain_hash(name)] for name in self.names],
-            }
-        )
+        body: dict[str, object] = {
+            "tokenizer": self.tokenizer.sha256,
+            # A list, since the order of the domains decides the order of samples.
+            "domains": [[name, self.domain_hash(name)] for name in self.names],
+        }
+        if self.held_out:
+            body["held_out"] = [[name, self.domain_hash(name)] for name in self.held_out]
+        return sha256_of_json(body)
 
     def domain_hash(self, name: str) -> str:
         """Hex SHA-256 of one domain's token files."""
-        return sha256_of_json({split: self.domains[name].split(split).sha256 for split in SPLITS})
+        domain = self.all_domains[name]
+        return sha256_of_json({split: domain.split(split).sha256 for split in SPLITS})
 
     def prefix(self, name: str, split: Split) -> Location:
         """Path or URL of the split's files without the .bin/.idx suffix."""
-        found = location(self.domains[name].split(split).prefix)
+        found = location(self.all_domains[name].split(split).prefix)
         return self.root / found if isinstance(found, Path) else found
 
     @property
@@ -251,7 +276,7 @@ class Corpus(HashedFolderRecord):
     def hashed_files(self) -> list[HashedFiles]:
         """The .bin and .idx of each split with their block checksums, and imported files."""
         found: list[HashedFiles] = []
-        for name, domain in self.domains.items():
+        for name, domain in self.all_domains.items():
             if (file := domain.imported) is not None:
                 prefix = self.prefix(name, "train")
                 sizes = {
@@ -300,6 +325,11 @@ class SampledFiles(HashedFiles):
         return found
 
 
+def hash_range(file_sha256: str, first: int, stop: int) -> str:
+    """Hex SHA-256 of the sequences ``first`` to ``stop`` - 1 of an imported file."""
+    return sha256_of_json({"file": file_sha256, "sequences": [first, stop]})
+
+
 def hash_token_file(prefix: Location, cache: Path | None = None) -> str:
     """Hex SHA-256 of a pair of files: the whole .idx, and blocks of the .bin.
 
@@ -325,6 +355,11 @@ def hash_token_file(prefix: Location, cache: Path | None = None) -> str:
         for block in read_ranges(bin_path, ranges):
             digest.update(block)
     return digest.hexdigest()
+
+
+def table_label(name: str, held_out: Container[str]) -> str:
+    """Name of a domain in tables, which mark the domains in ``held_out``."""
+    return f"{name} (held-out)" if name in held_out else name
 
 
 def file_name_of(domain: str) -> str:

@@ -15,15 +15,16 @@ in cluster c.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
-from megatron_chameleon.artifacts.corpus import Split
+from megatron_chameleon.artifacts.corpus import Split, table_label
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Count, FileRecord, Positive, differences
 from megatron_chameleon.errors import UserError
@@ -137,7 +138,8 @@ class DomainLoss:
         loss: loss of the model.
         tokens: predicted tokens.
         unigram_loss: baseline without context: loss of the domain's training token frequencies
-            (add-one smoothed) on the same tokens.
+            (add-one smoothed) on the same tokens. Held-out domains have no training tokens, so
+            their baseline is the uniform distribution.
         text_bytes: UTF-8 bytes of the predicted text; None if unknown.
         clusters: sums per cluster for the standard errors; None if not recorded.
     """
@@ -191,7 +193,11 @@ class DomainLoss:
 class EvaluationResult(FileRecord):
     """Held-out perplexity per domain of one checkpoint.
 
-    ``left_out`` lists the domains of the corpus that have no tokens to predict in the split.
+    Attributes:
+        domains: domain -> loss, in the order of the corpus; held-out domains come last.
+        left_out: domains to train on that have no tokens to predict in the split.
+        held_out: those of ``domains`` that the corpus holds out from training. They are not in the
+            averages.
     """
 
     KIND = "evaluation"
@@ -207,16 +213,32 @@ class EvaluationResult(FileRecord):
     provenance: Provenance
     cost: Cost
     left_out: list[str] = dataclasses.field(default_factory=list)
+    held_out: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless a domain that is not held out has a loss."""
+        if not self.training_domains or not set(self.held_out) <= set(self.domains):
+            raise ValueError("held_out must name some, but not all, of domains")
+
+    @functools.cached_property
+    def training_domains(self) -> Mapping[str, DomainLoss]:
+        """Domain -> loss of the domains to train on, which the averages are taken over."""
+        return {name: d for name, d in self.domains.items() if name not in self.held_out}
+
+    def label(self, name: str) -> str:
+        """Name of a domain in tables: held-out domains are marked."""
+        return table_label(name, self.held_out)
 
     @property
     def mean_perplexity(self) -> float:
-        """Mean of the domains' perplexities, as in the paper's tables."""
-        return math.fsum(d.perplexity for d in self.domains.values()) / len(self.domains)
+        """Mean perplexity of the domains to train on, as in the paper's tables."""
+        domains = self.training_domains
+        return math.fsum(d.perplexity for d in domains.values()) / len(domains)
 
     @property
     def mean_perplexity_error(self) -> float | None:
         """Standard error of the mean perplexity; the domains' errors are independent."""
-        return error_of_mean(d.perplexity_error for d in self.domains.values())
+        return error_of_mean(d.perplexity_error for d in self.training_domains.values())
 
 
 def require_comparable(results: dict[str, EvaluationResult]) -> None:
@@ -270,7 +292,7 @@ def mean_perplexity_difference(first: EvaluationResult, second: EvaluationResult
     p - q is the standard error of the ratio with sums p S_c - q T_c, where S_c and T_c are the loss
     sums of the two models in cluster c.
     """
-    pairs = [(domain, second.domains[name]) for name, domain in first.domains.items()]
+    pairs = [(domain, second.domains[name]) for name, domain in first.training_domains.items()]
     errors = [_paired_error(a, b, a.perplexity, b.perplexity) for a, b in pairs]
     return Difference(first.mean_perplexity - second.mean_perplexity, error_of_mean(errors))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -174,17 +174,25 @@ class Mixture(FileRecord):
         stages = [[stage.step, stage.weights] for stage in self.stages or ()]
         return sha256_of_json([self.weights, stages] if stages else self.weights)
 
-    def weights_for(self, names: Sequence[str], where: str) -> list[float]:
+    def weights_for(
+        self, names: Sequence[str], where: str, held_out: Collection[str] = ()
+    ) -> list[float]:
         """Return the weights in the order of ``names``; a missing weight is 0, with a warning.
 
         Args:
             names: the domains of a corpus.
             where: the corpus, for messages.
+            held_out: the held-out domains of the corpus, for messages.
 
         Raises:
-            UserError: for a weight on an unknown domain.
+            UserError: for a weight on a held-out or an unknown domain.
         """
         known = set(names)
+        if never := [name for name in self.weights if name in held_out]:
+            raise UserError(
+                f"the mixture has a weight for {_quoted(never)}, held out from training in "
+                f"{where}; remove it from the weights"
+            )
         unknown = [name for name in self.weights if name not in known]
         if unknown:
             problem = "is not a domain" if len(unknown) == 1 else "are not domains"

@@ -158,12 +158,14 @@ class TokenData:
         domains: the sequences of each domain.
         tokenizer: vocabulary and end-of-document token.
         hash: hex SHA-256 of the contents, independent of paths.
+        held_out: the held-out domains of a corpus, which have no weight and no training text.
     """
 
     where: str
     domains: tuple[DomainData, ...]
     tokenizer: TokenizerIdentity
     hash: str
+    held_out: tuple[DomainData, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -209,17 +211,17 @@ class TokenData:
 
 
 def corpus_tokens(corpus: Corpus, split: Split = "train", cache: Path | None = None) -> TokenData:
-    """Return one split of every domain of a corpus.
+    """Return one split of every domain of a corpus, held-out domains included.
 
     An imported domain has the samples that it has as a data set of ``--data-path``. ``cache`` is
     the folder of the local copies of remote files.
     """
-    domains = []
     keys = _OrderKeys()
-    for name in corpus.names:
-        part, file = corpus.domains[name].split(split), corpus.domains[name].imported
+
+    def open_domain(name: str) -> DomainData:
+        part, file = corpus.all_domains[name].split(split), corpus.all_domains[name].imported
         first, stop = part.sequences or (0, part.documents)
-        domain = DomainData(
+        return DomainData(
             name,
             corpus.prefix(name, split),
             first=first,
@@ -230,8 +232,14 @@ def corpus_tokens(corpus: Corpus, split: Split = "train", cache: Path | None = N
             expected=expected_tokens(corpus, part),
             cache=cache,
         )
-        domains.append(domain)
-    return TokenData(str(corpus.root), tuple(domains), corpus.tokenizer, corpus.hash)
+
+    return TokenData(
+        str(corpus.root),
+        tuple(map(open_domain, corpus.domains)),
+        corpus.tokenizer,
+        corpus.hash,
+        tuple(map(open_domain, corpus.held_out)),
+    )
 
 
 def data_path_tokens(

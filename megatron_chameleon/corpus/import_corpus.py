@@ -1,6 +1,6 @@
-"""import_corpus: a corpus.json over existing Megatron .bin/.idx files.
+"""import_corpus: a corpus.json over existing Megatron .bin/.idx files, or over those of a corpus.
 
-Of each .bin, only blocks are read, for its identity and to check its token ids.
+Of each imported .bin, only blocks are read, for its identity and to check its token ids.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import os
 import shlex
 import warnings
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,10 +26,16 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
     provenance,
 )
-from megatron_chameleon.artifacts.corpus import hash_token_file
-from megatron_chameleon.artifacts.files import sha256_of_json, writing
-from megatron_chameleon.corpus.data_path import DataPath, sequence_range, split_ranges
+from megatron_chameleon.artifacts.corpus import hash_range, hash_token_file, table_label
+from megatron_chameleon.artifacts.files import link_or_copy, writing
+from megatron_chameleon.corpus.data_path import (
+    DataPath,
+    sequence_range,
+    split_range,
+    split_ranges,
+)
 from megatron_chameleon.corpus.indexed import TokenFile, open_token_file, require_token_type
+from megatron_chameleon.corpus.join import hold_out_domain, link_domain
 from megatron_chameleon.corpus.options import ImportOptions, quoted
 from megatron_chameleon.corpus.staging import TOKENS_NAME, WEIGHTS_NAME, corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
@@ -47,22 +54,27 @@ def import_corpus(options: ImportOptions) -> None:
     Raises:
         UserError: for a mistake in the options or in the files; nothing is written then.
     """
+    if options.corpus is not None:
+        hold_out(options, Corpus.load(options.corpus))
+        return
     stopwatch = Stopwatch()
     path = DataPath.read(options.data_path, options.data_args_path)
+    assert options.tokenizer_model is not None
     tokenizer = load_tokenizer(options.tokenizer_model, options.eod_token, options.tiktoken_pattern)
     weights = path.weights or (1.0,)
     if min(weights) < 0 or not 0 < math.fsum(weights) < math.inf:
         raise UserError("the weights of the prefixes must be >= 0, and their sum finite and > 0")
-    tokens = (options.output / TOKENS_NAME).resolve()
-    for prefix in path.prefixes:
-        if Path(prefix).resolve().parent == tokens:
+    held_out = _held_out_names(options, path.names)
+    for name, weight in zip(path.names, path.weights or (), strict=False):
+        if name in held_out and weight:
             raise UserError(
-                f"{prefix} is in --output {options.output}, whose token files are replaced; choose "
-                "another --output"
+                f"--held-out {options.held_out}: '{name}' has the weight {weight:g} in the "
+                "--data-path; change it to 0"
             )
+    _check_outside_output(path.prefixes, options.output)
 
-    def read(prefix: str) -> _Import:
-        return import_file(prefix, options.split, tokenizer)
+    def read(prefix: str, name: str) -> _Import:
+        return import_file(prefix, options.split, tokenizer, held_out=name in held_out)
 
     with (
         corpus_folder(options.output, options.overwrite, shared=False) as folder,
@@ -70,7 +82,8 @@ def import_corpus(options: ImportOptions) -> None:
         progress_bar(len(path.prefixes), " files", "reading", delay=_DELAY_SECONDS) as bar,
     ):
         found: dict[str, _Import] = {}
-        for name, file in zip(path.names, pool.map(read, path.prefixes), strict=True):
+        imports = pool.map(read, path.prefixes, path.names)
+        for name, file in zip(path.names, imports, strict=True):
             found[name] = file
             bar.update()
         made = folder.staging / "corpus"
@@ -81,16 +94,16 @@ def import_corpus(options: ImportOptions) -> None:
             root=made,
             tokenizer=tokenizer.identity,
             dtype="int32" if any(file.dtype == "int32" for file in found.values()) else "uint16",
-            domains={name: file.domain for name, file in found.items()},
+            domains={n: file.domain for n, file in found.items() if n not in held_out},
             provenance=provenance(options, {}),
             cost=stopwatch.cost(),
+            held_out={n: file.domain for n, file in found.items() if n in held_out},
         )
         corpus.save()
         if path.weights is not None:
-            total = math.fsum(path.weights)
-            shares = [weight / total for weight in path.weights]
+            total, by_name = math.fsum(weights), dict(zip(path.names, weights, strict=True))
             mixture = Mixture(
-                dict(zip(path.names, shares, strict=True)),
+                {name: by_name[name] / total for name in corpus.names},
                 method="data-path",
                 provenance=corpus.provenance,
             )
@@ -98,6 +111,75 @@ def import_corpus(options: ImportOptions) -> None:
         folder.publish(made)
     _warn(found, tokenizer.eod_token)
     print(_summary(corpus, options, has_weights=path.weights is not None))
+
+
+def hold_out(options: ImportOptions, corpus: Corpus) -> None:
+    """Write a corpus with the domains of ``corpus``, some of them held out, and print a table.
+
+    The held-out domains keep their valid and test splits, and the other domains all splits. Token
+    files are linked. A corpus of preprocess_data has removed the text of every valid and test split
+    from the train splits of all domains, so the new corpus does not train on held-out text either.
+
+    Raises:
+        UserError: for a mistake in the options, or if the disk is full.
+    """
+    stopwatch = Stopwatch()
+    names = _held_out_names(options, corpus.names)
+    if options.output.resolve() == corpus.root.resolve():
+        raise UserError(f"--output {options.output} is --corpus; choose another folder")
+    prefixes = [str(corpus.prefix(n, split)) for n in corpus.all_domains for split in SPLITS]
+    _check_outside_output(prefixes, options.output)
+    with corpus_folder(options.output, options.overwrite, shared=False) as folder:
+        made = folder.staging / "corpus"
+        with writing(made):
+            (made / TOKENS_NAME).mkdir(parents=True)
+        if (tokenizer := corpus.root / corpus.tokenizer.file).is_file():
+            link_or_copy(tokenizer, made / corpus.tokenizer.file)
+        new = dataclasses.replace(
+            corpus,
+            root=made,
+            domains={n: link_domain(corpus, n, made) for n in corpus.names if n not in names},
+            held_out={
+                **{n: link_domain(corpus, n, made) for n in corpus.held_out},
+                **{n: hold_out_domain(corpus, n, made) for n in names},
+            },
+            provenance=provenance(options, {"corpus": corpus.hash}),
+            cost=stopwatch.cost(),
+        )
+        new.save()
+        folder.publish(made)
+    print(_summary(new, options, has_weights=False))
+
+
+def _held_out_names(options: ImportOptions, names: Iterable[str]) -> list[str]:
+    """Return the domains of ``--held-out``, in the order of ``names``.
+
+    Raises:
+        UserError: for an unknown name, or if no domain is left to train on.
+    """
+    if options.held_out is None:
+        return []
+    wanted = {name.strip() for name in options.held_out.split(",")}
+    known = list(names)
+    if unknown := wanted.difference(known):
+        raise UserError(
+            f"--held-out {options.held_out}: no domain to train on is called '{min(unknown)}'; "
+            f"choose from {quoted(known)}"
+        )
+    if wanted.issuperset(known):
+        raise UserError(f"--held-out {options.held_out} leaves no domain to train on")
+    return [name for name in known if name in wanted]
+
+
+def _check_outside_output(prefixes: Iterable[str], output: Path) -> None:
+    """Raise UserError for a token file that writing the corpus would replace."""
+    tokens = (output / TOKENS_NAME).resolve()
+    for prefix in prefixes:
+        if Path(prefix).resolve().parent == tokens:
+            raise UserError(
+                f"{prefix} is in --output {output}, whose token files are replaced; choose another "
+                "--output"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,18 +199,24 @@ class _Import:
     ends_documents: bool
 
 
-def import_file(prefix: str, split: str, tokenizer: Tokenizer) -> _Import:
+def import_file(
+    prefix: str, split: str, tokenizer: Tokenizer, *, held_out: bool = False
+) -> _Import:
     """Read the .idx of a pair of files, and check a sample of the tokens.
 
     Args:
         prefix: path or URL of the files, without suffix.
         split: Megatron's ``--split``.
         tokenizer: the tokenizer that made the tokens.
+        held_out: whether the share of train is 0, so that valid and test share all sequences.
 
     Raises:
         UserError: for damaged files, a split without tokens, or ids outside the vocabulary.
     """
     prefix = absolute(prefix)
+    if held_out:
+        split_range(split, "valid")  # raises if nothing is left
+        split = ",".join(["0", *split.split(",")[1:]])
     file = open_token_file(location(prefix), vocab_size=tokenizer.vocab_size)
     require_token_type(file)
     sha256 = hash_token_file(location(prefix))
@@ -136,7 +224,7 @@ def import_file(prefix: str, split: str, tokenizer: Tokenizer) -> _Import:
     for name, bounds in split_ranges(split).items():
         first, stop = (0, 0) if bounds is None else sequence_range(len(file), bounds)
         tokens = file.num_tokens(first, stop)
-        if not tokens and (bounds is not None or name == "train"):
+        if not tokens and (bounds is not None or (name == "train" and not held_out)):
             raise UserError(
                 f"{prefix}.idx: --split {split} leaves no tokens for {name}, of {len(file)} "
                 f"sequences; raise the share of {name} (80,10,10), or merge the file with others"
@@ -147,7 +235,7 @@ def import_file(prefix: str, split: str, tokenizer: Tokenizer) -> _Import:
                 documents=len(file.documents(first, stop)),
                 tokens=tokens,
                 text_bytes=None,
-                sha256=sha256_of_json({"file": sha256, "sequences": [first, stop]}),
+                sha256=hash_range(sha256, first, stop),
                 sequences=(first, stop),
             )
         )
@@ -190,20 +278,24 @@ def _summary(corpus: Corpus, options: ImportOptions, *, has_weights: bool) -> st
     """Format documents and tokens of each domain, the output and the next commands."""
     import pandas as pd
 
-    rows = {
-        name: {
+    rows = [
+        {
             "documents": sum(domain.split(split).documents for split in SPLITS),
             **{f"{split} tokens": domain.split(split).tokens for split in SPLITS},
         }
-        for name, domain in corpus.domains.items()
-    }
-    table = pd.DataFrame.from_dict(rows, orient="index")
+        for domain in corpus.all_domains.values()
+    ]
+    labels = [table_label(name, corpus.held_out) for name in corpus.all_domains]
+    table = pd.DataFrame(rows, labels)
     table.loc["total"] = table.sum()
     folder = shlex.quote(str(options.output))
     mixture = f"{folder}/{WEIGHTS_NAME}" if has_weights else "uniform"
+    files = "the .bin and .idx files stay where they are"
+    if options.corpus is not None:
+        files = f"its token files are those of {options.corpus}"
     lines = [
         table.to_string(formatters=dict.fromkeys(table.columns, "{:,}".format)),
-        f"wrote {options.output}; the .bin and .idx files stay where they are",
+        f"wrote {options.output}; {files}",
     ]
     if has_weights:
         lines.append(f"the weights of --data-path are in {mixture}, a mixture")

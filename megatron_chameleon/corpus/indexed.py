@@ -678,7 +678,7 @@ def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
     Raises:
         UserError: if the files do not match corpus.json.
     """
-    part = corpus.domains[name].split(split)
+    part = corpus.all_domains[name].split(split)
     expected, vocab_size = expected_tokens(corpus, part), corpus.tokenizer.vocab_size
     file = open_token_file(corpus.prefix(name, split), expected, vocab_size)
     if part.sequences is None:

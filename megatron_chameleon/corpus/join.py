@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, DomainSplit, NotWritten, Split
-from megatron_chameleon.artifacts.corpus import file_name_of
+from megatron_chameleon.artifacts.corpus import file_name_of, hash_range
 from megatron_chameleon.artifacts.files import link_or_copy, writing
 from megatron_chameleon.corpus.indexed import IndexedWriter, TokenFile, TokenType, open_tokens
 from megatron_chameleon.corpus.readers import MalformedLines
@@ -91,11 +91,7 @@ class CorpusWriter:
     ) -> None:
         self._domains, self._on_bytes = domains, on_bytes
         self._token_bytes = np.dtype(dtype).itemsize
-        self._prefixes = [
-            f"{TOKENS_NAME}/{file_name_of(domain)}-{split}"
-            for domain in domains
-            for split in SPLITS
-        ]
+        self._prefixes = [_prefix(domain, split) for domain in domains for split in SPLITS]
         self._writers = [IndexedWriter(folder / prefix, dtype) for prefix in self._prefixes]
         self._text_bytes = [0] * len(self._writers)
         self._waiting = 0
@@ -401,7 +397,7 @@ def regroup(
     divided = {name for name, _ in labels}
     assert not (set(corpus.names) - divided) & set(names), "a name is taken"
     unchanged = {
-        name: _linked(corpus, name, folder) for name in corpus.names if name not in divided
+        name: link_domain(corpus, name, folder) for name in corpus.names if name not in divided
     }
     sizes = token_bytes(tokenizer)
     writer = CorpusWriter(folder, names, corpus.dtype, on_bytes)
@@ -424,22 +420,45 @@ def _read_tokens(file: TokenFile, dtype: TokenType, start: int, stop: int) -> by
     return file.tokens[start // size : stop // size].astype(dtype, copy=False).tobytes()
 
 
-def _linked(corpus: Corpus, name: str, folder: Path) -> Domain:
-    """Link the files of an unchanged domain into ``folder``; return the domain's record.
+def link_domain(corpus: Corpus, name: str, folder: Path) -> Domain:
+    """Link the files of a domain into ``folder``; return the domain's record.
 
     Imported files stay where they are.
     """
-    if corpus.domains[name].imported is not None:
-        return corpus.domains[name]
-    parts = []
-    for split in SPLITS:
-        prefix = f"{TOKENS_NAME}/{file_name_of(name)}-{split}"
-        part = corpus.domains[name].split(split)
-        for suffix in (".bin", ".idx", *([".xxh3"] if part.block_checksums else [])):
-            source = Path(f"{corpus.prefix(name, split)}{suffix}")
-            link_or_copy(source, folder / f"{prefix}{suffix}")
-        parts.append(dataclasses.replace(part, prefix=prefix))
-    return Domain(*parts)
+    domain = corpus.all_domains[name]
+    if domain.imported is not None:
+        return domain
+    return Domain(*(_link_split(corpus, name, split, folder) for split in SPLITS))
+
+
+def hold_out_domain(corpus: Corpus, name: str, folder: Path) -> Domain:
+    """Link a domain as :func:`link_domain` does, but with an empty train split."""
+    domain = corpus.all_domains[name]
+    if (file := domain.imported) is not None:
+        sha256 = hash_range(file.sha256, 0, 0)
+        none = dataclasses.replace(
+            domain.train, documents=0, tokens=0, sha256=sha256, sequences=(0, 0)
+        )
+        return dataclasses.replace(domain, train=none)
+    prefix = _prefix(name, "train")
+    writer = IndexedWriter(folder / prefix, corpus.dtype)
+    none = DomainSplit(prefix, 0, 0, 0, writer.finish(), writer.block_checksums)
+    valid, test = (_link_split(corpus, name, split, folder) for split in SPLITS[1:])
+    return Domain(none, valid, test)
+
+
+def _prefix(domain: str, split: Split) -> str:
+    """Path of the files of a split, relative to the corpus folder, without suffix."""
+    return f"{TOKENS_NAME}/{file_name_of(domain)}-{split}"
+
+
+def _link_split(corpus: Corpus, name: str, split: Split, folder: Path) -> DomainSplit:
+    prefix = _prefix(name, split)
+    part = corpus.all_domains[name].split(split)
+    for suffix in (".bin", ".idx", *([".xxh3"] if part.block_checksums else [])):
+        source = Path(f"{corpus.prefix(name, split)}{suffix}")
+        link_or_copy(source, folder / f"{prefix}{suffix}")
+    return dataclasses.replace(part, prefix=prefix)
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int32]:

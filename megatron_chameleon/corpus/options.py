@@ -279,21 +279,30 @@ class PreprocessOptions(CheckedOptions):
 class ImportOptions(CheckedOptions):
     """Write a corpus.json over existing Megatron .bin/.idx files, which are not copied or changed.
 
-    Every prefix becomes a domain of the corpus.
+    Every prefix of --data-path, or every domain of --corpus, becomes a domain of the corpus.
     """
 
-    tokenizer_model: Path
-    """The tokenizer that made the tokens: a tokenizer.json, a vocab.json with its merges.txt, a
-    tiktoken file, a SentencePiece .model, or a folder that holds one of them."""
     output: Path
     """The corpus folder to write: corpus.json and a copy of the tokenizer. If weights are passed,
     data-path.json holds them as a mixture."""
+    tokenizer_model: Path | None = None
+    """The tokenizer that made the tokens: a tokenizer.json, a vocab.json with its merges.txt, a
+    tiktoken file, a SentencePiece .model, or a folder that holds one of them. Required, except with
+    --corpus."""
     data_path: str | None = None
     """Prefixes of .bin/.idx pairs, each with an optional weight in front, as for Megatron-LM:
     'PREFIX PREFIX' or '0.3 PREFIX 0.7 PREFIX'. NAME=PREFIX names the domain; by default it is the
     shortest unique end of the path."""
     data_args_path: Path | None = None
     """A file that holds the value of --data-path, possibly on several lines."""
+    corpus: Path | None = None
+    """An existing corpus, instead of --data-path: the new corpus has the same domains and links to
+    the same token files, but trains on none of the --held-out domains."""
+    held_out: str | None = None
+    """Domains to hold out from training, separated by commas; they are validated, evaluated and
+    embedded. All sequences of such a prefix of --data-path go to valid and test, in the proportions
+    of --split; a weight in front of it must be 0. Such a domain of --corpus keeps its valid and
+    test text."""
     split: str = "969,30,1"
     """Shares of train, valid and test in each .bin/.idx pair, in file order, as in Megatron-LM."""
     eod_token: str | None = None
@@ -305,10 +314,18 @@ class ImportOptions(CheckedOptions):
     """Replace the corpus in the output folder."""
 
     def __post_init__(self) -> None:
-        """Raise UserError unless the data are named once."""
+        """Raise UserError unless the data are named once, and with what they need."""
         super().__post_init__()
-        if (self.data_path is None) == (self.data_args_path is None):
-            raise UserError("pass either --data-path or --data-args-path")
+        if [self.data_path, self.data_args_path, self.corpus].count(None) != 2:
+            raise UserError("pass one of --data-path, --data-args-path and --corpus")
+        if self.corpus is None:
+            if self.tokenizer_model is None:
+                raise UserError("pass --tokenizer-model, the tokenizer that made the tokens")
+        elif self.held_out is None:
+            raise UserError(f"--corpus {self.corpus}: pass --held-out, the domains to hold out")
+        else:
+            settings = ("tokenizer_model", "split", "eod_token", "tiktoken_pattern")
+            self.reject_changed(settings, "does not apply to --corpus, which keeps its own")
 
 
 @dataclasses.dataclass(frozen=True)

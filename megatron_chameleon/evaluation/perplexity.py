@@ -183,6 +183,7 @@ def _evaluate(
         provenance=plan.provenance,
         cost=stopwatch.cost(flops, layout.world_size),
         left_out=[name for name in plan.corpus.names if name not in domains],
+        held_out=[name for name in plan.corpus.held_out if name in domains],
     )
     if layout.is_main:
         result.save(plan.options.output)
@@ -291,28 +292,29 @@ class HeldOutDomain:
 def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutDomain]:
     """Read the held-out text of every domain under the plan's protocol. Collective.
 
-    Domains with nothing to score are left out, with a warning.
+    Domains with nothing to score are left out, with a warning. Domains that the corpus holds out
+    from training come last.
 
     Raises:
-        UserError: if no domain has anything to score.
+        UserError: if no domain to train on has anything to score.
     """
     corpus, split = plan.corpus, plan.protocol.split
     domains: dict[str, HeldOutDomain] = {}
     sizes = from_main(lambda: token_sizes(corpus, plan.checkpoint))
-    for name in corpus.names:
+    for name in corpus.all_domains:
         domain = held_out_domain(corpus, name, plan.protocol, sizes)
         if domain is not None:
             domains[name] = domain
-    missing = [name for name in corpus.names if name not in domains]
+    missing = [name for name in corpus.all_domains if name not in domains]
     if missing:
         problem = (
             f"{corpus.root}: nothing to predict in the {split} split of {', '.join(missing)}; "
             f"preprocess again with a larger {split} share (--split)"
         )
-        if not domains:
+        if domains.keys() <= corpus.held_out.keys():
             raise UserError(problem)
         if layout.is_main:
-            warnings.warn(f"{problem} to include it in the average", stacklevel=2)
+            warnings.warn(f"{problem} to include it", stacklevel=2)
     return domains
 
 
@@ -360,7 +362,7 @@ def held_out_domain(
             if sizes is not None:
                 counted += np.bincount(cluster, sizes[labels], minlength=count)
         loss = unigram_loss(corpus, name, seen, MAX_UNIGRAM_TOKENS)
-        recorded = corpus.domains[name].split(protocol.split).text_bytes
+        recorded = corpus.all_domains[name].split(protocol.split).text_bytes
         if sizes is None:
             return tokens, None, loss
         if recorded is None:
@@ -412,26 +414,33 @@ def token_counts(
 
 
 def result_table(result: EvaluationResult) -> str:
-    """Format an evaluation for the terminal: a row per domain, the average and the protocol."""
+    """Format an evaluation for the terminal: a row per domain, the average and the protocol.
+
+    Domains that are held out from training follow the average, which does not include them.
+    """
 
     def cell(value: float | None, error: float | None, places: int) -> str:
         if value is None:
             return "-"
         return f"{value:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
 
-    rows = [
-        (
+    def row(domain: DomainLoss) -> list[str]:
+        return [
             f"{domain.tokens:,}",
             cell(domain.loss, domain.loss_error, 4),
             cell(domain.perplexity, domain.perplexity_error, 2),
             cell(domain.bits_per_byte, domain.bits_per_byte_error, 4),
             f"{domain.unigram_perplexity:.2f}",
-        )
-        for domain in result.domains.values()
+        ]
+
+    mean = cell(result.mean_perplexity, result.mean_perplexity_error, 2)
+    rows = [
+        *((name, row(domain)) for name, domain in result.training_domains.items()),
+        ("average", ["", "", mean, "", ""]),
+        *((result.label(name), row(result.domains[name])) for name in result.held_out),
     ]
-    rows += [("", "", cell(result.mean_perplexity, result.mean_perplexity_error, 2), "", "")]
     columns = ["tokens", "loss", "perplexity", "bits/byte", "unigram perplexity"]
-    table = pd.DataFrame(rows, [*result.domains, "average"], columns).to_string()
+    table = pd.DataFrame([r for _, r in rows], [n for n, _ in rows], columns).to_string()
     text = f"{table}\non {result.protocol.describe()}; ± is the standard error over documents"
     if result.left_out:
         text += f"\nnothing to predict, and not in the average: {', '.join(result.left_out)}"

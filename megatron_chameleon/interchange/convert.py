@@ -78,7 +78,7 @@ def converted_text(options: ConvertOptions) -> str:
         mixture = dataclasses.replace(mixture, max_repetition=None)
     if corpus is not None:
         # Raises for a name that the corpus does not have, and warns of a domain without weight.
-        mixture.weights_for(corpus.names, str(corpus.root))
+        mixture.weights_for(corpus.names, str(corpus.root), corpus.held_out)
         mixture = with_corpus(mixture, corpus)
     if options.token_budget is not None:
         mixture = dataclasses.replace(mixture, token_budget=options.token_budget)

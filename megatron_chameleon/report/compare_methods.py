@@ -30,7 +30,7 @@ from megatron_chameleon.artifacts.published import published_columns
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import figures, tables
-from megatron_chameleon.report.comparison import require_same_evaluation
+from megatron_chameleon.report.comparison import HELD_OUT_NOTE, require_same_evaluation
 from megatron_chameleon.report.cost import TRAINING_OF_MODEL, MixtureCost, ledger_of
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import (
@@ -138,12 +138,16 @@ def holm(differences: Array, level: float = 0.05) -> tuple[Array, Array]:
 
 
 def validation_curve(runs: Sequence[TrainingRun]) -> dict[int, float]:
-    """Tokens -> validation loss, averaged over domains and ``runs``, where all runs have one."""
+    """Tokens -> validation loss, averaged over domains and ``runs``, where all runs have one.
+
+    Held-out domains, which a run's mixture does not have, are not in the average.
+    """
     curves: list[dict[int, float]] = []
     for run in runs:
         per_step, curve = run.tokens // max(run.step, 1), {}
         for line in run.metrics() if (run.root / METRICS_NAME).is_file() else ():
-            losses = (line.get("validation_loss") or {}).values()
+            found = line.get("validation_loss") or {}
+            losses = [loss for name, loss in found.items() if name in run.mixture]
             if losses and None not in losses:
                 curve[line["step"] * per_step] = math.fsum(losses) / len(losses)
         curves.append(curve)
@@ -200,10 +204,12 @@ class MethodComparison:
     Attributes:
         options: options of the comparison, with the names of the mixtures and the seeds.
         mixtures: name -> mixture, in the order of the options.
-        domains: names of the k domains.
+        domains: names of the k domains to train on.
         perplexities: held-out perplexities, [m, s, k].
         downstream: name of a mixture -> downstream results of its base models, in the order of the
             seeds. Mixtures without a result of each seed are left out.
+        held_out: domain that the corpus holds out from training -> perplexities [m, s]; not in the
+            averages.
     """
 
     options: CompareMethodsOptions
@@ -211,6 +217,7 @@ class MethodComparison:
     domains: tuple[str, ...]
     perplexities: Array
     downstream: Mapping[str, Sequence[DownstreamResult]] = dataclasses.field(default_factory=dict)
+    held_out: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
     @property
     def averages(self) -> Array:
@@ -315,6 +322,11 @@ class MethodComparison:
                 "mean_perplexity": by_domain(means[i]),
                 "perplexity_standard_deviation": by_domain(deviations[i]),
             }
+            if self.held_out:
+                found[mixture.name]["held_out_perplexity"] = {
+                    f"seed {seed}": {name: each[i, s] for name, each in self.held_out.items()}
+                    for s, seed in enumerate(self.options.seeds)
+                }
         return found
 
     def _compare(self, values: Array, baseline: int) -> tuple[Array, Array]:
@@ -450,13 +462,22 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
                     f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
                     f"{one.get(key)}); compare runs that differ only in mixture and seed"
                 )
-    domains = tuple(next(iter(results.values())).domains)
-    perplexities = [
-        [[result.domains[name].perplexity for name in domains] for result in each.results]
-        for each in mixtures.values()
-    ]
-    downstream = _load_downstream(folder, mixtures)
-    return MethodComparison(options, mixtures, domains, np.array(perplexities), downstream)
+    first_result = next(iter(results.values()))
+
+    def perplexity_of(name: str) -> Array:
+        """Perplexities [m, s] of a domain."""
+        models = [each.results for each in mixtures.values()]
+        return np.array([[result.domains[name].perplexity for result in row] for row in models])
+
+    domains = tuple(first_result.training_domains)
+    return MethodComparison(
+        options,
+        mixtures,
+        domains,
+        np.stack([perplexity_of(name) for name in domains], axis=2),
+        _load_downstream(folder, mixtures),
+        {name: perplexity_of(name) for name in first_result.held_out},
+    )
 
 
 def _load_downstream(
@@ -663,13 +684,21 @@ def _tokens_cell(tokens: float | None, validated: float | None) -> str:
 
 
 def domain_table(compared: MethodComparison) -> Table:
-    """Table of every domain's mean perplexity over seeds, with its standard deviation."""
-    labels, found = [m.label for m in compared.mixtures.values()], compared.perplexities
-    means = pd.DataFrame(found.mean(axis=1), labels, compared.domains).T
-    deviations = pd.DataFrame(found.std(axis=1, ddof=1), labels, compared.domains).T
+    """Table of every domain's mean perplexity over seeds, with its standard deviation.
+
+    Domains that the corpus holds out from training come last, and are marked.
+    """
+    labels, held_out = [m.label for m in compared.mixtures.values()], compared.held_out
+    found = np.concatenate([compared.perplexities, *(p[..., None] for p in held_out.values())], 2)
+    result = next(iter(compared.mixtures.values())).results[0]
+    names = [*compared.domains, *map(result.label, held_out)]
+    means = pd.DataFrame(found.mean(axis=1), labels, names).T
+    deviations = pd.DataFrame(found.std(axis=1, ddof=1), labels, names).T
     texts = tables.formatted(means, tables.format_perplexity, min, deviations)
-    note = "Mean over seeds ± standard deviation; the lowest mean of each row is marked."
-    return Table.by_row("Held-out perplexity by domain", "domain", texts, notes=[note])
+    notes = ["Mean over seeds ± standard deviation; the lowest mean of each row is marked."]
+    if held_out:
+        notes.append(HELD_OUT_NOTE)
+    return Table.by_row("Held-out perplexity by domain", "domain", texts, notes=notes)
 
 
 def downstream_table(compared: MethodComparison) -> Table:

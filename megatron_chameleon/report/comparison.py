@@ -43,6 +43,9 @@ from megatron_chameleon.report.weights import Columns, weight_columns
 
 # Loss differences beyond this many standard errors are called significant.
 SURE = 2.0
+HELD_OUT_NOTE = (
+    "Domains marked held-out are never trained on. They are not in the averages and counts."
+)
 # Base runs are named METHOD-seed1 by examples/compare_methods.sh and the guides.
 _SEED = re.compile(r"-seed(\d+)\b")
 
@@ -83,26 +86,34 @@ class Comparison:
 
     @property
     def domains(self) -> list[str]:
-        """Domain names in the order of the corpus."""
-        return list(self.runs[0].result.domains)
+        """Names of the domains to train on, in the order of the corpus."""
+        return list(self.runs[0].result.training_domains)
+
+    @property
+    def held_out(self) -> list[str]:
+        """Names of the domains that the corpus holds out from training; not in the averages."""
+        return self.runs[0].result.held_out
 
     @property
     def left_out(self) -> list[str]:
-        """Names of the domains without held-out text."""
+        """Names of the domains to train on without held-out text."""
         return list(dict.fromkeys(name for run in self.runs for name in run.result.left_out))
 
     @functools.cached_property
     def perplexity(self) -> pd.DataFrame:
-        """Perplexity by domain (rows) and label of the run (columns)."""
-        return self.by_domain(lambda loss: loss.perplexity)
+        """Perplexity by domain to train on (rows) and label of the run (columns)."""
+        return self.by_domain(lambda loss: loss.perplexity).loc[self.domains]
 
     def by_domain(self, figure: Callable[[DomainLoss], float | None]) -> pd.DataFrame:
-        """Tabulate ``figure`` of the losses, by domain (rows) and label of the run (columns)."""
+        """Tabulate ``figure`` of the losses, by domain (rows) and label of the run (columns).
+
+        Held-out domains come last.
+        """
+        names = [*self.domains, *self.held_out]
         columns = {
-            run.label: [figure(run.result.domains[name]) for name in self.domains]
-            for run in self.runs
+            run.label: [figure(run.result.domains[name]) for name in names] for run in self.runs
         }
-        return pd.DataFrame(columns, index=self.domains, dtype=float)
+        return pd.DataFrame(columns, index=names, dtype=float)
 
     def counts_better(self, perplexity: pd.DataFrame) -> list[list[str]]:
         """Summary row: the number of domains in which each column is better than the first column.
@@ -122,7 +133,10 @@ class Comparison:
         notes: Iterable[str] = (),
     ) -> Table:
         """Build a table of formatted columns by domain; '-' for domains without held-out text."""
-        texts = pd.concat(columns, axis=1).reindex([*self.domains, *self.left_out])
+        texts = pd.concat(columns, axis=1).reindex([*self.domains, *self.left_out, *self.held_out])
+        if self.held_out:
+            texts.index = texts.index.map(self.runs[0].result.label)
+            notes = [*notes, HELD_OUT_NOTE]
         return Table.by_row(title, "domain", texts, summary, notes)
 
 
@@ -329,9 +343,10 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
         name = own if own in same else next(iter(same), None)
         weights |= weight_columns(label, trained, None if name is None else folder.mixtures[name])
     unigram = pd.Series({name: d.unigram_perplexity for name, d in runs[0].result.domains.items()})
-    perplexities = formatted(comparison.perplexity, format_perplexity, min)
+    perplexities = formatted(comparison.by_domain(lambda d: d.perplexity), format_perplexity, min)
     averages = cells_of([run.result.mean_perplexity for run in runs], format_perplexity, min)
-    summary = [["average", format_perplexity(unigram.mean()), *averages]]
+    average = unigram[comparison.domains].mean()
+    summary = [["average", format_perplexity(average), *averages]]
     summary += comparison.counts_better(comparison.perplexity)
     marked = "; the lowest of each row is marked" if len(runs) > 1 else ""
     notes = [f"On {runs[0].result.protocol.describe()}. Lower is better{marked}."]
@@ -354,12 +369,15 @@ def seed_table(comparison: Comparison) -> Table | None:
     groups = seed_groups(comparison)
     if all(len(group.runs) == 1 for group in groups):
         return None
-    found = comparison.perplexity
-    found = pd.concat([found, found.mean().to_frame("").T])  # the last row is the average
+    found, average = comparison.by_domain(lambda d: d.perplexity), comparison.perplexity.mean()
+    found = pd.concat([found, average.to_frame("").T])  # the last row is the average
     over_seeds = _over_seeds(found, groups)
     means = over_seeds.mean().T
     texts = formatted(means, format_perplexity, min, over_seeds.std().T)
-    summary = [["average", *texts.iloc[-1]], *comparison.counts_better(means.iloc[:-1])]
+    summary = [
+        ["average", *texts.iloc[-1]],
+        *comparison.counts_better(means.loc[comparison.domains]),
+    ]
     seeds = ", ".join(f"{group.label} {len(group.runs)}" for group in groups)
     note = f"Means over seeds ± the standard deviation across seeds. Seeds: {seeds}."
     columns = [texts.add_prefix("perplexity ")]
@@ -386,20 +404,21 @@ def loss_table(comparison: Comparison) -> Table:
         paired_errors = {
             run.label: [
                 loss_difference(run.result.domains[name], theirs[name]).error
-                for name in comparison.domains
+                for name in losses.index
             ]
             for run in comparison.others
         }
-        errors = pd.DataFrame(paired_errors, comparison.domains, dtype=float)
+        errors = pd.DataFrame(paired_errors, losses.index, dtype=float)
         gaps = losses[errors.columns].sub(losses[baseline.label], axis=0)
         texts = formatted(gaps, "{:+.4f}".format, errors=errors)
         columns.append(texts.add_suffix(f" minus {baseline.label}"))
-        known = errors.notna().sum()
+        counted = comparison.domains
+        known = errors.loc[counted].notna().sum()
         for label, beyond in (
             ("significantly lower", gaps < -SURE * errors),
             ("significantly higher", gaps > SURE * errors),
         ):
-            counts = zip(beyond.sum(), known, strict=True)
+            counts = zip(beyond.loc[counted].sum(), known, strict=True)
             summary.append([label, *(f"{n} of {k}" if k else MISSING for n, k in counts)])
         notes.append(
             f"Differences to {baseline.label} are paired: both models predict the same tokens. The "

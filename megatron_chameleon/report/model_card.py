@@ -245,12 +245,14 @@ def _perplexity_table(result: EvaluationResult) -> Table:
         f"On {result.protocol.describe()}; ± is the standard error over documents. The unigram "
         "model predicts each token by its frequency in the domain's training text."
     ]
+    if result.held_out:
+        notes.append("Domains marked held-out are not in the average.")
     if result.left_out:
         notes.append(f"Domains without held-out text: {', '.join(result.left_out)}.")
     return Table.of(
         "Held-out perplexity",
         ["domain", "tokens", "unigram perplexity", "perplexity", "bits per byte"],
-        [[name, *cells(loss)] for name, loss in result.domains.items()],
+        [[result.label(name), *cells(loss)] for name, loss in result.domains.items()],
         [["average", *average, ""]],
         notes,
     )

@@ -53,7 +53,8 @@ class TrainingPlan:
         options: options of the run. ``model`` is the name of the model, or None if the model has
             no name.
         data: the training tokens, cut if ``--target-tokens`` is set.
-        valid: the tokens for validation; None if ``--split`` leaves none.
+        valid: the tokens for validation, also those of held-out domains; None if ``--split``
+            leaves none.
         mixture: initial mixture.
         schedule: mixture weights of every sample, in the order of ``data.names``.
         by_size: whether the samples follow Megatron's order for data sets without weights, which is
@@ -198,10 +199,10 @@ def load_data(
     if options.corpus is not None:
         corpus = Corpus.load(options.corpus)
         mixture = load_mixture(options.mixture, corpus.names, may_change=True)
-        weights = mixture.weights_for(corpus.names, str(options.corpus))
+        splits = {split: corpus_tokens(corpus, split, cache) for split in SPLITS}
+        weights = weights_for(splits["train"], mixture)
         # Megatron's builder does not blend a single data set, so samples follow the order without
         # weights.
-        splits = {split: corpus_tokens(corpus, split, cache) for split in SPLITS}
         return splits, mixture, weights, len(weights) == 1
     assert tokenizer is not None
     split_range(options.data.split, "train")  # raises if nothing is left to train on
@@ -225,6 +226,11 @@ def load_mixture(name: str | None, domains: list[str], *, may_change: bool = Fal
     return Mixture.load(Path(str(name)), may_change=may_change)
 
 
+def weights_for(data: TokenData, mixture: Mixture) -> list[float]:
+    """Return the weights of ``mixture`` in the order of ``data``; see :class:`Mixture`."""
+    return mixture.weights_for(data.names, data.where, [domain.name for domain in data.held_out])
+
+
 def load_schedule(
     options: PretrainOptions, data: TokenData, mixture: Mixture, weights: list[float]
 ) -> MixtureSchedule:
@@ -244,7 +250,7 @@ def load_schedule(
                 f"{mixture.stages[0].step} already; leave out one of the two"
             )
         for stage in mixture.stages:
-            new = mixture.at_step(stage.step).weights_for(data.names, data.where)
+            new = weights_for(data, mixture.at_step(stage.step))
             schedule = schedule.changed(stage.step * options.global_batch_size, new)
         if (end := mixture.stages[-1].step) >= options.train_iters:
             warnings.warn(
@@ -277,7 +283,7 @@ def load_schedule(
     if not all(options.data.mixture_change):
         raise UserError("--mixture-change has no value: pass STEP=MIXTURE, or leave it out")
     for step, (end, name) in sorted(changes.items()):
-        new = load_mixture(name, data.names).weights_for(data.names, data.where)
+        new = weights_for(data, load_mixture(name, data.names))
         begin, stop = step * options.global_batch_size, end * options.global_batch_size
         schedule = schedule.ramp(begin, stop, new) if stop > begin else schedule.changed(begin, new)
     check_ramps(schedule, options.global_batch_size)

@@ -24,7 +24,7 @@ from megatron_chameleon.training.step import Passes, domain_sums
 
 
 class Validation:
-    """Loss on fixed windows of every domain's valid split.
+    """Loss on fixed windows of every domain's valid split, held-out domains included.
 
     Windows are numbered and batched like training samples. They ignore document boundaries, and
     tokens are scored as in `evaluate perplexity`. Validation uses no random numbers and reads no
@@ -112,14 +112,15 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
     interval = options.validation.eval_interval
     if not 0 < interval <= options.train_iters:
         return None
+    # Held-out domains do not count, so that they do not change the windows of other domains.
     windows = options.validation.eval_iters * options.global_batch_size // len(plan.data.domains)
     if options.validation.eval_tokens is not None:
         windows = options.validation.eval_tokens // options.seq_length
     try:
-        texts = held_out_texts(plan, max(windows, 1))
+        texts = held_out_texts(plan, max(windows, 1), held_out=True)
     except UserError as error:
         raise UserError(f"{error}; or pass --eval-interval 0") from error
-    names = plan.data.names
+    names = [*plan.data.names, *(domain.name for domain in plan.data.held_out)]
     empty = [name for name, text in zip(names, texts, strict=True) if text is None]
     if len(empty) == len(texts):
         raise UserError(
@@ -133,10 +134,13 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
     return Validation(texts, names, passes, layout)
 
 
-def held_out_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText | None]:
+def held_out_texts(
+    plan: TrainingPlan, max_windows: int, *, held_out: bool = False
+) -> list[HeldOutText | None]:
     """Up to ``max_windows`` windows of each domain's valid split; None without text. Collective.
 
-    Rank 0 opens the files. The other ranks open a file when they first read it.
+    With ``held_out``, the windows of the corpus's held-out domains follow. Rank 0 opens the files.
+    The other ranks open a file when they first read it.
 
     Raises:
         UserError: if files are damaged, or --split leaves nothing for the valid split.
@@ -145,6 +149,8 @@ def held_out_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText | N
         split_range(plan.options.data.split, "valid")  # raises
     assert plan.valid is not None
     domains, length = plan.valid.domains, plan.options.seq_length
+    if held_out:
+        domains += plan.valid.held_out
     find = partial(held_out_text, window_length=length, max_windows=max_windows)
     return from_main(lambda: concurrently(find, domains))
 

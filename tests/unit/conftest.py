@@ -50,6 +50,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @pytest.fixture(scope="session")
+def held_out_corpus(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """``corpus`` with the domain poems held out from training, for reading only."""
+    from megatron_chameleon.artifacts import Corpus
+    from megatron_chameleon.corpus.import_corpus import import_corpus
+    from megatron_chameleon.corpus.options import ImportOptions
+
+    output = tmp_path_factory.mktemp("held-out") / "corpus"
+    import_corpus(ImportOptions(output, corpus=corpus.root, held_out="poems"))
+    return Corpus.load(output)
+
+
+@pytest.fixture(scope="session")
 def pretrain_options(corpus: Corpus) -> Callable[..., PretrainOptions]:
     """``pretrain_options(run_dir, **changes)``: six steps of a nano model on ``corpus``."""
     from megatron_chameleon.training.options import (

@@ -52,8 +52,8 @@ def default_options(options_type):
         needed = field.default is field.default_factory is dataclasses.MISSING
         if field.name == "source":
             argv += ["--input", "x"]
-        elif options_type is ImportOptions and field.name == "data_path":
-            argv += ["--data-path", "x"]
+        elif options_type is ImportOptions and field.name in ("data_path", "tokenizer_model"):
+            argv += [f"--{field.name.replace('_', '-')}", "x"]
         elif options_type is PretrainOptions and field.name == "corpus":
             argv += ["--corpus", "x"]
         elif field.name == "runs":

@@ -35,7 +35,7 @@ from megatron_chameleon.artifacts.discovered import (
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.corpus.join import regroup
+from megatron_chameleon.corpus.join import link_domain, regroup
 from megatron_chameleon.corpus.options import is_domain_name
 from megatron_chameleon.corpus.staging import corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
@@ -176,7 +176,8 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
             f"--cluster-name {cluster!r}: must be a valid domain name, on one line and without "
             "commas"
         )
-    if taken := {*cluster_names(cluster, most, most)}.intersection(corpus.names).difference(names):
+    kept = set(corpus.all_domains).difference(names)
+    if taken := kept.intersection(cluster_names(cluster, most, most)):
         raise UserError(
             f"--cluster-name {cluster}: the new corpus keeps the domain '{min(taken)}'; pass "
             "another name"
@@ -414,6 +415,7 @@ def _write(
             made.mkdir()
         with progress_bar(total, "B", "copying") as bar:
             domains = regroup(corpus, clusters.labels, names, tokenizer, made, bar.update)
+        held_out = {name: link_domain(corpus, name, made) for name in corpus.held_out}
         tokenizer.save(made)
         cost = embedding + stopwatch.cost(num_devices=embedding.num_devices)
         Corpus(
@@ -423,7 +425,10 @@ def _write(
             domains=domains,
             provenance=plan.provenance,
             cost=cost,
-            not_written={name: c for name, c in corpus.not_written.items() if name in domains},
+            not_written={
+                name: c for name, c in corpus.not_written.items() if name in {*domains, *held_out}
+            },
+            held_out=held_out,
         ).save()
         described = {}
         for position, nearest in enumerate(nearest_documents(plan, store, clusters)):

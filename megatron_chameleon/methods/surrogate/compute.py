@@ -78,7 +78,8 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         if name == "uniform":
             return np.full(len(corpus.names), 1.0 / len(corpus.names))
         try:
-            return np.array(Mixture.load(Path(name)).weights_for(corpus.names, str(corpus.root)))
+            prior = Mixture.load(Path(name))
+            return np.array(prior.weights_for(corpus.names, str(corpus.root), corpus.held_out))
         except UserError as error:
             raise UserError(
                 f"--prior {name}: {error}; pass natural, uniform or a mixture of these domains"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 
@@ -43,6 +44,28 @@ def test_hash_depends_only_on_tokens_names_and_tokenizer(corpus, tmp_path):
     hashes = {c.hash for c in (corpus, other_tokens, other_names, fewer, other_tokenizer)}
     assert len(hashes) == 5
     assert corpus.domain_hash("a") == other_names.domain_hash("a") != other_tokens.domain_hash("a")
+
+
+def test_hash_depends_on_the_held_out_domains_only_if_there_are_any(corpus, tmp_path):
+    path = corpus.root / Corpus.FILE_NAME
+    # A corpus.json of an earlier release does not have the field.
+    body = json.loads(path.read_text())
+    del body["held_out"], body["checksum"]
+    path.write_text(json.dumps(body))
+    assert Corpus.load(corpus.root).hash == corpus.hash
+    name, *others = corpus.names
+    domain = corpus.domains[name]
+    train = dataclasses.replace(domain.train, documents=0, tokens=0)
+    held_out = {name: dataclasses.replace(domain, train=train)}
+    found = dataclasses.replace(
+        corpus, domains={n: corpus.domains[n] for n in others}, held_out=held_out
+    )
+    assert found.hash != dataclasses.replace(found, held_out={}).hash
+    assert (found.names, list(found.all_domains)) == (others, [*others, name])
+    assert found.prefix(name, "test") == corpus.prefix(name, "test")
+    for wrong in ({name: domain}, {others[0]: held_out[name]}):
+        with pytest.raises(ValueError, match="held_out"):
+            dataclasses.replace(found, held_out=wrong)
 
 
 HOSTILE = ["", ".", "..", "a/b", "../x", "a b", "a_b", "a%20b", "%", "%2E", "ü", "\n", "\0", "~"]

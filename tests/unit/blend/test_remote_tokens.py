@@ -169,7 +169,7 @@ def test_tokens_that_cannot_be_read(text, fault, problem, url, object_store, tmp
         return
     output, tokenizer = tmp_path / "corpus", word_tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match=re.escape(url)):
-        import_corpus(ImportOptions(tokenizer, output, f"{url}/small {url}/web"))
+        import_corpus(ImportOptions(output, tokenizer, f"{url}/small {url}/web"))
     assert not output.exists()
 
 
@@ -178,7 +178,7 @@ def test_an_imported_corpus_reads_object_storage(files, url, object_store, tmp_p
     for folder in (files, url):
         output = tmp_path / f"corpus{len(corpora)}"
         prefixes = " ".join(f"{folder}/{name}" for name in FILES)
-        import_corpus(ImportOptions(tokenizer, output, prefixes, split=SPLIT))
+        import_corpus(ImportOptions(output, tokenizer, prefixes, split=SPLIT))
         corpora.append(Corpus.load(output))
     local, remote = corpora
     remote.verify()

@@ -173,6 +173,68 @@ def documents(corpus, name, split):
     return [file.get(i).tolist() for i in range(len(file))]
 
 
+# Held-out domains
+
+
+def test_a_held_out_prefix_has_all_its_sequences_in_valid_and_test(options, imported):
+    weights = f"0.3 {options.data_path.split()[1]} 0.7 {options.data_path.split()[3]}"
+    web, code = imported.names[:2]
+    zero = weights.replace("0.7", "0")
+    options = dataclasses.replace(options, data_path=zero, held_out=code, overwrite=True)
+    import_corpus(options)
+    found = Corpus.load(options.output)
+    found.verify()
+    assert found.domains == {web: imported.domains[web]}
+    assert Mixture.load(options.output / "data-path.json").weights == {web: 1.0}
+    (domain,) = found.held_out.values()
+    assert domain.imported == dataclasses.replace(imported.domains[code].imported, split="0,12,8")
+    assert domain.valid.sequences is not None
+    assert domain.test.sequences is not None
+    (first, end), (second, last) = domain.valid.sequences, domain.test.sequences
+    assert domain.train.sequences == (0, 0)
+    assert (first, second, last) == (0, end, imported.domains[code].test.sequences[1])
+    assert end == round(0.6 * last)
+    assert documents(found, code, "train") == []
+    for split, bounds in (("valid", (0, end)), ("test", (end, last))):
+        assert documents(found, code, split) == plain_documents(domain.valid.prefix, *bounds)
+    for wrong, match in (
+        ({"data_path": weights}, "0.7"),
+        ({"held_out": "other"}, "'other'"),
+        ({"held_out": f"{web}, {code}"}, "no domain to train on"),
+        ({"split": "1"}, "valid"),
+    ):
+        with pytest.raises(UserError, match=match):
+            import_corpus(dataclasses.replace(options, **wrong))
+
+
+def test_a_domain_of_a_corpus_is_held_out_without_copies(imported, corpus, tmp_path):
+    for number, source in enumerate((imported, corpus)):
+        name, *others = source.names
+        output = tmp_path / f"derived{number}"
+        import_corpus(ImportOptions(output, corpus=source.root, held_out=name))
+        found = Corpus.load(output)
+        found.verify()
+        assert found.names == others
+        assert list(found.held_out) == [name]
+        assert documents(found, name, "train") == []
+        for other in others:
+            assert found.domain_hash(other) == source.domain_hash(other)
+        for split in ("valid", "test"):
+            assert documents(found, name, split) == documents(source, name, split)
+            one, two = (Path(f"{c.prefix(name, split)}.bin") for c in (found, source))
+            assert one.samefile(two)
+        # Another domain is held out, next to the first one.
+        more = tmp_path / f"more{number}"
+        import_corpus(ImportOptions(more, corpus=output, held_out=others[0]))
+        assert list(Corpus.load(more).held_out) == [name, others[0]]
+        assert Corpus.load(more).held_out[name].valid.sha256 == found.held_out[name].valid.sha256
+        inside = ImportOptions(output, corpus=output, held_out=others[0], overwrite=True)
+        with pytest.raises(UserError, match="--output"):
+            import_corpus(inside)
+    with pytest.raises(UserError, match="--split"):
+        ImportOptions(tmp_path, corpus=corpus.root, held_out="code", split="1,1,1")
+
+
 # Evaluation
 
 
@@ -194,7 +256,7 @@ def test_held_out_text_equals_that_of_the_preprocessed_corpus(tmp_path, jsonl):
     counts_of_splits = ",".join(str(part.documents) for part in parts)
     path = f"web={tmp_path / 'all'}"
     import_corpus(
-        ImportOptions(model, tmp_path / "imported", data_path=path, split=counts_of_splits)
+        ImportOptions(tmp_path / "imported", model, data_path=path, split=counts_of_splits)
     )
     imported = Corpus.load(tmp_path / "imported")
     sizes = token_bytes(corpus_tokenizer(imported))

@@ -26,6 +26,7 @@ from megatron_chameleon.report.compare_methods import (
     ONLINE_METHODS,
     compare_methods,
     comparison_table,
+    domain_table,
     downstream_table,
     holm,
     load_comparison,
@@ -105,6 +106,25 @@ def root(tmp_path):
             result = evaluation(NAMES, losses, corpus_hash=corpus.hash, checkpoint_hash=digest)
             result.save(root / f"6-evaluation/{run}.json")
     return root
+
+
+def test_held_out_domains_are_not_in_the_averages(root):
+    options = CompareMethodsOptions(run=root, mixtures=("uniform", "chameleon"), seeds=SEEDS)
+    before = load_comparison(RunFolder.load(root), options)
+    for number, path in enumerate(sorted((root / "6-evaluation").glob("*.json"))):
+        found = EvaluationResult.load(path).domains
+        target = evaluation(["target"], [math.log(7.0 + number)]).domains
+        edit(path, domains={**found, **target}, held_out=["target"])
+    after = load_comparison(RunFolder.load(root), options)
+    assert np.array_equal(after.averages, before.averages)
+    assert comparison_table(after).summary == comparison_table(before).summary
+    rows = rows_of(domain_table(after))
+    assert [*rows] == [*rows_of(domain_table(before)), "target (held-out)"]
+    # The files of Chameleon come first, then those of DoReMi and of Uniform.
+    assert [cell.split()[0] for cell in rows["target (held-out)"]] == ["14.00", "8.00"]
+    assert after.details["uniform"]["held_out_perplexity"]["seed 2"] == pytest.approx(
+        {"target": 14.0}
+    )
 
 
 def test_a_paired_difference_removes_the_effect_of_the_seed():

@@ -59,6 +59,28 @@ def test_averages_and_counts_are_over_domains(root):
     )
 
 
+def test_held_out_domains_are_rows_outside_averages_and_counts(root):
+    names = [*NAMES, "target"]
+    before = compare(RunFolder.load(root))
+    averages = [run.result.mean_perplexity for run in before.runs]
+    for run, loss in ((UNIFORM, 9.0), (CHAMELEON, 1.0)):
+        kept = next(each.result for each in before.runs if each.name == run).domains
+        added = evaluation(names, [0.0, 0.0, 0.0, loss]).domains["target"]
+        edit_evaluation(root, run, domains={**kept, "target": added}, held_out=["target"])
+    folder = RunFolder.load(root)
+    after = compare(folder)
+    assert [run.result.mean_perplexity for run in after.runs] == averages
+    assert findings(after) == findings(before)
+    for with_target, without in (
+        (perplexity_table(folder, after), perplexity_table(folder, before)),
+        (loss_table(after), loss_table(before)),
+    ):
+        assert with_target.summary == without.summary
+        assert rows_of(with_target).keys() - rows_of(without).keys() == {"target (held-out)"}
+    row = rows_of(perplexity_table(folder, after))["target (held-out)"]
+    assert row[-2:] == [f"{math.exp(9):.2f}", f"{math.exp(1):.2f}"]
+
+
 @pytest.mark.parametrize("name", ["chameleon-pretrain", "chameleon-pretrain-2k-seed1"])
 def test_intervals_come_from_the_mixture_that_the_run_is_named_after(root, rng, name):
     for stage, suffix in (("5-base", ""), ("6-evaluation", ".json")):

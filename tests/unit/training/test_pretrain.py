@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +18,11 @@ from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOption
 from megatron_chameleon.blend.sampler import prefetch
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
-from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
+from megatron_chameleon.evaluation.perplexity import evaluate_perplexities, result_table
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.report.compare_methods import validation_curve
 from megatron_chameleon.training import trainer
 from megatron_chameleon.training.checkpointing import find_progress
 from megatron_chameleon.training.options import (
@@ -180,6 +183,56 @@ def test_validation_changes_nothing_and_equals_evaluation(
     assert found == pytest.approx({n: d.loss for n, d in result.domains.items()}, abs=1e-6)
     extra = TrainingRun.load(run_dir).cost.flops - TrainingRun.load(finished_run).cost.flops
     assert extra == pytest.approx(3 * result.cost.flops)
+
+
+def test_a_held_out_domain_is_measured_and_never_trained_on(
+    pretrain_options, corpus, held_out_corpus, tmp_path
+):
+    root = Path(shutil.copytree(corpus.root, tmp_path / "without"))
+    domains = {name: corpus.domains[name] for name in held_out_corpus.names}
+    dataclasses.replace(corpus, root=root, domains=domains).save()
+    runs = {}
+    for name, folder in (("with", held_out_corpus.root), ("without", root)):
+        runs[name] = tmp_path / name
+        validation = ValidationOptions(eval_interval=3)
+        pretrain(pretrain_options(runs[name], corpus=folder, validation=validation))
+    assert losses(runs["with"]) == losses(runs["without"])
+    one, other = (TrainingRun.load(run) for run in runs.values())
+    assert one.domain_tokens == other.domain_tokens
+    found, expected = (metrics(run)[6]["validation_loss"] for run in runs.values())
+    assert [*found] == ["news", "code", "poems"]
+    assert {name: found[name] for name in expected} == expected
+    options = PerplexityOptions(
+        corpus=held_out_corpus.root,
+        checkpoint=runs["with"],
+        output=tmp_path / "valid.json",
+        split="valid",
+    )
+    (result,) = evaluate_perplexities([options])
+    assert found == pytest.approx({n: d.loss for n, d in result.domains.items()}, abs=1e-6)
+    assert result.held_out == ["poems"]
+    means = [math.exp(result.domains[name].loss) for name in ("news", "code")]
+    assert result.mean_perplexity == pytest.approx(sum(means) / 2)
+    rows = result_table(result).splitlines()
+    assert [row.split()[0] for row in rows[1:5]] == ["news", "code", "average", "poems"]
+    assert validation_curve([one]) == pytest.approx(
+        {
+            step * TOKENS_PER_STEP: (loss["news"] + loss["code"]) / 2
+            for step in (3, 6)
+            if (loss := metrics(runs["with"])[step]["validation_loss"])
+        }
+    )
+
+
+def test_a_mixture_with_a_held_out_domain_is_rejected(pretrain_options, held_out_corpus, tmp_path):
+    mixture = tmp_path / "mixture.json"
+    mixture.write_text('{"weights": {"news": 0.5, "poems": 0.5}}')
+    changes = DataOptions(mixture_change=((f"2={mixture}",),))
+    for more in ({"mixture": str(mixture)}, {"data": changes}):
+        options = pretrain_options(tmp_path / "run", corpus=held_out_corpus.root, **more)
+        with pytest.raises(UserError, match=r"'poems'.*held out"):
+            pretrain(options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_signal_ends_the_run_with_a_checkpoint(
