@@ -526,3 +526,16 @@ def _dataset_errors(name: DatasetName) -> Iterator[None]:
             f":{ALL_CONFIGS} for all of them), log in with 'hf auth login' if it is gated or "
             "private, or use the hub's copy NAME@refs/convert/parquet if it has a loading script"
         ) from error
+
+
+def source_identity(source: Source) -> list[Any]:
+    """Return values of which at least one changes when the text of ``source`` changes."""
+    if source.kind == "dataset":
+        folder = Path(DatasetName.parse(source.path).path).expanduser()
+        # A data set on the hub has its revision in its name.
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return [source.name, *stats]
+    # The address of a file without a known time may hold the revision.
+    name = Path(source.path).name if source.modified_ns else source.name
+    return [name, source.bytes, source.modified_ns, source.etag]

@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import Sample, require_text, sample_documents
-from megatron_chameleon.corpus.sources import DatasetName, Source, find_sources
+from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.embedding.windows import (
     Windows,
@@ -196,7 +196,7 @@ class SampledText:
 
     def domain_hash(self, name: str) -> str:
         """Hash of the sources' names and states, and of the options that select text."""
-        files = [_identity(source) for source in self.sources[name]]
+        files = [source_identity(source) for source in self.sources[name]]
         return sha256_of_json(
             {"files": files, "keys": [self.source.text_key, self.source.max_document_bytes]}
         )
@@ -260,19 +260,6 @@ def find_text(
             raise UserError(f"--input: {found.name} has no domain; pass it as NAME=PATH")
         sources.setdefault(found.domain, []).append(found)
     return SampledText(source, sources, open_encoder, recipe)
-
-
-def _identity(source: Source) -> list[Any]:
-    """Return values of which at least one changes when the text of ``source`` changes."""
-    if source.kind == "dataset":
-        folder = Path(DatasetName.parse(source.path).path).expanduser()
-        # A data set on the hub has its revision in its name.
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        return [source.name, *stats]
-    # The address of a file without a known time may hold the revision.
-    name = Path(source.path).name if source.modified_ns else source.name
-    return [name, source.bytes, source.modified_ns, source.etag]
 
 
 def _excerpts(texts: Sequence[str], recipe: EmbeddingRecipe, name: str) -> list[str]:

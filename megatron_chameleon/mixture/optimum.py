@@ -102,13 +102,18 @@ def _along(points: Array, direction: Array, low: Array, high: Array) -> Array:
     edges = np.take_along_axis(edges, order, axis=1)
     slopes = np.cumsum(np.concatenate([direction, -direction])[order], axis=1)[:, :-1]
     sums = low.sum() + np.cumsum(slopes * np.diff(edges, axis=1), axis=1)
-    # The sum reaches 1 on the segment that starts at edge `at`.
-    at = np.minimum((sums < 1.0).sum(axis=1), sums.shape[1] - 1)[:, None]
-    end, slope = (np.take_along_axis(values, at, axis=1) for values in (sums, slopes))
-    back = np.divide(end - 1.0, slope, out=np.zeros_like(end), where=slope > 0)
-    return np.clip(
-        points + (np.take_along_axis(edges, at + 1, axis=1) - back) * direction, low, high
+    # The sum first reaches 1 on the segment that starts at edge `at`. t is computed from that edge:
+    # if an entry of the direction is tiny, the next one is far away, where rounding of the slopes
+    # makes the sums meaningless.
+    reaches = sums >= 1.0 - ROUNDING
+    reaches[:, -1] = True
+    at = reaches.argmax(axis=1)[:, None]
+    begin = np.insert(sums, 0, low.sum(), axis=1)
+    edge, start, slope = (
+        np.take_along_axis(values, at, axis=1) for values in (edges, begin, slopes)
     )
+    along = np.divide(1.0 - start, slope, out=np.zeros_like(start), where=slope > 0)
+    return np.clip(points + (edge + along) * direction, low, high)
 
 
 def minimize_mixture(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.special import rel_entr
 
-from megatron_chameleon.artifacts import Mixture
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, matched
+from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.output import align_columns, by_name, epoch_limit, format_names
+from megatron_chameleon.methods.limits import bounds_within, prior_weights
+from megatron_chameleon.methods.output import align_columns, by_name, epoch_limit
 from megatron_chameleon.methods.surrogate import SurrogateOptions
 from megatron_chameleon.methods.swarm.fit import (
     SECONDS_WITHOUT_BAR,
@@ -27,7 +25,6 @@ from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
 from megatron_chameleon.mixture.optimum import (
     MixtureOptimum,
-    check_bounds,
     minimize_mixture,
     nearest_by_divergence,
     nearest_mixtures,
@@ -73,17 +70,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
     def _prior(self) -> Array:
         """Return the weights [k] of ``--prior``."""
         name, corpus = self.options.optimum.prior, self.corpus
-        if name == "natural":
-            return token_shares(corpus)
-        if name == "uniform":
-            return np.full(len(corpus.names), 1.0 / len(corpus.names))
-        try:
-            prior = Mixture.load(Path(name))
-            return np.array(prior.weights_for(corpus.names, str(corpus.root), corpus.held_out))
-        except UserError as error:
-            raise UserError(
-                f"--prior {name}: {error}; pass natural, uniform or a mixture of these domains"
-            ) from error
+        return prior_weights(name, corpus.train_tokens, str(corpus.root), corpus.held_out)
 
     def bounds(self, sampled: Array, *, with_epochs: bool = True) -> tuple[Array, Array]:
         """Return the smallest and largest weights [k] that the options allow.
@@ -96,9 +83,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
             UserError: if no mixture lies within the bounds.
         """
         options, names = self.options.optimum, self.corpus.names
-        low = weight_bounds("--min-weight", options.min_weight, names, 0.0)
-        high = weight_bounds("--max-weight", options.max_weight, names, 1.0)
-        caps = [(high, "--max-weight")]
+        caps = []
         limit = epoch_limit(self.options, self.corpus, names).caps
         if limit is not None and with_epochs:
             caps.append((limit, "--max-epochs"))
@@ -107,24 +92,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         caps += [(sampled, "no run samples it")]
         if options.kl > 0:
             caps.append(((self.prior > 0).astype(float), f"weight 0 in --prior {options.prior}"))
-        for cap, reason in caps:
-            for name, least, most in zip(names, low, cap, strict=True):
-                if least > most:
-                    raise UserError(
-                        f"--min-weight {options.min_weight}: '{name}' gets at least {least:g}, but "
-                        f"at most {most:g} is possible ({reason}); change one of them"
-                    )
-            high = np.minimum(high, cap)
-        try:
-            check_bounds(low, high)
-        except ValueError as error:
-            limits = [reason for cap, reason in caps if (cap < 1).any()]
-            if options.min_weight is not None:
-                limits.insert(0, "--min-weight")
-            raise UserError(
-                f"no mixture is within the limits ({', '.join(limits)}): {error}"
-            ) from error
-        return low, high
+        return bounds_within(names, options.min_weight, options.max_weight, caps)
 
     def within_limits(self, mixtures: Array) -> tuple[Array, Array]:
         """Return the nearest mixtures within the bounds, and their penalties by ``--kl``."""
@@ -262,45 +230,6 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
                 options.fit_seed,
                 bar.update,
             )
-
-
-def weight_bounds(flag: str, value: str | None, names: Sequence[str], default: float) -> Array:
-    """Parse ``--min-weight`` or ``--max-weight``: one number, or NAME=WEIGHT pairs.
-
-    Args:
-        flag: name of the option, for messages.
-        value: value of the option.
-        names: the k domains.
-        default: weight of the domains that are not named.
-
-    Returns:
-        [k] float64.
-
-    Raises:
-        UserError: for an unknown or repeated name, or a weight that is not between 0 and 1.
-    """
-    bounds = dict.fromkeys(names, default)
-    pairs = [item.rpartition("=") for item in map(str.strip, (value or "").split(",")) if item]
-    if value is not None and "=" not in value:
-        pairs = [(name, "=", value) for name in names]
-    named = set[str]()
-    for name, _, number in pairs:
-        known = matched([name.strip()], names).get(name.strip())
-        try:
-            bound = float(number)
-        except ValueError:
-            bound = math.nan
-        if known is None or known in named:
-            problem = "unknown domain" if known is None else "duplicate domain"
-            raise UserError(
-                f"{flag} {value}: {problem} '{name}'; pass one number, or NAME=WEIGHT,... with "
-                f"names of {format_names(names)}"
-            )
-        if not 0 <= bound <= 1:
-            raise UserError(f"{flag} {value}: '{number}' must be a number from 0 to 1")
-        bounds[known] = bound
-        named.add(known)
-    return np.array(list(bounds.values()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,79 @@
+"""``--target``: the text that a mixture is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from megatron_chameleon.corpus.options import SourceOptions, is_domain_name, quoted
+from megatron_chameleon.corpus.sources import Source, find_sources
+from megatron_chameleon.errors import UserError
+
+SYNTAX = "a,b or a=2,b=1 with shares, or NAME=PATH or NAME=PATH=2 for a text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A parsed ``--target``: texts with shares.
+
+    Attributes:
+        value: value of the option; None if the target is the average over the domains.
+        shares: name of a domain or of a text -> its share of the target, above 0; sums to 1.
+        texts: name -> the files of a text that no domain has.
+    """
+
+    value: str | None
+    shares: Mapping[str, float]
+    texts: Mapping[str, Sequence[Source]] = dataclasses.field(default_factory=dict)
+
+
+def average_target(names: Sequence[str]) -> Target:
+    """Return the target of equal shares of all domains."""
+    return Target(None, dict.fromkeys(names, 1.0 / len(names)))
+
+
+def parse_target(value: str, names: Sequence[str], source: SourceOptions) -> Target:
+    """Parse the value of ``--target``, and find the files of its texts without reading them.
+
+    Args:
+        value: comma-separated items NAME, NAME=SHARE, NAME=PATH or NAME=PATH=SHARE. A name of a
+            domain may contain an equals sign.
+        names: domains that may be named.
+        source: keys and limits of the texts; its inputs are ignored.
+
+    Raises:
+        UserError: for an unknown or repeated name, a share that is not finite and > 0, or a path
+            without readable files.
+    """
+    shares: dict[str, float] = {}
+    texts: dict[str, list[Source]] = {}
+    for item in filter(None, map(str.strip, value.split(","))):
+        name, share = item, 1.0
+        head, equals, number = item.rpartition("=")
+        if item not in names and equals:
+            try:
+                name, share = head.strip(), float(number)
+            except ValueError:
+                name = item
+        if not 0 < share < math.inf:
+            raise UserError(f"--target {value}: the share of '{name}' must be finite and > 0")
+        path = ""
+        if name not in names:
+            name, _, path = name.partition("=")
+            if not path:
+                raise UserError(
+                    f"--target {value}: unknown domain '{name}'; pass {SYNTAX}; the domains are "
+                    f"{quoted(names)}"
+                )
+            if name in names or not is_domain_name(name):
+                raise UserError(f"--target {value}: '{name}' is a domain; name the text otherwise")
+        if name in shares:
+            raise UserError(f"--target {value}: '{name}' is named twice; leave one out")
+        shares[name] = share
+        if path:
+            texts[name] = find_sources(dataclasses.replace(source, input=((f"{name}={path}",),)))
+    if not shares:
+        raise UserError(f"--target {value}: names nothing; pass {SYNTAX}")
+    total = math.fsum(shares.values())
+    return Target(value, {name: share / total for name, share in shares.items()}, texts)

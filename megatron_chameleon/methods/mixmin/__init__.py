@@ -1,0 +1,129 @@
+"""MixMin: weights for a target, from the likelihood of its text under models of the domains.
+
+Thudi et al., arXiv 2502.10510.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.options import OutputOptions
+from megatron_chameleon.ranges import (
+    CheckedOptions,
+    Count,
+    InsideUnit,
+    LargeCount,
+    Seed,
+    SeveralRepetitions,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTokenizer(CheckedOptions):
+    """Tokenizer of raw text."""
+
+    tokenizer_model: Path | None = None
+    """Tokenizer of --input and of the target: a tokenizer.json, a tiktoken file, a SentencePiece
+    .model, or a folder that holds one of them. Default: the corpus's tokenizer, or the bytes of the
+    text with --input."""
+    tiktoken_pattern: str | None = None
+    """The pattern that splits text into words, for a tiktoken file."""
+    eod_token: str | None = None
+    """The tokenizer's end-of-document token; default: <|endoftext|>."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertOptions(CheckedOptions):
+    """Models of the domains, and the text that they are fitted to."""
+
+    ngram_order: Count | None = None
+    """Number of tokens in the longest n-grams; default: 3, or 6 if the tokens are bytes."""
+    sample_tokens: LargeCount | None = None
+    """Maximum tokens of each domain that its model is fitted to; default: 2,000,000, or 8,000,000
+    bytes."""
+    target_text_tokens: LargeCount | None = None
+    """Maximum tokens of the target that are predicted; default: 131,072, or 524,288 bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimateOptions(CheckedOptions):
+    """Estimate of the weights, and its confidence."""
+
+    prior: str = "uniform"
+    """The mixture that is written, within the limits, unless a gain over it is certain; the weights
+    are also shrunk towards it: 'uniform', 'natural' (the domains' sizes), or the path of a
+    mixture.json."""
+    accept_uncertain: bool = False
+    """Write the weights even if their gain over --prior is not certain, or the target resembles no
+    domain."""
+    min_weight: str | None = None
+    """Smallest weight: one number for every domain, or NAME=WEIGHT,... for some (default: 0)."""
+    max_weight: str | None = None
+    """Largest weight: one number for every domain, or NAME=WEIGHT,... for some (default: 1)."""
+    confidence: InsideUnit = 0.9
+    """Confidence level of the intervals."""
+    bootstrap_resamples: SeveralRepetitions = 200
+    """Number of resamples of the target's documents, for the intervals of the weights."""
+    estimate_seed: Seed = 0
+    """Seed of the samples of text, the folds and the resamples."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixminOptions(OutputOptions):
+    """Choose the weights under which the domains' n-gram models predict a target text best.
+
+    The domains are those of a corpus (--corpus), or raw text (--input NAME=PATH ...), of which only
+    a sample is read. No model is trained, and no GPU is used.
+    """
+
+    corpus: Path | None = None
+    """Folder written by preprocess_data or import_corpus. Pass either --corpus or --input; the
+    tokenizer options apply only to --input."""
+    source: SourceOptions = dataclasses.field(default_factory=lambda: SourceOptions(()))
+    tokenizer: ExpertTokenizer = dataclasses.field(default_factory=ExpertTokenizer)
+    domains: str | None = None
+    """Domains to weigh, such as a,b,c; all other domains get weight 0. Default: all domains."""
+    target: str | None = None
+    """What the mixture is for: domains such as a,b, or a=2,b=1 with their shares, and texts such as
+    NAME=PATH or NAME=PATH=2, in the format of --input. Domains are represented by their validation
+    text. Default: all domains with equal shares."""
+    store: Path | None = None
+    """Folder that keeps the samples of --input; default: the folder 'samples' next to the
+    output."""
+    experts: ExpertOptions = dataclasses.field(default_factory=ExpertOptions)
+    estimate: EstimateOptions = dataclasses.field(default_factory=EstimateOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for options that contradict each other or have no effect."""
+        super().__post_init__()
+        if (self.corpus is None) == (not self.source.input):
+            raise UserError("pass either --corpus, or --input NAME=PATH for each domain")
+        if self.corpus is not None:
+            self.reject_changed(["tokenizer", "store"], "applies only to --input")
+        else:
+            reason = "requires token counts, which --input does not have; preprocess the text"
+            self.reject_changed(["token_budget"], reason)
+
+
+def compute(options: MixminOptions) -> None:
+    """Fit the models and write the mixture."""
+    from megatron_chameleon.methods.mixmin.compute import compute_mixture
+
+    compute_mixture(options)
+
+
+METHOD = Method(
+    name="mixmin",
+    options=MixminOptions,
+    compute=compute,
+    summary="the weights under which the domains' n-gram models predict a target text best",
+    needs="text of the target (--target); no model and no GPU",
+    cost="seconds of one CPU core: a sample of each domain is read once",
+    good_for="a target: text like that the model will be used on; knowing whether a mixture can "
+    "gain anything",
+    source="Thudi et al.: MixMin, arXiv 2502.10510",
+)

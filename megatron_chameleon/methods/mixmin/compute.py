@@ -1,0 +1,467 @@
+"""MixMin: samples of the domains -> n-gram models -> likelihood of the target -> mixture."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, provenance
+from megatron_chameleon.artifacts.files import sha256_of_json
+from megatron_chameleon.artifacts.record import check_output
+from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
+from megatron_chameleon.corpus.target import Target, average_target, parse_target
+from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.limits import bounds_within, prior_weights
+from megatron_chameleon.methods.mixmin import MixminOptions
+from megatron_chameleon.methods.mixmin.text import (
+    Blocks,
+    ByteCoder,
+    CorpusDomains,
+    Domains,
+    RawDomains,
+    TextCoder,
+    choose_blocks,
+    count_leaked,
+    read_target_text,
+)
+from megatron_chameleon.methods.output import (
+    EpochLimit,
+    align_columns,
+    by_name,
+    epoch_limit,
+    format_names,
+    format_weight,
+    require_training_tokens,
+    select_domains,
+    warn,
+    write_and_print,
+)
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.mixmin import (
+    NUM_FOLDS,
+    STRENGTHS,
+    CrossFit,
+    Limits,
+    PredictedGain,
+    TargetText,
+    bootstrap_mixmin,
+    choose_strength,
+    explained_shares,
+    mixmin_weights,
+    predicted_gain,
+)
+from megatron_chameleon.mixture.ngram import NgramModel
+from megatron_chameleon.mixture.weights import natural_weights
+from megatron_chameleon.progress import progress_bar
+
+TOKEN_ORDER, BYTE_ORDER = 3, 6
+SAMPLE_TOKENS, SAMPLE_BYTES = 2_000_000, 8_000_000
+TARGET_TOKENS, TARGET_BYTES = 1 << 17, 1 << 19
+# A smaller predicted gain, in nats per token, is not worth another mixture: 1% of perplexity, and
+# within the differences between the seeds of small models.
+LEAST_GAIN = 0.01
+NUM_EXAMPLES, EXAMPLE_CHARACTERS = 3, 70
+SECONDS_WITHOUT_BAR = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Validated options, and the text that they name.
+
+    Attributes:
+        options: options of the method.
+        domains: the domains to weigh.
+        corpus: corpus of the domains; None for raw text.
+        coder: tokenizer of domains and target.
+        target: the target.
+        limits: prior and bounds of the weights.
+        without_epochs: the same without the epoch limit.
+        order: number of tokens in the longest n-grams.
+        sample_tokens: maximum tokens of a domain's sample.
+        target_tokens: maximum tokens of the target.
+    """
+
+    options: MixminOptions
+    domains: Domains
+    corpus: Corpus | None
+    coder: TextCoder
+    target: Target
+    limits: Limits
+    without_epochs: Limits
+    order: int
+    sample_tokens: int
+    target_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Estimate:
+    """Weights for a target, and what is known about them.
+
+    Attributes:
+        weights: [k] the estimate.
+        fit: cross-validation.
+        resampled: [resamples, k] weights for resamples of the documents.
+        explained: [k] share of the target's tokens that each domain explains.
+        gains: baseline -> predicted gain over it.
+        unexplained: share of the target in documents that token frequencies predict better.
+        resembles: whether the domains predict the target better than its token frequencies.
+        examples: beginnings of unexplained documents.
+    """
+
+    weights: Array
+    fit: CrossFit
+    resampled: Array
+    explained: Array
+    gains: Mapping[str, PredictedGain]
+    unexplained: float
+    resembles: bool
+    examples: Sequence[str]
+
+
+def compute_mixture(options: MixminOptions) -> None:
+    """Fit the models of the domains, estimate the weights and write the mixture, on rank 0.
+
+    Raises:
+        UserError: for a mistake in the options or in the files that they name.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    stopwatch = Stopwatch()
+    check_output(options.output, Mixture.KIND)
+    plan = make_plan(options)
+    blocks = read_target(plan)
+    text = predict(plan, blocks)
+    estimate = estimate_weights(plan, blocks, text)
+    write(plan, blocks, text, estimate, stopwatch)
+
+
+def make_plan(options: MixminOptions) -> Plan:
+    """Check the options, and find the files that they name.
+
+    Raises:
+        UserError: for the first mistake found.
+    """
+    estimate, experts = options.estimate, options.experts
+    corpus = None if options.corpus is None else Corpus.load(options.corpus)
+    is_bytes = corpus is None and options.tokenizer.tokenizer_model is None
+    sample_tokens = experts.sample_tokens or (SAMPLE_BYTES if is_bytes else SAMPLE_TOKENS)
+    coder: TextCoder
+    domains: Domains
+    if corpus is not None:
+        names = select_domains(options.domains, corpus.names, corpus.root)
+        require_training_tokens(corpus, names, "to fit a model to")
+        domains, coder = CorpusDomains(corpus, names), corpus_tokenizer(corpus)
+        known, limit = list(corpus.domains), epoch_limit(options, corpus, names)
+    else:
+        chosen = options.tokenizer
+        if chosen.tokenizer_model is None:
+            chosen.reject_changed(["tiktoken_pattern", "eod_token"], "requires --tokenizer-model")
+            coder = ByteCoder()
+        else:
+            coder = load_tokenizer(
+                chosen.tokenizer_model, chosen.eod_token, chosen.tiktoken_pattern
+            )
+        domains = _raw_domains(options, coder, sample_tokens)
+        names = known = domains.names
+        limit = EpochLimit(dict.fromkeys(names, 0), None, None)
+    limit.check()
+    target = average_target(names)
+    if options.target is not None:
+        target = parse_target(options.target, known, options.source)
+    if len(names) < 2:
+        raise UserError(f"{domains.where} has only one domain to weigh; add another domain")
+    prior = prior_weights(estimate.prior, domains.sizes, domains.where)
+    bounds = names, estimate.min_weight, estimate.max_weight
+    caps = [] if limit.caps is None else [(limit.caps, "--max-epochs")]
+    return Plan(
+        options=options,
+        domains=domains,
+        corpus=corpus,
+        coder=coder,
+        target=target,
+        limits=Limits(prior, *bounds_within(*bounds, caps)),
+        without_epochs=Limits(prior, *bounds_within(*bounds, [])),
+        order=experts.ngram_order or (BYTE_ORDER if is_bytes else TOKEN_ORDER),
+        sample_tokens=sample_tokens,
+        target_tokens=experts.target_text_tokens or (TARGET_BYTES if is_bytes else TARGET_TOKENS),
+    )
+
+
+def _raw_domains(options: MixminOptions, coder: TextCoder, sample_tokens: int) -> RawDomains:
+    """Find the files of ``--input``, without reading them."""
+    sources: dict[str, list[Source]] = {}
+    for found in find_sources(options.source):
+        if found.domain is None:
+            raise UserError(f"--input: {found.name} has no domain; pass it as NAME=PATH")
+        sources.setdefault(found.domain, []).append(found)
+    chosen = select_domains(options.domains, list(sources), "--input")
+    target = options.target and parse_target(options.target, list(sources), options.source)
+    return RawDomains(
+        options.source,
+        {name: sources[name] for name in chosen},
+        coder,
+        options.store or options.output.parent / "samples",
+        sample_tokens,
+        options.estimate.estimate_seed,
+        holds_out=not target or not target.texts.keys() >= target.shares.keys(),
+    )
+
+
+def read_target(plan: Plan) -> dict[str, Blocks]:
+    """Return the chosen text of each part of the target; warn about text that is trained on.
+
+    Raises:
+        UserError: if a text cannot be read, or is too short.
+    """
+    seed, blocks = plan.options.estimate.estimate_seed, dict[str, Blocks]()
+    for name in plan.target.shares:
+        if name in plan.target.texts:
+            file = read_target_text(
+                plan.options.source,
+                plan.target.texts[name],
+                name,
+                plan.coder,
+                plan.target_tokens,
+                seed,
+            )
+            for domain in plan.domains.names:
+                leaked, looked_up = count_leaked(file, plan.domains.training_text(domain))
+                if leaked:
+                    warn(
+                        f"--target: {leaked:,} of {looked_up:,} documents of '{name}' are in the "
+                        f"training text of '{domain}': gains are overestimated; leave them out of "
+                        "one of the two"
+                    )
+        else:
+            file = plan.domains.held_out(name)
+        share = max(plan.target_tokens // len(plan.target.shares), 1)
+        blocks[name] = choose_blocks(file, share, seed, name)
+    return blocks
+
+
+def predict(plan: Plan, blocks: Mapping[str, Blocks]) -> TargetText:
+    """Fit a model to a sample of each domain, and predict the target with it."""
+    streams = [block.tokens for block in blocks.values()]
+    ends = np.cumsum([len(stream) for stream in streams])[:-1]
+    names, vocab_size = plan.domains.names, plan.coder.vocab_size
+    probabilities = np.empty((sum(map(len, streams)), len(names)))
+    with progress_bar(len(names), " domains", "n-grams", delay=SECONDS_WITHOUT_BAR) as bar:
+        for number, name in enumerate(names):
+            sample = plan.domains.sample(name, plan.sample_tokens)
+            model = NgramModel.fit(sample.tokens[:], vocab_size, plan.order)
+            for part, stream in zip(np.split(probabilities[:, number], ends), streams, strict=True):
+                part[:] = model.probabilities(stream)
+            bar.update()
+    shares = [
+        np.full(len(block.tokens), plan.target.shares[name] / len(block.tokens))
+        for name, block in blocks.items()
+    ]
+    counts = np.cumsum([0, *(len(block.starts) for block in blocks.values())])[:-1]
+    documents = [
+        first + block.documents for first, block in zip(counts, blocks.values(), strict=True)
+    ]
+    return TargetText(probabilities, np.concatenate(shares), np.concatenate(documents))
+
+
+def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText) -> Estimate:
+    """Choose the strength of the prior, and estimate weights, intervals and gains."""
+    options, limits = plan.options.estimate, plan.limits
+    resamples, seed = options.bootstrap_resamples, options.estimate_seed
+    fits = len(STRENGTHS) * min(NUM_FOLDS, text.num_documents) + resamples
+    with progress_bar(fits, " fits", "weights", delay=SECONDS_WITHOUT_BAR) as bar:
+        fit = choose_strength(text, limits, seed=seed, on_fit=bar.update)
+        weights = mixmin_weights(text, limits, fit.strength)
+        resampled = bootstrap_mixmin(
+            text, limits, fit.strength, weights, resamples, seed, bar.update
+        )
+    baselines = {"uniform": np.full(len(weights), 1.0 / len(weights))}
+    sizes = list(plan.domains.sizes.values())
+    if min(sizes) > 0:
+        baselines["natural"] = natural_weights(sizes)
+    baselines["prior"] = limits.placed_prior
+    gains = {
+        name: predicted_gain(text, fit, baseline, options.confidence)
+        for name, baseline in baselines.items()
+    }
+    # Per-document log-likelihoods of token frequencies and of the mixture.
+    frequencies = np.concatenate(
+        [_frequency_likelihoods(block, plan.coder.vocab_size, seed) for block in blocks.values()]
+    )
+    mixed = np.log(text.probabilities @ weights)
+    advantage = text.document_sums(text.shares * (mixed - frequencies))
+    sizes_of = text.document_sums(text.shares)
+    return Estimate(
+        weights=weights,
+        fit=fit,
+        resampled=resampled,
+        explained=explained_shares(text, weights),
+        gains=gains,
+        unexplained=float(sizes_of[advantage < 0].sum()),
+        resembles=bool(advantage.sum() > 0),
+        examples=_examples(plan.coder, blocks, advantage / sizes_of),
+    )
+
+
+def _frequency_likelihoods(block: Blocks, vocab_size: int, seed: int) -> Array:
+    """Return log p(x_t) [n] of each token by the token frequencies of other documents."""
+    count = int(block.documents[-1]) + 1
+    folds = np.random.default_rng(seed).permutation(count) % min(NUM_FOLDS, count)
+    of_token, found = folds[block.documents], np.empty(len(block.tokens))
+    for fold in range(int(folds.max()) + 1):
+        chosen = of_token == fold
+        rest = block.tokens[~chosen] if (~chosen).any() else block.tokens
+        model = NgramModel.fit(rest, vocab_size, order=1)
+        found[chosen] = np.log(model.probabilities(block.tokens[chosen]))
+    return found
+
+
+def _examples(coder: TextCoder, blocks: Mapping[str, Blocks], advantage: Array) -> list[str]:
+    """Return the beginnings of the documents that the domains explain least, if any."""
+    places = [
+        (block, int(start), int(stop))
+        for block in blocks.values()
+        for start, stop in zip(
+            block.starts, np.append(block.starts[1:], len(block.tokens)), strict=True
+        )
+    ]
+    worst = [number for number in np.argsort(advantage, kind="stable") if advantage[number] < 0]
+    examples = []
+    for number in worst[:NUM_EXAMPLES]:
+        block, start, stop = places[number]
+        ids = block.tokens[start : min(stop, start + EXAMPLE_CHARACTERS)].tolist()
+        examples.append(" ".join(coder.decode(ids).split())[:EXAMPLE_CHARACTERS])
+    return examples
+
+
+def is_worth(plan: Plan, estimate: Estimate) -> bool:
+    """Whether the weights are certain to be better than the prior, by more than a little."""
+    gain = estimate.gains["prior"]
+    return estimate.resembles and gain.low > 0 and gain.gain >= LEAST_GAIN
+
+
+def write(
+    plan: Plan,
+    blocks: Mapping[str, Blocks],
+    text: TargetText,
+    estimate: Estimate,
+    stopwatch: Stopwatch,
+) -> None:
+    """Write the weights, or the prior if they are not certain to be better; print the result."""
+    options, names = plan.options, plan.domains.names
+    settings, limits = options.estimate, plan.limits
+    takes_estimate = is_worth(plan, estimate) or settings.accept_uncertain
+    weights = estimate.weights if takes_estimate else limits.placed_prior
+    free = weights
+    if options.max_epochs is not None:
+        free = plan.without_epochs.placed_prior
+        if takes_estimate:
+            free = mixmin_weights(text, plan.without_epochs, estimate.fit.strength)
+    limit = EpochLimit(dict.fromkeys(names, 0), None, None)
+    if plan.corpus is not None:
+        limit = epoch_limit(options, plan.corpus, names)
+    fields = limit.mixture_fields(free, weights)
+    tail = (1 - settings.confidence) / 2
+    intervals = None  # the prior has none
+    if takes_estimate:
+        ends = np.quantile(estimate.resampled, [tail, 1 - tail], axis=0).T
+        intervals = by_name(names, ends)
+    inputs = {"corpus" if plan.corpus else "text": plan.domains.hash}
+    if plan.target.texts:
+        inputs["target text"] = sha256_of_json(
+            [
+                [name, [source_identity(source) for source in sources]]
+                for name, sources in plan.target.texts.items()
+            ]
+        )
+    strength = estimate.fit.strength
+    mixture = Mixture(
+        **fields,
+        method="mixmin",
+        parameters={
+            "target": {"value": plan.target.value, "shares": dict(plan.target.shares)},
+            "experts": "ngram",
+            "ngram_order": plan.order,
+            "sample_tokens": plan.sample_tokens,
+            "target_tokens": {name: len(block.tokens) for name, block in blocks.items()},
+            "target_documents": text.num_documents,
+            "prior": by_name(names, limits.prior),
+            "bounds": by_name(names, np.column_stack([limits.low, limits.high])),
+            "strength": None if math.isinf(strength) else strength,
+            "estimate": by_name(names, estimate.weights),
+            "written": "estimate" if takes_estimate else "prior",
+            "predicted_gain": {
+                name: {**dataclasses.asdict(gain), "confidence": settings.confidence}
+                for name, gain in estimate.gains.items()
+            },
+            "explained": by_name(names, estimate.explained),
+            "unexplained": estimate.unexplained,
+            "resembles": estimate.resembles,
+            "paper_flops": 0.0,
+        },
+        intervals=intervals,
+        confidence=None if intervals is None else settings.confidence,
+        provenance=provenance(options, inputs),
+        cost=stopwatch.cost(),
+    )
+    lines = report_lines(plan, text, estimate, takes_estimate=takes_estimate)
+    write_and_print(mixture, options, plan.corpus, "\n".join(lines))
+
+
+def report_lines(
+    plan: Plan, text: TargetText, estimate: Estimate, *, takes_estimate: bool
+) -> list[str]:
+    """Describe the target, the predicted gains, what is written and why."""
+    target, names = plan.target, plan.domains.names
+    parts = [f"{name} ({share:.0%})" for name, share in target.shares.items()]
+    what = "the average over the domains" if target.value is None else format_names(parts)
+    tokens = "bytes" if isinstance(plan.coder, ByteCoder) else "tokens"
+    lines = [
+        f"MixMin with {plan.order}-gram models; target: {what}; "
+        f"{len(text.shares):,} {tokens} of {text.num_documents:,} documents"
+    ]
+    labels = {"uniform": "Uniform", "natural": "natural", "prior": "the prior"}
+    shown = dict(estimate.gains)
+    if plan.options.estimate.prior in shown:
+        del shown["prior"]
+    for name, gain in shown.items():
+        lines.append(
+            f"predicted gain over {labels[name]}: {gain.gain:.4f} nats per {tokens[:-1]} "
+            f"({gain.low:.4f} to {gain.high:.4f}), perplexity x {math.exp(-gain.gain):.3f}"
+        )
+    prior, gain = plan.options.estimate.prior, estimate.gains["prior"]
+    if estimate.unexplained > 0:
+        examples = "".join(f"\n    {example}" for example in estimate.examples)
+        lines.append(
+            f"{estimate.unexplained:.0%} of the target is in documents that no domain explains: "
+            f"the target's own {tokens[:-1]} frequencies predict them better, for example{examples}"
+        )
+    if takes_estimate:
+        reason = "" if is_worth(plan, estimate) else " (--accept-uncertain)"
+        lines.append(f"written: the estimated weights{reason}")
+    else:
+        why = "the gain over it is not certain"
+        if not estimate.resembles:
+            why = "the target resembles none of the domains"
+        elif gain.gain < LEAST_GAIN:
+            why = f"there is nothing to win: the gain over it is below {LEAST_GAIN:g} nats"
+        lines.append(
+            f"written: the prior '{prior}' within the limits, since {why}; --accept-uncertain "
+            "writes the estimate"
+        )
+    rows = [["domain", "estimate", "explains"]]
+    for number in np.argsort(-estimate.weights, kind="stable"):
+        rows.append(
+            [
+                names[number],
+                format_weight(estimate.weights[number]),
+                f"{estimate.explained[number]:.1%}",
+            ]
+        )
+    if not takes_estimate:
+        lines += align_columns(rows)
+    return lines

@@ -1,0 +1,360 @@
+"""The text that MixMin reads: samples of the domains, and the documents of the target."""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts.corpus import file_name_of
+from megatron_chameleon.artifacts.files import replacing, sha256_of_json, writing
+from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.sample import sample_documents
+from megatron_chameleon.corpus.sources import Source, source_identity
+from megatron_chameleon.embedding.text import encoded_documents
+from megatron_chameleon.embedding.windows import in_memory
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.mixture.ngram import Ids
+
+# Places of a corpus's domain from which its sample is taken.
+PLACES = 64
+# Documents of raw text in a sample, at least, and characters that are read for each token.
+SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 6
+# One of so many sampled documents is held out if a domain of raw text is part of the target.
+HELD_OUT_EVERY = 20
+# Long documents of the target are divided into blocks, of which some are chosen.
+BLOCK_TOKENS = 2048
+# A target of fewer documents is divided into blocks that take the role of documents.
+FEWEST_DOCUMENTS, SMALL_BLOCK_TOKENS = 10, 256
+FEWEST_TARGET_TOKENS = 256
+# Documents of the target that are looked up in the training text.
+MOST_LOOKED_UP = 2000
+
+
+class TextCoder(Protocol):
+    """A tokenizer that encodes whole documents, and decodes ids."""
+
+    @property
+    def sha256(self) -> str:
+        """Hex SHA-256 of everything that determines the ids."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one."""
+
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+        """Encode texts: their concatenated tokens, and the number of tokens of each, at least 1."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode token ids to text."""
+
+
+class ByteCoder:
+    """The bytes of UTF-8 as tokens; id 256 ends a document."""
+
+    sha256 = sha256_of_json("bytes")
+    vocab_size = 257
+
+    def encode_documents(
+        self, texts: Sequence[str]
+    ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+        """Encode texts, each followed by the end of the document."""
+        encoded = [text.encode() for text in texts]
+        lengths = np.fromiter(map(len, encoded), np.int32, len(encoded)) + np.int32(1)
+        tokens = np.full(int(lengths.sum(dtype=np.int64)), 256, np.uint16)
+        is_text = np.ones(len(tokens), np.bool_)
+        is_text[np.cumsum(lengths, dtype=np.int64) - 1] = False
+        tokens[is_text] = np.frombuffer(b"".join(encoded), np.uint8)
+        return tokens, lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode bytes; bytes that are not UTF-8 become replacement characters."""
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusDomains:
+    """The domains of a corpus: their training text is sampled, their validation text predicted."""
+
+    corpus: Corpus
+    names: list[str]
+
+    @property
+    def where(self) -> str:
+        """The corpus's folder."""
+        return str(self.corpus.root)
+
+    @property
+    def sizes(self) -> Mapping[str, float]:
+        """Domain -> training tokens."""
+        return {name: float(self.corpus.domains[name].train.tokens) for name in self.names}
+
+    @property
+    def hash(self) -> str:
+        """The corpus's hash."""
+        return self.corpus.hash
+
+    def sample(self, name: str, most: int) -> TokenFile:
+        """Return training text of a domain: all of it, or up to ``most`` tokens at 64 places."""
+        file = open_tokens(self.corpus, name, "train")
+        size = file.tokens.size
+        if size <= most:
+            return file
+        length = most // PLACES
+        starts = np.linspace(0, size - length, PLACES).astype(np.int64)
+        parts = [file.tokens[start : start + length] for start in starts.tolist()]
+        return in_memory(file.prefix, np.concatenate(parts), np.full(PLACES, length, np.int32))
+
+    def held_out(self, name: str) -> TokenFile:
+        """Open the validation text of a domain."""
+        return open_tokens(self.corpus, name, "valid")
+
+    def training_text(self, name: str) -> TokenFile:
+        """Open the training text of a domain."""
+        return open_tokens(self.corpus, name, "train")
+
+
+@dataclasses.dataclass(frozen=True)
+class RawDomains:
+    """Domains of raw text; a sample of each is read once and kept in ``store``.
+
+    Attributes:
+        source: options of the text.
+        sources: domain -> its files or shards of data sets.
+        coder: tokenizer of the samples.
+        store: folder of the samples.
+        sample_tokens: maximum tokens of a sample.
+        seed: seed of the samples.
+        holds_out: whether a part of each sample is held out.
+    """
+
+    source: SourceOptions
+    sources: Mapping[str, Sequence[Source]]
+    coder: TextCoder
+    store: Path
+    sample_tokens: int
+    seed: int
+    holds_out: bool
+    where: str = "--input"
+
+    @property
+    def names(self) -> list[str]:
+        """The domains, in the order of ``--input``."""
+        return list(self.sources)
+
+    @property
+    def sizes(self) -> Mapping[str, float]:
+        """Domain -> bytes on disk; 0 if unknown."""
+        return {
+            name: float(sum(source.bytes for source in sources))
+            for name, sources in self.sources.items()
+        }
+
+    @property
+    def hash(self) -> str:
+        """Hash of the identities of all domains."""
+        return sha256_of_json([[name, self._identity(name)] for name in self.names])
+
+    def sample(self, name: str, most: int) -> TokenFile:
+        """Return sampled text of a domain without the documents that are held out."""
+        return _part(self._read(name), most, held_out=False, holds_out=self.holds_out)
+
+    def held_out(self, name: str) -> TokenFile:
+        """Return the sampled documents that are held out."""
+        return _part(self._read(name), self.sample_tokens, held_out=True, holds_out=True)
+
+    def training_text(self, name: str) -> TokenFile:
+        """Return the sampled text of a domain."""
+        return self.sample(name, self.sample_tokens)
+
+    def is_stored(self, name: str) -> bool:
+        """Whether the sample of a domain is stored."""
+        return self._load(name) is not None
+
+    def _identity(self, name: str) -> str:
+        files = [source_identity(source) for source in self.sources[name]]
+        options = self.source.text_key, self.source.max_document_bytes
+        settings = self.coder.sha256, self.sample_tokens, self.seed
+        return sha256_of_json([files, options, settings])
+
+    def _path(self, name: str) -> Path:
+        return self.store / f"{file_name_of(name)}.npz"
+
+    def _load(self, name: str) -> TokenFile | None:
+        """Return the stored sample; None if it is missing, damaged or of other text."""
+        path = self._path(name)
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                if str(stored["identity"]) != self._identity(name):
+                    return None
+                return in_memory(path, stored["tokens"], stored["lengths"])
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
+            return None
+
+    def _read(self, name: str) -> TokenFile:
+        stored = self._load(name)
+        if stored is not None:
+            return stored
+        path = self._path(name)
+        characters = self.sample_tokens * CHARACTERS_PER_TOKEN
+        sample = sample_documents(
+            self.source, self.sources[name], name, SAMPLED_DOCUMENTS, characters, self.seed
+        )
+        file = encoded_documents(path, self.coder, _excerpts(sample.texts, characters))
+        with writing(path):
+            self.store.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary, temporary.open("wb") as stream:
+            np.savez(
+                stream,
+                identity=np.array(self._identity(name)),
+                tokens=file.tokens[:],
+                lengths=file.lengths,
+            )
+        return file
+
+
+Domains = CorpusDomains | RawDomains
+
+
+def _excerpts(texts: Sequence[str], characters: int) -> list[str]:
+    """Truncate long texts, so that a document has at most a sixteenth of ``characters``."""
+    most = max(characters // 16, 1)
+    return [text[:most] for text in texts]
+
+
+def _part(file: TokenFile, most: int, *, held_out: bool, holds_out: bool) -> TokenFile:
+    """Return the held-out documents of a sample, or the other ones, up to ``most`` tokens."""
+    numbers = np.arange(len(file))
+    is_held_out = numbers % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    if len(file) < HELD_OUT_EVERY:
+        is_held_out = numbers == len(file) - 1
+    if not holds_out:
+        is_held_out = np.zeros(len(file), np.bool_)
+    chosen = np.flatnonzero(is_held_out == held_out)
+    if len(chosen) == 0:  # a single document
+        raise UserError(
+            f"{file.prefix}: a domain of one document cannot be divided; pass --target, or more "
+            "documents"
+        )
+    lengths = file.lengths[chosen]
+    chosen = chosen[: int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), most)) + 1]
+    tokens = np.concatenate([file.get(int(number)) for number in chosen])[:most]
+    lengths = np.diff(np.minimum(np.cumsum(file.lengths[chosen], dtype=np.int64), most), prepend=0)
+    return in_memory(file.prefix, tokens, lengths.astype(np.int32))
+
+
+def read_target_text(
+    source: SourceOptions,
+    sources: Sequence[Source],
+    name: str,
+    coder: TextCoder,
+    most: int,
+    seed: int,
+) -> TokenFile:
+    """Sample the documents of a text of ``--target``, and encode them.
+
+    Raises:
+        UserError: if a file cannot be read or has no text.
+    """
+    try:
+        sample = sample_documents(
+            source, sources, name, SAMPLED_DOCUMENTS, most * CHARACTERS_PER_TOKEN, seed
+        )
+    except UserError as error:
+        raise UserError(f"--target: {error}") from error
+    return encoded_documents(Path(name), coder, sample.texts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blocks:
+    """Chosen blocks of a target's documents, concatenated.
+
+    Attributes:
+        tokens: [n] ids.
+        documents: [n] number of the document of each token, ascending from 0 without gaps; a target
+            of few documents has blocks in their place.
+        starts: [documents] position in ``tokens`` of the first token of each document.
+    """
+
+    tokens: Ids
+    documents: NDArray[np.int64]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[documents] position of the first token of each document."""
+        return np.flatnonzero(np.diff(self.documents, prepend=-1))
+
+
+def choose_blocks(file: TokenFile, most: int, seed: int, name: str) -> Blocks:
+    """Choose blocks of the documents of ``file`` in random order, up to ``most`` tokens.
+
+    Args:
+        file: documents of a target.
+        most: maximum number of tokens.
+        seed: random seed.
+        name: name of the text, for messages.
+
+    Raises:
+        UserError: if the text has fewer than ``FEWEST_TARGET_TOKENS`` tokens.
+    """
+    total = int(file.lengths.sum(dtype=np.int64))
+    if total < FEWEST_TARGET_TOKENS:
+        raise UserError(
+            f"--target: the text of '{name}' has {total:,} tokens, but weights for a target need "
+            f"at least {FEWEST_TARGET_TOKENS:,}; pass more text"
+        )
+    filled = np.flatnonzero(file.lengths > 0)
+    is_short = len(filled) < FEWEST_DOCUMENTS
+    size = SMALL_BLOCK_TOKENS if is_short else BLOCK_TOKENS
+    counts = -(-file.lengths[filled].astype(np.int64) // size)
+    document = np.repeat(filled, counts)
+    offset = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+    length = np.minimum(file.lengths[document] - offset, size)
+    order = np.random.default_rng(seed).permutation(len(document))
+    kept = np.sort(order[: int(np.searchsorted(np.cumsum(length[order]), most, side="right"))])
+    if not len(kept):
+        kept = order[:1]
+    tokens = np.concatenate(
+        [file.get(int(document[at]), int(offset[at]), int(length[at])) for at in kept]
+    )
+    units = np.arange(len(kept)) if is_short else document[kept]
+    numbers = np.cumsum(np.diff(units, prepend=units[0]) != 0)
+    return Blocks(tokens.astype(np.int64), np.repeat(numbers, length[kept]))
+
+
+def count_leaked(target: TokenFile, training: TokenFile) -> tuple[int, int]:
+    """Count documents of a target that occur, token by token, in the training text of a domain.
+
+    Only documents of the same length are compared.
+
+    Returns:
+        The number of documents that occur, and the number of documents looked up: the longest.
+    """
+    looked_up = np.argsort(-target.lengths.astype(np.int64), kind="stable")[:MOST_LOOKED_UP]
+    looked_up = looked_up[target.lengths[looked_up] >= 16]
+    wanted: dict[int, dict[bytes, int]] = {}
+    for number in looked_up.tolist():
+        tokens = target.get(number).astype(np.int64)
+        same = wanted.setdefault(len(tokens), {})
+        same[tokens.tobytes()] = same.get(tokens.tobytes(), 0) + 1
+    found = 0
+    heads = {
+        length: {np.frombuffer(key[:64], np.int64).tobytes() for key in same}
+        for length, same in wanted.items()
+    }
+    for number in np.flatnonzero(np.isin(training.lengths, list(wanted))).tolist():
+        length = int(training.lengths[number])
+        head = training.get(number, 0, 8).astype(np.int64).tobytes()
+        if head in heads[length]:
+            key = training.get(number).astype(np.int64).tobytes()
+            found += wanted[length].pop(key, 0)
+    return found, len(looked_up)

@@ -1,0 +1,320 @@
+"""MixMin: the weights under which the mixture of the domains' models predicts a target best.
+
+Let p_i(x_t | context) be the probability that a model of domain i gives to token t of the target.
+The model that is trained on a mixture of domains predicts about as well as the mixture of the
+domains' models (MixMin; Thudi et al., arXiv 2502.10510), so the weights w of the domains maximize
+
+    sum_t s_t log sum_i w_i p_i(x_t | context),
+
+with token weights s_t that sum to 1. The problem is concave, and EM solves it, as in the
+interpolation of n-gram models on held-out text (Jelinek and Mercer, 1980). Here the objective has a
+penalty,
+
+    f(w) = sum_t s_t log sum_i w_i p_i(x_t | context) - tau KL(prior || w),
+
+the logarithm of a Dirichlet prior whose mode is ``prior``: w is the MAP estimate. For tau = 0 it is
+MixMin's estimate, and for tau -> infinity it is the prior. :func:`choose_strength` chooses the
+strength tau by cross-validation over the target's documents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import rel_entr
+from scipy.stats import norm
+
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.optimum import check_bounds, nearest_by_divergence
+
+STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
+NUM_FOLDS = 5
+# EM stops if f(w) is within this many nats of its maximum: a hundredth of a printed digit.
+TOLERANCE = 1e-6
+MAX_ITERATIONS = 5000
+# Overrelaxed EM multiplies its exponent by this factor after each step that increases f.
+ACCELERATION = 1.3
+# EM cannot leave a weight of 0, so it starts above it.
+SMALLEST_START = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TargetText:
+    """Probabilities of a target's tokens under the models of k domains.
+
+    Attributes:
+        probabilities: p, [n, k], above 0.
+        shares: s, [n], >= 0, summing to 1.
+        documents: [n] number of the document of each token, ascending from 0 without gaps.
+    """
+
+    probabilities: Array
+    shares: Array
+    documents: npt.NDArray[np.int64]
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return int(self.documents[-1]) + 1
+
+    def log_likelihood(self, weights: Array) -> float:
+        """Return sum_t s_t log sum_i w_i p_i(x_t), in nats per token."""
+        return float(self.shares @ np.log(self.probabilities @ weights))
+
+    def document_sums(self, values: Array) -> Array:
+        """Sum ``values`` [n] over the tokens of each document."""
+        return np.bincount(self.documents, values, self.num_documents).astype(np.float64)
+
+    def weighted(self, counts: Array) -> TargetText:
+        """Weigh each document by ``counts`` [documents]; leave out those whose count is 0.
+
+        Raises:
+            ValueError: if no share is left.
+        """
+        shares = self.shares * counts[self.documents]
+        kept = shares > 0
+        if not kept.any():
+            raise ValueError("no document is left")
+        return TargetText(
+            self.probabilities[kept], shares[kept] / shares[kept].sum(), self.documents[kept]
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Limits:
+    """Prior and bounds of the weights of k domains.
+
+    Attributes:
+        prior: [k], >= 0, summing to 1. A domain with prior 0 and without a smallest weight has
+            weight 0 if tau > 0.
+        low: [k] smallest weights.
+        high: [k] largest weights.
+    """
+
+    prior: Array
+    low: Array
+    high: Array
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if no mixture lies within the bounds."""
+        check_bounds(self.low, self.high)
+
+    @property
+    def placed_prior(self) -> Array:
+        """The mixture within the bounds that is nearest to the prior."""
+        return nearest_by_divergence(self.prior, self.low, self.high)
+
+
+def mixmin_weights(
+    text: TargetText, limits: Limits, strength: float = 0.0, start: Array | None = None
+) -> Array:
+    """Maximize f(w) over the mixtures within the bounds, by EM with overrelaxation.
+
+    The M step of EM maximizes sum_i c_i log w_i within the bounds, where c_i is the expected share
+    of the tokens of domain i, plus tau times its prior: it scales c by one number and clips it. EM
+    increases f with every step. Overrelaxation raises the steps' ratios to a power that grows while
+    f increases (Salakhutdinov and Roweis, ICML 2003). The search ends when a bound on the distance
+    from the maximum, max_v grad f(w) (v - w), is below ``TOLERANCE``.
+
+    Args:
+        text: probabilities of the target.
+        limits: prior and bounds.
+        strength: tau, >= 0; infinity gives the prior within the bounds.
+        start: [k] weights to start from, such as those of a similar problem.
+
+    Returns:
+        [k] float64, summing to 1.
+    """
+    if math.isinf(strength):
+        return limits.placed_prior
+    low, high = limits.low, limits.high
+    pseudo = strength * limits.prior
+    if strength > 0:
+        high = np.where(limits.prior > 0, high, low)
+    if len(low) == 1 or low.sum() >= 1.0:
+        return np.asarray(low / low.sum()) if low.sum() > 0 else np.ones(1)
+    weights = np.maximum(limits.placed_prior if start is None else start, SMALLEST_START * high)
+    weights = nearest_by_divergence(weights, low, high)
+    exponent, before, plain = 1.0, -math.inf, weights
+    for _ in range(MAX_ITERATIONS):
+        mixed = text.probabilities @ weights
+        value = float(text.shares @ np.log(mixed))
+        if strength > 0:
+            value -= strength * float(rel_entr(limits.prior, weights).sum())
+        if value < before and exponent > 1.0:
+            weights, exponent = plain, 1.0
+            continue
+        before = value
+        gradient = text.probabilities.T @ (text.shares / mixed)
+        counts = weights * gradient + pseudo
+        full = np.divide(counts, weights, out=np.zeros_like(counts), where=weights > 0)
+        if full @ (_best_vertex(full, low, high) - weights) < TOLERANCE:
+            break
+        plain = nearest_by_divergence(counts, low, high)
+        ratio = full / (1.0 + strength)
+        weights = nearest_by_divergence(weights * ratio**exponent, low, high)
+        exponent *= ACCELERATION
+    return weights
+
+
+def _best_vertex(gradient: Array, low: Array, high: Array) -> Array:
+    """Return the mixture v within the bounds with the largest gradient @ v."""
+    found, left = low.copy(), 1.0 - low.sum()
+    for domain in np.argsort(-gradient, kind="stable"):
+        added = min(left, high[domain] - low[domain])
+        found[domain] += added
+        left -= added
+        if left <= 0:
+            break
+    return found
+
+
+def document_folds(
+    text: TargetText, num_folds: int = NUM_FOLDS, seed: int = 0
+) -> npt.NDArray[np.int64]:
+    """Assign each document to one of ``num_folds`` folds with about the same share of tokens.
+
+    Documents are taken in random order, and each goes to the fold with the smallest share so far.
+    """
+    sizes = text.document_sums(text.shares)
+    folds, totals = np.zeros(len(sizes), np.int64), np.zeros(min(num_folds, len(sizes)))
+    for document in np.random.default_rng(seed).permutation(len(sizes)):
+        folds[document] = totals.argmin()
+        totals[folds[document]] += sizes[document]
+    return folds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CrossFit:
+    """Weights for each fold of the target's documents, fitted to the other folds.
+
+    Attributes:
+        strength: the chosen tau.
+        likelihoods: strength -> held-out log-likelihood, in nats per token.
+        fold_weights: [folds, k] weights fitted without each fold.
+        folds: [documents] fold of each document.
+    """
+
+    strength: float
+    likelihoods: dict[float, float]
+    fold_weights: Array
+    folds: npt.NDArray[np.int64]
+
+
+def choose_strength(
+    text: TargetText,
+    limits: Limits,
+    strengths: Sequence[float] = STRENGTHS,
+    num_folds: int = NUM_FOLDS,
+    seed: int = 0,
+    on_fit: Callable[[], object] = lambda: None,
+) -> CrossFit:
+    """Choose the strength with the largest likelihood of documents that were left out of the fit.
+
+    Args:
+        text: probabilities of the target; at least two documents.
+        limits: prior and bounds.
+        strengths: values of tau to choose from, in descending order.
+        num_folds: number of folds.
+        seed: seed of the folds.
+        on_fit: called after each fit.
+    """
+    assert text.num_documents > 1, "cross-validation needs two documents"
+    folds = document_folds(text, num_folds, seed)
+    weights = np.empty((len(strengths), int(folds.max()) + 1, len(limits.low)))
+    likelihoods = np.zeros(len(strengths))
+    for fold in range(weights.shape[1]):
+        is_held_out = folds == fold
+        fitted, held_out = (text.weighted(chosen * 1.0) for chosen in (~is_held_out, is_held_out))
+        share = float(text.document_sums(text.shares)[is_held_out].sum())
+        for number, strength in enumerate(strengths):
+            start = weights[number - 1, fold] if number else None
+            weights[number, fold] = mixmin_weights(fitted, limits, strength, start)
+            likelihoods[number] += share * held_out.log_likelihood(weights[number, fold])
+            on_fit()
+    # The first of equal likelihoods is the one with the strongest prior.
+    best = int(likelihoods.argmax())
+    by_strength = dict(zip(strengths, likelihoods.tolist(), strict=True))
+    return CrossFit(strengths[best], by_strength, weights[best], folds)
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictedGain:
+    """Predicted reduction of the target's loss, in nats per token, with a confidence interval."""
+
+    gain: float
+    low: float
+    high: float
+
+
+def predicted_gain(
+    text: TargetText, fit: CrossFit, baseline: Array, confidence: float = 0.9
+) -> PredictedGain:
+    """Predict by how much the weights lower the target's loss compared with ``baseline`` [k].
+
+    The gain of a document is that of the weights fitted without its fold, so the gain is not
+    optimistic. The interval treats documents as independent, and is that of the ratio of two sums
+    over documents, gain and share of the tokens.
+
+    Args:
+        text: probabilities of the target.
+        fit: weights by fold.
+        baseline: weights of another mixture.
+        confidence: coverage of the interval.
+    """
+    mixed = np.empty(len(text.shares))
+    token_folds = fit.folds[text.documents]
+    for fold, weights in enumerate(fit.fold_weights):
+        chosen = token_folds == fold
+        mixed[chosen] = text.probabilities[chosen] @ weights
+    differences = np.log(mixed) - np.log(text.probabilities @ baseline)
+    gain = float(text.shares @ differences)
+    residuals = text.document_sums(text.shares * (differences - gain))
+    count = text.num_documents
+    error = math.sqrt(float(residuals @ residuals) * count / max(count - 1, 1))
+    width = float(norm.ppf(0.5 + confidence / 2)) * error
+    return PredictedGain(gain, gain - width, gain + width)
+
+
+def bootstrap_mixmin(
+    text: TargetText,
+    limits: Limits,
+    strength: float,
+    weights: Array,
+    num_resamples: int,
+    seed: int = 0,
+    on_resample: Callable[[], object] = lambda: None,
+) -> Array:
+    """Return the weights [num_resamples, k] for resamples of the target's documents.
+
+    Args:
+        text: probabilities of the target.
+        limits: prior and bounds.
+        strength: tau.
+        weights: [k] weights for all documents, from which each fit starts.
+        num_resamples: number of resamples.
+        seed: random seed.
+        on_resample: called after each fit.
+    """
+    rng, count = np.random.default_rng(seed), text.num_documents
+    found = np.empty((num_resamples, len(weights)))
+    for number in range(num_resamples):
+        times = np.bincount(rng.integers(count, size=count), minlength=count)
+        resample = text.weighted(times.astype(np.float64))
+        found[number] = mixmin_weights(resample, limits, strength, weights)
+        on_resample()
+    return found
+
+
+def explained_shares(text: TargetText, weights: Array) -> Array:
+    """Return the share [k] of the target's tokens that each domain explains.
+
+    It is the mean posterior probability that a token comes from the domain's model.
+    """
+    joint = text.probabilities * weights
+    shares: Array = text.shares @ (joint / joint.sum(axis=1, keepdims=True))
+    return shares
