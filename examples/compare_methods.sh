@@ -9,6 +9,8 @@
 #     bash examples/compare_methods.sh                        # fine-tuning, in half an hour
 #   SIZE=tiny bash examples/compare_methods.sh                # smoke test, in minutes
 #   METHODS="uniform chameleon doremi" SEEDS="1 2 3 4 5" bash examples/compare_methods.sh
+#   TARGETS=leave-one-out SIZE=small CORPUS_NAME=registers bash examples/compare_methods.sh
+#                        # mixtures for a target that is not trained on, for each domain in turn
 #
 # The paper's experiments, on every GPU, in this order; pile uses the proxy of slimpajama, and wiki40b
 # and stack fine-tune a model of pile:
@@ -38,6 +40,11 @@
 #                weights, and needs EXPERIMENT (mini: uniform natural unimax chameleon doremi doge
 #                regmix surrogate mixing-laws; small: uniform natural chameleon doremi surrogate odm;
 #                EXPERIMENT: the columns of its tables in the paper)
+#   TARGETS      leave-one-out, or names of domains: for each of them, a comparison in RUN/targets/NAME
+#                whose corpus holds the domain out and whose mixtures have it as their target; then one
+#                table of the targets' losses. METHODS may have mixmin, chameleon-target-pretrain and
+#                chameleon-target-finetune (uniform natural chameleon chameleon-target-pretrain
+#                chameleon-target-finetune mixmin), and base models have 800 steps
 #   PRETRAINED   with SIZE=small, the folder of an earlier comparison: its base models of uniform are
 #                fine-tuned on CORPUS_NAME, each with its own seed, and the first one embeds the
 #                domains (METHODS: uniform chameleon-finetune chameleon-pretrain). With
@@ -69,7 +76,7 @@ SIZE=${SIZE:-${EXPERIMENT:+paper}}
 SIZE=${SIZE:-mini}
 [ "$SIZE" != paper ] || EXPERIMENT=${EXPERIMENT:-slimpajama}
 COMMAND_LINE=
-for choice in SIZE EXPERIMENT VARIANT SETTINGS CORPUS_NAME PRETRAINED PROXY BASE METHODS SEEDS \
+for choice in SIZE EXPERIMENT VARIANT SETTINGS CORPUS_NAME TARGETS PRETRAINED PROXY BASE METHODS SEEDS \
   BASELINE PROXY_SEED RUN CORPUS MAX_BYTES VOCAB_SIZE TOKENIZER TASKS DATA_DIR JOBS_AT_ONCE \
   BASE_STEPS PROXY_STEPS LONG_PROXY_STEPS MEMBER_STEPS REGMIX_MEMBERS TP PP NPROC; do
   [ -z "${!choice:-}" ] || printf -v COMMAND_LINE '%s%s=%q ' "$COMMAND_LINE" "$choice" "${!choice}"
@@ -128,6 +135,8 @@ initial_run() {
 }
 
 VARIANT=${VARIANT:-}
+TARGETS=${TARGETS:-}
+TARGET=${TARGET:-}    # set for the comparison of one of TARGETS
 PRETRAINED=${PRETRAINED:-}
 PROXY_SEED=${PROXY_SEED:-1}
 HAS_PROXY=            # not empty if PROXY is an existing model, which no job trains
@@ -137,6 +146,8 @@ BASE_FLAGS=()
   refuse "VARIANT=$VARIANT: must be unset, or 2k with EXPERIMENT=slimpajama"
 [[ -z $PRETRAINED || $SIZE = small || $EXPERIMENT =~ ^(wiki40b|stack)$ ]] ||
   refuse "PRETRAINED: requires SIZE=small, EXPERIMENT=wiki40b or EXPERIMENT=stack"
+[[ -z $TARGETS || -z $EXPERIMENT && -z $PRETRAINED ]] ||
+  refuse "TARGETS: requires SIZE=mini, small or tiny without PRETRAINED"
 [[ -z ${PROXY:-} || $EXPERIMENT = pile ]] || refuse "PROXY: requires EXPERIMENT=pile"
 [[ -z ${BASE:-} || -z $EXPERIMENT ]] ||
   refuse "BASE: requires SIZE=mini, small or tiny; the larger model is EXPERIMENT=slimpajama-1.2b"
@@ -188,6 +199,7 @@ find_mixture() {
     case $name in
       chameleon-finetune) flags+=(--mode finetune) ;;
       chameleon-paper | chameleon-scaled) flags+=(--recipe "${name#chameleon-}") ;;
+      chameleon-target-*) flags+=(--mode "${name#chameleon-target-}" --target "$TARGET") ;;
     esac
     exec "${ENDED[@]}" "${START[@]}" -m megatron_chameleon compute_mixture "${EMBED[@]}" "${flags[@]}" \
       --checkpoint "$PROXY" --store "$RUN/3-embeddings/${PROXY##*/}"
@@ -210,6 +222,8 @@ find_mixture() {
       ;;
     mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS") ;;
   esac
+  [[ -z $TARGET || ! $method =~ ^(mixmin|doge|regmix|surrogate|mixing-laws)$ ]] ||
+    flags+=(--target "$TARGET")
   exec "${ENDED[@]}" "${START[@]}" -m megatron_chameleon compute_mixture --method "$method" --corpus "$CORPUS" \
     --token-budget "$BUDGET" "${flags[@]}"
 }
@@ -361,12 +375,39 @@ print_estimate() {
   echo "all jobs take about $((sum / JOBS_AT_ONCE / 60)) minutes on an idle machine"
 }
 
+# Hold each target out of the corpus, compare the methods on it, and compare all targets.
+compare_targets() {
+  local names=$TARGETS name folder
+  [ "$names" != leave-one-out ] || names=$(list_domains)
+  for name in $names; do
+    folder=$RUN/targets/$name
+    say "target: $name"
+    [ -e "$folder/1-corpus/corpus.json" ] ||
+      python -m megatron_chameleon import_corpus --corpus "$CORPUS" --held-out "$name" \
+        --output "$folder/1-corpus"
+    env -u TARGETS -u RECORD TARGET="$name" RUN="$folder" CORPUS="$folder/1-corpus" \
+      METHODS="$METHODS" SEEDS="$SEEDS" BASE_STEPS="$BASE_STEPS" \
+      bash "$0" ${EXTRA:+-- "${EXTRA[@]}"} || exit
+  done
+  set -- --targets
+  [ -z "${RECORD:-}" ] || set -- "$@" --record "$RECORD" --command "$COMMAND_LINE"
+  comparison "$@"
+}
+
+list_domains() {
+  python -c 'import json, sys; print(*json.load(open(sys.argv[1]))["domains"])' "$CORPUS/corpus.json"
+}
+
 compare() {
   local flags=(--name "compare_methods${VARIANT:+-$VARIANT}")
   [ -z "$HAS_PROXY" ] || flags+=(--existing-model)
   [ -z "${RECORD:-}" ] ||
     flags+=(--record "$RECORD" --command "$COMMAND_LINE"
       --wall-seconds "$(cat "$RUN/logs/seconds")")
+  if [ -n "$TARGET" ]; then
+    comparison "${flags[@]}" > "$RUN/logs/comparison.txt"
+    return
+  fi
   comparison "${flags[@]}"
   # The report shows the paper's figures next to those of the runs.
   [ -z "$EXPERIMENT" ] ||
@@ -374,6 +415,10 @@ compare() {
 }
 
 { # bash parses this whole block before running it, so that the file can be edited meanwhile.
+  if [ -n "$TARGETS" ]; then
+    compare_targets
+    exit
+  fi
   hold_to_settings
   [ -z "$SHARED" ] || link_shared
   list_jobs

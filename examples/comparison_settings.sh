@@ -62,6 +62,8 @@ papers_experiment() {
 
 # Settings that SIZE=mini, small and tiny share.
 mini() {
+  [ -z "$TARGETS$TARGET" ] ||
+    METHODS=${METHODS:-uniform natural chameleon chameleon-target-pretrain chameleon-target-finetune mixmin}
   RUN=${RUN:-runs/compare-mini}
   BASE=${BASE:-nano}
   STEPS_IN_10_S=${STEPS_IN_10_S:-62}   # nano steps of a core
@@ -82,6 +84,10 @@ mini() {
 # with 4,096 entries, a step takes 0.6 times as long as with 8,192.
 small() {
   local seed
+  if [ -n "$TARGETS$TARGET" ]; then
+    SEEDS=${SEEDS:-1 2 3}
+    BASE_STEPS=${BASE_STEPS:-800}
+  fi
   CORPUS_NAME=${CORPUS_NAME:-installed}
   [ -e "$HERE/data/${CORPUS_NAME}_text.sh" ] ||
     refuse "CORPUS_NAME=$CORPUS_NAME: must be installed, registers or code"
@@ -101,7 +107,7 @@ small() {
     done
     PROXY=$(initial_run "$PROXY_SEED") HAS_PROXY=yes
   fi
-  METHODS=${METHODS:-uniform natural chameleon doremi surrogate odm}
+  [ -n "$TARGETS$TARGET" ] || METHODS=${METHODS:-uniform natural chameleon doremi surrogate odm}
   BASE_STEPS=${BASE_STEPS:-2000}
   # After 150 steps, members predict worse than token frequencies.
   MEMBER_STEPS=${MEMBER_STEPS:-400} REGMIX_MEMBERS=${REGMIX_MEMBERS:-32}

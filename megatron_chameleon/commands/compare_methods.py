@@ -22,6 +22,10 @@ def main(options: CompareMethodsOptions) -> None:
         require_evaluations(options)
     elif options.check == "downstream":
         require_downstream(options)
+    elif options.targets:
+        from megatron_chameleon.report.targets import compare_targets
+
+        compare_targets(options)
     else:
         compare_methods(options)
 

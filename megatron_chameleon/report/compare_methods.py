@@ -54,6 +54,7 @@ REFERENCES = ("chameleon", "chameleon-pretrain")
 # proxies trained for fewer steps, and Chameleon's modes and recipes.
 VARIANTS = {"doremi-2k", "doge-2k", "chameleon-finetune", "chameleon-pretrain"}
 VARIANTS |= {"chameleon-paper", "chameleon-scaled"}
+VARIANTS |= {"chameleon-target-pretrain", "chameleon-target-finetune"}
 # Start of the names of columns whose weights are printed in the paper, written by
 # examples/baselines/manual.sh.
 PRINTED = "printed-"
@@ -232,6 +233,11 @@ class MethodComparison:
         return losses
 
     @property
+    def runs(self) -> list[TrainingRun]:
+        """All base runs."""
+        return [run for mixture in self.mixtures.values() for run in mixture.runs]
+
+    @property
     def baseline(self) -> ComparedMixture:
         """The baseline mixture, with which the perplexities of the other mixtures are compared."""
         return self.mixtures[self.options.baseline]
@@ -385,7 +391,7 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
         stem.with_suffix(".csv"): as_csv(compared).encode(),
     }
     if record is not None:
-        made = _record(compared)
+        made = record_of(compared.runs, options)
         where = "\n".join(f"- {key}: {tables.markdown(str(value))}" for key, value in made.items())
         files[record.with_suffix(".md")] = f"# {PAGE_TITLE}\n\n{where}\n\n{page}\n".encode()
     for path, data in files.items():
@@ -842,12 +848,11 @@ def cost_figure(compared: MethodComparison) -> Figure:
     return figure
 
 
-def _record(compared: MethodComparison) -> dict[str, Any]:
+def record_of(runs: Sequence[TrainingRun], options: CompareMethodsOptions) -> dict[str, Any]:
     """Date, machine, software versions and command of the compared runs."""
-    runs = [run for each in compared.mixtures.values() for run in each.runs]
     layout = CheckpointRecord.load(checkpoint_folders(runs[0].root)[-1]).layout
     commits = dict.fromkeys(run.provenance.git_commit for run in runs)
-    seconds = compared.options.wall_seconds
+    seconds = options.wall_seconds
     return {
         "date": datetime.date.today().isoformat(),
         "machine": {
@@ -857,7 +862,7 @@ def _record(compared: MethodComparison) -> dict[str, Any]:
         },
         "versions": runs[0].provenance.versions,
         "git_commits": [commit for commit in commits if commit],
-        "command": compared.options.command,
+        "command": options.command,
         **({} if seconds is None else {"wall_seconds": seconds}),
     }
 

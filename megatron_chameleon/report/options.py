@@ -41,6 +41,9 @@ class CompareMethodsOptions(CheckedOptions):
     """The command line that made the compared runs, for --record."""
     wall_seconds: NonNegative | None = None
     """Wall time of --command in seconds, for --record."""
+    targets: bool = False
+    """Compare the losses of held-out targets: RUN/targets/NAME is the run folder of the comparison
+    with the held-out domain NAME."""
     existing_model: bool = False
     """The model that embeds the domains existed before: its training is not part of the cost of
     Chameleon's mixtures."""

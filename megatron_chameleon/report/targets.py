@@ -1,0 +1,319 @@
+"""Compare methods over several targets: one comparison of paired base models for each target.
+
+``RUN/targets/NAME`` holds the comparison whose target is the held-out domain NAME of its corpus.
+The gain of a mixture is the target's held-out loss with the baseline minus that with the mixture,
+paired by seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.special import stdtr, stdtrit
+from scipy.stats import spearmanr
+
+from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.artifacts.files import replacing, write_json
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.report import tables
+from megatron_chameleon.report.compare_methods import (
+    HINT,
+    Array,
+    load_comparison,
+    mixture_label,
+    record_of,
+)
+from megatron_chameleon.report.options import CompareMethodsOptions
+from megatron_chameleon.report.run_folder import REPORT, RunFolder
+from megatron_chameleon.report.tables import Table
+
+TARGETS = "targets"
+PAGE_TITLE = "Methods compared on targets"
+LEVEL = 0.05
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TargetComparison:
+    """Results of m mixtures with s seeds on n targets.
+
+    Attributes:
+        options: options of the comparison.
+        targets: names of the n targets.
+        methods: names of the m - 1 mixtures other than the baseline.
+        baseline: [n, s] loss of the target with the baseline, in nats per token.
+        gains: [n, m - 1, s] loss with the baseline minus loss with the mixture.
+        shares_models: [n, m - 1] whether the mixture equals the baseline, so that the gain is 0
+            without any error.
+        mixtures: [n][m - 1] the mixtures.
+        runs: all base runs.
+    """
+
+    options: CompareMethodsOptions
+    targets: Sequence[str]
+    methods: Sequence[str]
+    baseline: Array
+    gains: Array
+    shares_models: np.ndarray[Any, np.dtype[np.bool_]]
+    mixtures: Sequence[Sequence[Mixture]]
+    runs: Sequence[TrainingRun]
+
+    @property
+    def means(self) -> Array:
+        """[n, m - 1] gains, averaged over seeds."""
+        means: Array = self.gains.mean(axis=2)
+        return means
+
+    @property
+    def predicted(self) -> Array:
+        """[n, m - 1] gain over the baseline that the method predicted; NaN if it predicts none."""
+        baseline = self.options.baseline
+        return np.array(
+            [
+                [predicted_gain_over(mixture, baseline) for mixture in of_target]
+                for of_target in self.mixtures
+            ]
+        )
+
+    @property
+    def pooled_error(self) -> tuple[float, int]:
+        """Standard error of a gain averaged over seeds, and its degrees of freedom.
+
+        The variance between seeds is pooled over all targets and mixtures: with three seeds, the
+        variance of a single gain has two degrees of freedom only, and no gain could be significant
+        after the correction for all tests.
+        """
+        seeds = self.gains.shape[2]
+        own = self.gains[~self.shares_models]
+        freedom = len(own) * (seeds - 1)
+        variance = float(own.var(axis=1, ddof=1).mean()) if len(own) else 0.0
+        return math.sqrt(variance / seeds), freedom
+
+    @property
+    def p_values(self) -> Array:
+        """[n, m - 1] p-values of the gains, corrected for all of them by Holm's method."""
+        error, freedom = self.pooled_error
+        if not error:
+            return np.ones_like(self.means)
+        plain = 2 * stdtr(freedom, -np.abs(self.means / error))
+        tested = ~self.shares_models
+        adjusted = np.ones_like(plain)
+        adjusted[tested] = holm_adjusted(plain[tested])
+        return adjusted
+
+
+def holm_adjusted(p_values: Array) -> Array:
+    """Adjust p-values [m] for m tests by Holm's step-down method (Holm 1979)."""
+    order, count = np.argsort(p_values, kind="stable"), len(p_values)
+    adjusted = np.empty(count)
+    adjusted[order] = np.minimum(
+        np.maximum.accumulate(p_values[order] * np.arange(count, 0, -1)), 1.0
+    )
+    return adjusted
+
+
+def predicted_gain_over(mixture: Mixture, baseline: str) -> float:
+    """Return the gain that a method predicted for the written weights; NaN if there is none."""
+    if mixture.parameters.get("written") == "prior":
+        return 0.0 if mixture.parameters.get("predicted_gain") else math.nan
+    gain = mixture.parameters.get("predicted_gain", {}).get(baseline)
+    return math.nan if gain is None else float(gain["gain"])
+
+
+def load_targets(options: CompareMethodsOptions) -> TargetComparison:
+    """Read the comparisons in ``RUN/targets``.
+
+    Raises:
+        UserError: if there is none, or a mixture, run or evaluation is missing.
+    """
+    folders = sorted(path for path in (options.run / TARGETS).glob("*") if path.is_dir())
+    if not folders:
+        raise UserError(f"{options.run / TARGETS} has no comparison; {HINT} (TARGETS=...)")
+    names, baselines, gains, shares, mixtures = [], [], [], [], []
+    runs: list[TrainingRun] = []
+    methods = [name for name in options.mixtures if name != options.baseline]
+    for folder in folders:
+        run = RunFolder.load(folder)
+        held_out = [] if run.corpus is None else list(run.corpus.held_out)
+        if len(held_out) != 1:
+            raise UserError(f"{folder}: its corpus must have one held-out domain, the target")
+        compared = load_comparison(run, options)
+        losses = {
+            name: np.array([result.domains[held_out[0]].loss for result in mixture.results])
+            for name, mixture in compared.mixtures.items()
+        }
+        runs += compared.runs
+        base = compared.mixtures[options.baseline]
+        names.append(held_out[0])
+        baselines.append(losses[options.baseline])
+        gains.append([losses[options.baseline] - losses[name] for name in methods])
+        mixtures.append([compared.mixtures[name].mixture for name in methods])
+        shares.append([compared.mixtures[name].same_as == base.label for name in methods])
+    return TargetComparison(
+        options,
+        names,
+        methods,
+        np.array(baselines),
+        np.array(gains),
+        np.array(shares),
+        mixtures,
+        runs,
+    )
+
+
+def compare_targets(options: CompareMethodsOptions) -> TargetComparison:
+    """Compare the mixtures over all targets, print the table, and write it to 7-report.
+
+    Raises:
+        UserError: as from :func:`load_targets`.
+    """
+    compared = load_targets(options)
+    shown = [gain_table(compared)]
+    if np.isfinite(compared.predicted).any():
+        shown.append(prediction_table(compared))
+    stem = options.run / REPORT / f"{options.name}-{TARGETS}"
+    text = "\n\n\n".join(map(tables.terminal_table, shown)) + "\n"
+    page = "\n\n".join(map(tables.markdown_table, shown))
+    files = {
+        stem.with_suffix(".txt"): text,
+        stem.with_suffix(".md"): f"# {PAGE_TITLE}\n\n{page}\n",
+    }
+    made = {}
+    if options.record is not None:
+        made = record_of(compared.runs, options)
+        where = "\n".join(f"- {key}: {tables.markdown(str(value))}" for key, value in made.items())
+        files[options.record.with_suffix(".md")] = f"# {PAGE_TITLE}\n\n{where}\n\n{page}\n"
+    for path, content in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(content, encoding="utf-8")
+    write_json(stem.with_suffix(".json"), as_json(compared))
+    print(text)
+    if options.record is not None:
+        write_json(options.record, {**made, **as_json(compared)})
+        print(f"recorded in {options.record} and {options.record.with_suffix('.md')}")
+    print(f"written to {stem}.txt, .md and .json", flush=True)
+    return compared
+
+
+def gain_table(compared: TargetComparison) -> Table:
+    """Tabulate the gain of each mixture on each target; * marks significant gains and losses."""
+    means, p_values = compared.means, compared.p_values
+    error, freedom = compared.pooled_error
+    labels = [mixture_label(name) for name in compared.methods]
+    baseline = mixture_label(compared.options.baseline)
+    rows = [
+        [
+            target,
+            f"{loss:.3f}",
+            *(
+                "= " + baseline if same else f"{gain:+.3f}{'*' if p < LEVEL else ''}"
+                for gain, p, same in zip(*row, strict=True)
+            ),
+        ]
+        for target, loss, *row in zip(
+            compared.targets,
+            compared.baseline.mean(axis=1),
+            means,
+            p_values,
+            compared.shares_models,
+            strict=True,
+        )
+    ]
+    count = len(means)
+    spread = means.std(axis=0, ddof=1) if count > 1 else np.zeros(means.shape[1])
+    better = ((means > 0) & (p_values < LEVEL)).sum(axis=0)
+    worse = ((means < 0) & (p_values < LEVEL)).sum(axis=0)
+    summary = [
+        ["mean gain", *(f"{mean:+.3f}" for mean in means.mean(axis=0))],
+        [
+            "its standard error over targets",
+            *(f"{value:.3f}" for value in spread / math.sqrt(count)),
+        ],
+        ["significantly better", *(f"{number} of {count}" for number in better)],
+        ["significantly worse", *(f"{number} of {count}" for number in worse)],
+    ]
+    half = float(stdtrit(freedom, 0.975)) * error if freedom else 0.0
+    notes = [
+        f"Gain: held-out loss of the target with {baseline} minus that with the mixture, in nats "
+        f"per token, averaged over {compared.gains.shape[2]} paired seeds; the target is not "
+        "trained on. Positive gains are better.",
+        f"* significant at {LEVEL:.0%} after Holm's correction for all gains of the table, by "
+        f"Student's t with a variance between seeds that is pooled over targets and mixtures "
+        f"({freedom} degrees of freedom). Half of an uncorrected 95% interval: {half:.3f}.",
+        f"'= {baseline}': the method wrote the weights of {baseline}.",
+    ]
+    header = ["target", f"loss with {baseline}", *labels]
+    return Table.of("Gains on held-out targets", header, rows, summary, notes)
+
+
+def prediction_table(compared: TargetComparison) -> Table:
+    """Tabulate how well each method predicts its gains."""
+    rows = []
+    for name, predicted, real in zip(
+        compared.methods, compared.predicted.T, compared.means.T, strict=True
+    ):
+        known = np.isfinite(predicted)
+        if known.sum() < 3:
+            continue
+        predicted, real = predicted[known], real[known]
+        has_spread = np.ptp(predicted) > 0 and np.ptp(real) > 0
+        rows.append(
+            [
+                mixture_label(name),
+                f"{known.sum()}",
+                f"{predicted.mean():+.3f}",
+                f"{real.mean():+.3f}",
+                f"{np.abs(predicted - real).mean():.3f}",
+                f"{np.corrcoef(predicted, real)[0, 1]:.2f}" if has_spread else "-",
+                f"{spearmanr(predicted, real).statistic:.2f}" if has_spread else "-",
+            ]
+        )
+    header = [
+        "method",
+        "targets",
+        "predicted gain",
+        "real gain",
+        "mean error",
+        "Pearson",
+        "Spearman",
+    ]
+    return Table.of("Predicted and real gains", header, rows)
+
+
+def as_json(compared: TargetComparison) -> dict[str, Any]:
+    """Return all figures, unrounded."""
+    error, freedom = compared.pooled_error
+
+    def by_method(values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(compared.methods, values, strict=True))
+
+    found: Mapping[str, Any] = {
+        target: {
+            "baseline_loss": compared.baseline[row].tolist(),
+            "gain": by_method(compared.gains[row].tolist()),
+            "p_value_holm": by_method(compared.p_values[row].tolist()),
+            "predicted_gain": {
+                name: value
+                for name, value in by_method(compared.predicted[row].tolist()).items()
+                if math.isfinite(value)
+            },
+            "equals_baseline": by_method(compared.shares_models[row].tolist()),
+            "weights": by_method([mixture.weights for mixture in compared.mixtures[row]]),
+        }
+        for row, target in enumerate(compared.targets)
+    }
+    means = pd.DataFrame(compared.means, compared.targets, compared.methods)
+    return {
+        "seeds": list(compared.options.seeds),
+        "baseline": compared.options.baseline,
+        "mixtures": list(compared.options.mixtures),
+        "targets": found,
+        "mean_gain": means.mean().to_dict(),
+        "pooled_standard_error": error,
+        "degrees_of_freedom": freedom,
+    }
