@@ -17,7 +17,7 @@ from megatron_chameleon.corpus.target import Target, average_target, parse_targe
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.limits import bounds_within, prior_weights
-from megatron_chameleon.methods.mixmin import MixminOptions
+from megatron_chameleon.methods.mixmin import ExpertTokenizer, MixminOptions
 from megatron_chameleon.methods.mixmin.text import (
     Blocks,
     ByteCoder,
@@ -77,7 +77,8 @@ class Plan:
         options: options of the method.
         domains: the domains to weigh.
         corpus: corpus of the domains; None for raw text.
-        coder: tokenizer of domains and target.
+        coder: tokenizer of domains and target; None if the corpus has lost it and no text is read.
+        vocab_size: number of token ids.
         target: the target.
         limits: prior and bounds of the weights.
         without_epochs: the same without the epoch limit.
@@ -89,7 +90,8 @@ class Plan:
     options: MixminOptions
     domains: Domains
     corpus: Corpus | None
-    coder: TextCoder
+    coder: TextCoder | None
+    vocab_size: int
     target: Target
     limits: Limits
     without_epochs: Limits
@@ -150,29 +152,20 @@ def make_plan(options: MixminOptions) -> Plan:
     corpus = None if options.corpus is None else Corpus.load(options.corpus)
     is_bytes = corpus is None and options.tokenizer.tokenizer_model is None
     sample_tokens = experts.sample_tokens or (SAMPLE_BYTES if is_bytes else SAMPLE_TOKENS)
-    coder: TextCoder
+    coder: TextCoder | None
     domains: Domains
     if corpus is not None:
         names = select_domains(options.domains, corpus.names, corpus.root)
         require_training_tokens(corpus, names, "to fit a model to")
-        domains, coder = CorpusDomains(corpus, names), corpus_tokenizer(corpus)
-        known, limit = list(corpus.domains), epoch_limit(options, corpus, names)
+        domains, vocab_size = CorpusDomains(corpus, names), corpus.tokenizer.vocab_size
+        target = _target(options, list(corpus.domains), names)
+        coder, limit = _coder_of(corpus, target), epoch_limit(options, corpus, names)
     else:
-        chosen = options.tokenizer
-        if chosen.tokenizer_model is None:
-            chosen.reject_changed(["tiktoken_pattern", "eod_token"], "requires --tokenizer-model")
-            coder = ByteCoder()
-        else:
-            coder = load_tokenizer(
-                chosen.tokenizer_model, chosen.eod_token, chosen.tiktoken_pattern
-            )
-        domains = _raw_domains(options, coder, sample_tokens)
-        names = known = domains.names
-        limit = EpochLimit(dict.fromkeys(names, 0), None, None)
+        coder = _text_coder(options.tokenizer)
+        domains, vocab_size = _raw_domains(options, coder, sample_tokens), coder.vocab_size
+        names, limit = domains.names, EpochLimit(dict.fromkeys(domains.names, 0), None, None)
+        target = _target(options, names, names)
     limit.check()
-    target = average_target(names)
-    if options.target is not None:
-        target = parse_target(options.target, known, options.source)
     if len(names) < 2:
         raise UserError(f"{domains.where} has only one domain to weigh; add another domain")
     prior = prior_weights(estimate.prior, domains.sizes, domains.where)
@@ -183,6 +176,7 @@ def make_plan(options: MixminOptions) -> Plan:
         domains=domains,
         corpus=corpus,
         coder=coder,
+        vocab_size=vocab_size,
         target=target,
         limits=Limits(prior, *bounds_within(*bounds, caps)),
         without_epochs=Limits(prior, *bounds_within(*bounds, [])),
@@ -190,6 +184,31 @@ def make_plan(options: MixminOptions) -> Plan:
         sample_tokens=sample_tokens,
         target_tokens=experts.target_text_tokens or (TARGET_BYTES if is_bytes else TARGET_TOKENS),
     )
+
+
+def _target(options: MixminOptions, known: Sequence[str], weighed: Sequence[str]) -> Target:
+    """Parse ``--target`` with domains of ``known``; default: the average of ``weighed``."""
+    if options.target is None:
+        return average_target(weighed)
+    return parse_target(options.target, known, options.source)
+
+
+def _coder_of(corpus: Corpus, target: Target) -> TextCoder | None:
+    """Return the corpus's tokenizer; None if it is missing, unless the target has texts."""
+    try:
+        return corpus_tokenizer(corpus)
+    except UserError:
+        if target.texts:
+            raise
+        return None
+
+
+def _text_coder(options: ExpertTokenizer) -> TextCoder:
+    """Return the tokenizer of raw text."""
+    if options.tokenizer_model is None:
+        options.reject_changed(["tiktoken_pattern", "eod_token"], "requires --tokenizer-model")
+        return ByteCoder()
+    return load_tokenizer(options.tokenizer_model, options.eod_token, options.tiktoken_pattern)
 
 
 def _raw_domains(options: MixminOptions, coder: TextCoder, sample_tokens: int) -> RawDomains:
@@ -221,6 +240,7 @@ def read_target(plan: Plan) -> dict[str, Blocks]:
     seed, blocks = plan.options.estimate.estimate_seed, dict[str, Blocks]()
     for name in plan.target.shares:
         if name in plan.target.texts:
+            assert plan.coder is not None, "a target with texts requires a tokenizer"
             file = read_target_text(
                 plan.options.source,
                 plan.target.texts[name],
@@ -248,12 +268,12 @@ def predict(plan: Plan, blocks: Mapping[str, Blocks]) -> TargetText:
     """Fit a model to a sample of each domain, and predict the target with it."""
     streams = [block.tokens for block in blocks.values()]
     ends = np.cumsum([len(stream) for stream in streams])[:-1]
-    names, vocab_size = plan.domains.names, plan.coder.vocab_size
+    names = plan.domains.names
     probabilities = np.empty((sum(map(len, streams)), len(names)))
     with progress_bar(len(names), " domains", "n-grams", delay=SECONDS_WITHOUT_BAR) as bar:
         for number, name in enumerate(names):
             sample = plan.domains.sample(name, plan.sample_tokens)
-            model = NgramModel.fit(sample.tokens[:], vocab_size, plan.order)
+            model = NgramModel.fit(sample.tokens[:], plan.vocab_size, plan.order)
             for part, stream in zip(np.split(probabilities[:, number], ends), streams, strict=True):
                 part[:] = model.probabilities(stream)
             bar.update()
@@ -290,7 +310,7 @@ def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText)
     }
     # Per-document log-likelihoods of token frequencies and of the mixture.
     frequencies = np.concatenate(
-        [_frequency_likelihoods(block, plan.coder.vocab_size, seed) for block in blocks.values()]
+        [_frequency_likelihoods(block, plan.vocab_size, seed) for block in blocks.values()]
     )
     mixed = np.log(text.probabilities @ weights)
     advantage = text.document_sums(text.shares * (mixed - frequencies))
@@ -320,8 +340,10 @@ def _frequency_likelihoods(block: Blocks, vocab_size: int, seed: int) -> Array:
     return found
 
 
-def _examples(coder: TextCoder, blocks: Mapping[str, Blocks], advantage: Array) -> list[str]:
+def _examples(coder: TextCoder | None, blocks: Mapping[str, Blocks], advantage: Array) -> list[str]:
     """Return the beginnings of the documents that the domains explain least, if any."""
+    if coder is None:
+        return []
     places = [
         (block, int(start), int(stop))
         for block in blocks.values()
@@ -438,7 +460,7 @@ def report_lines(
         examples = "".join(f"\n    {example}" for example in estimate.examples)
         lines.append(
             f"{estimate.unexplained:.0%} of the target is in documents that no domain explains: "
-            f"the target's own {tokens[:-1]} frequencies predict them better, for example{examples}"
+            f"the target's own {tokens[:-1]} frequencies predict them better{examples}"
         )
     if takes_estimate:
         reason = "" if is_worth(plan, estimate) else " (--accept-uncertain)"

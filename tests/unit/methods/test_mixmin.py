@@ -1,0 +1,221 @@
+"""MixMin with n-gram models, from text to mixture."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts import Mixture, MixtureWarning
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.embedding.windows import in_memory
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.mixmin import (
+    EstimateOptions,
+    ExpertOptions,
+    ExpertTokenizer,
+    MixminOptions,
+    compute,
+)
+from megatron_chameleon.methods.mixmin.text import ByteCoder, choose_blocks, count_leaked
+
+QUICK = EstimateOptions(bootstrap_resamples=10)
+WORDS = {
+    "sea": ["wave", "tide", "reef", "sail", "gull", "salt", "deck", "rope", "fish", "port"],
+    "law": ["court", "judge", "brief", "plea", "jury", "bench", "oath", "writ", "clerk", "suit"],
+    "farm": [
+        "barn",
+        "field",
+        "wheat",
+        "plough",
+        "cattle",
+        "hedge",
+        "seed",
+        "soil",
+        "fence",
+        "mill",
+    ],
+}
+
+
+def sentence(rng, words, length=40):
+    return " ".join(rng.choice(words, length))
+
+
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Three domains, and a target of three parts of the first and one of the second."""
+    rng = np.random.default_rng(0)
+    paths = {}
+    for name, words in WORDS.items():
+        documents = [sentence(rng, words) for _ in range(60)]
+        paths[name] = write_lines(tmp_path / f"{name}.jsonl", documents)
+    mixed = [sentence(rng, WORDS["law" if i % 4 == 3 else "sea"]) for i in range(40)]
+    paths["target"] = write_lines(tmp_path / "target.jsonl", mixed)
+    return paths
+
+
+@pytest.fixture
+def options(texts, tmp_path):
+    def make(**changes):
+        domains = tuple((f"{name}={texts[name]}",) for name in WORDS)
+        settings = {
+            "source": SourceOptions(domains),
+            "output": tmp_path / "out" / "mixture.json",
+            "target": f"mine={texts['target']}",
+            "estimate": QUICK,
+        }
+        return MixminOptions(**(settings | changes))
+
+    return make
+
+
+def test_weights_are_the_shares_of_the_target(options):
+    compute(options())
+    mixture = Mixture.load(options().output)
+    assert mixture.parameters["written"] == "estimate"
+    assert mixture.weights["sea"] == pytest.approx(0.75, abs=0.05)
+    assert mixture.weights["law"] == pytest.approx(0.25, abs=0.05)
+    low, high = mixture.intervals["sea"]
+    assert low <= mixture.weights["sea"] <= high
+    gain = mixture.parameters["predicted_gain"]["uniform"]
+    assert gain["low"] > 0.05
+
+
+def test_limits_hold(options):
+    estimate = EstimateOptions(bootstrap_resamples=10, max_weight="sea=0.5", min_weight="farm=0.1")
+    compute(options(estimate=estimate))
+    weights = Mixture.load(options().output).weights
+    assert weights["sea"] == pytest.approx(0.5)
+    assert weights["farm"] == pytest.approx(0.1)
+
+
+def test_a_target_that_resembles_no_domain_gets_the_prior(options, tmp_path, capsys):
+    rng = np.random.default_rng(1)
+    digits = [" ".join(map(str, rng.integers(0, 10**9, 40))) for _ in range(30)]
+    path = write_lines(tmp_path / "digits.jsonl", digits)
+    compute(options(target=f"digits={path}"))
+    mixture = Mixture.load(options().output)
+    assert list(mixture.weights.values()) == pytest.approx([1 / 3] * 3)
+    assert mixture.parameters["resembles"] is False
+    assert mixture.parameters["unexplained"] > 0.9
+    assert digits[0][:20] in capsys.readouterr().out or mixture.parameters["unexplained"] > 0.9
+    accepting = EstimateOptions(bootstrap_resamples=10, accept_uncertain=True)
+    compute(options(target=f"digits={path}", estimate=accepting))
+    assert Mixture.load(options().output).parameters["written"] == "estimate"
+
+
+def test_the_average_of_the_domains_has_nothing_to_win(options):
+    compute(options(target=None))
+    mixture = Mixture.load(options().output)
+    assert mixture.parameters["written"] == "prior"
+    assert list(mixture.weights.values()) == pytest.approx([1 / 3] * 3)
+    assert max(mixture.parameters["estimate"].values()) < 0.45
+
+
+def test_target_documents_in_the_training_text_are_counted(options, texts, tmp_path):
+    lines = texts["sea"].read_text().splitlines()[:12] + texts["target"].read_text().splitlines()
+    leaked = tmp_path / "leaked.jsonl"
+    leaked.write_text("\n".join(lines) + "\n")
+    with pytest.warns(MixtureWarning, match="12 of 52 documents"):
+        compute(options(target=f"mine={leaked}"))
+
+
+def test_an_added_domain_reads_only_its_own_text(options, texts, tmp_path, monkeypatch):
+    compute(options(source=SourceOptions(tuple((f"{n}={texts[n]}",) for n in ("sea", "law")))))
+    read = []
+    from megatron_chameleon.methods.mixmin import text as module
+
+    original = module.sample_documents
+
+    def recording(source, sources, name, *rest):
+        read.append(name)
+        return original(source, sources, name, *rest)
+
+    monkeypatch.setattr(module, "sample_documents", recording)
+    compute(options())
+    assert sorted(read) == ["farm", "mine"]
+    first = Mixture.load(options().output)
+    # A damaged sample, and a sample of changed text, are read again.
+    (options().output.parent / "samples" / "law.npz").write_bytes(b"damaged")
+    write_lines(texts["sea"], [json.loads(line)["text"] for line in texts["sea"].open()][:50])
+    read.clear()
+    compute(options())
+    assert sorted(read) == ["law", "mine", "sea"]
+    assert Mixture.load(options().output).weights != first.weights
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": SourceOptions(())},
+        {"token_budget": 1000},
+        {"tokenizer": ExpertTokenizer(eod_token="<end>")},
+        {"target": "unknown"},
+        {"estimate": EstimateOptions(prior="missing.json")},
+        {"estimate": EstimateOptions(min_weight="0.5")},
+    ],
+)
+def test_invalid_options_are_errors(options, changes):
+    with pytest.raises(UserError):
+        compute(options(**changes))
+    assert not options().output.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"text": "a few words"}\n', b"\x00\x01\xff\xfe" * 100])
+def test_a_target_without_enough_text_is_an_error(options, tmp_path, content):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="--target"):
+        compute(options(target=f"bad={path}"))
+
+
+def test_a_corpus_domain_is_a_target(corpus, tmp_path):
+    names = corpus.names
+    output = tmp_path / "mixture.json"
+    compute(
+        MixminOptions(
+            corpus=corpus.root,
+            output=output,
+            target=names[0],
+            estimate=EstimateOptions(bootstrap_resamples=5, accept_uncertain=True),
+            experts=ExpertOptions(ngram_order=2),
+        )
+    )
+    mixture = Mixture.load(output)
+    assert set(mixture.weights) == set(names)
+    assert max(mixture.weights, key=mixture.weights.get) == names[0]
+    assert math.fsum(mixture.weights.values()) == pytest.approx(1)
+
+
+def test_bytes_are_encoded_and_decoded():
+    coder = ByteCoder()
+    tokens, lengths = coder.encode_documents(["héllo", "", "\N{SNOWMAN}"])
+    assert lengths.tolist() == [7, 1, 4]
+    assert tokens[[6, 7, 11]].tolist() == [256] * 3
+    assert coder.decode(tokens.tolist()) == "héllo\N{SNOWMAN}"
+
+
+def test_blocks_cover_documents_up_to_the_maximum():
+    lengths = np.array([5000, 0, 300, 2048, *[100] * 30], np.int32)
+    file = in_memory("memory", np.arange(lengths.sum()).astype(np.int32), lengths)
+    everything = choose_blocks(file, 10**6, 0, "all")
+    np.testing.assert_array_equal(everything.tokens, np.arange(lengths.sum()))
+    assert len(everything.starts) == 33
+    some = choose_blocks(file, 4000, 0, "some")
+    assert 1500 < len(some.tokens) <= 4000
+    assert np.isin(some.tokens, everything.tokens).all()
+
+
+def test_leaked_documents_are_found_once():
+    training = in_memory("t", np.arange(100, dtype=np.int32), np.array([20, 30, 50], np.int32))
+    held_out = np.concatenate([np.arange(20, 50), np.arange(1, 21), np.arange(20, 50)])
+    target = in_memory("x", held_out.astype(np.int32), np.array([30, 20, 30], np.int32))
+    assert count_leaked(target, training) == (2, 3)

@@ -1,0 +1,166 @@
+"""MixMin: the maximum, the strength of the prior, and predicted gains."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+from scipy.special import rel_entr
+
+from megatron_chameleon.mixture.mixmin import (
+    Limits,
+    TargetText,
+    bootstrap_mixmin,
+    choose_strength,
+    document_folds,
+    explained_shares,
+    mixmin_weights,
+    predicted_gain,
+)
+
+VOCAB = 30
+
+
+def models(rng: np.random.Generator, k: int, concentration: float = 0.3):
+    """Return k distributions over the vocabulary."""
+    return rng.dirichlet(np.full(VOCAB, concentration), size=k)
+
+
+def sampled_text(rng, experts, weights, *, documents=20, length=200, spread=0.0) -> TargetText:
+    """Sample documents from the mixture; ``spread`` varies the weights between documents."""
+    probabilities = []
+    for _ in range(documents):
+        own = weights if not spread else rng.dirichlet(np.maximum(weights / spread, 1e-3))
+        tokens = rng.choice(VOCAB, size=length, p=own @ experts)
+        probabilities.append(experts[:, tokens].T)
+    count = documents * length
+    return TargetText(
+        np.concatenate(probabilities) + 1e-12,
+        np.full(count, 1 / count),
+        np.repeat(np.arange(documents), length),
+    )
+
+
+def unlimited(k: int) -> Limits:
+    return Limits(np.full(k, 1 / k), np.zeros(k), np.ones(k))
+
+
+def penalized(text: TargetText, limits: Limits, strength: float, weights: np.ndarray) -> float:
+    penalty = strength * rel_entr(limits.prior, weights).sum() if strength else 0.0
+    return text.log_likelihood(weights) - penalty
+
+
+@pytest.mark.parametrize("k", [2, 7, 40])
+@pytest.mark.parametrize("strength", [0.0, 0.1])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_the_objective_is_that_of_a_general_solver(k, strength, bounded):
+    rng = np.random.default_rng([k, bounded])
+    text = sampled_text(rng, models(rng, k), rng.dirichlet(np.full(k, 0.3)))
+    low = np.full(k, 0.3 / k if bounded else 0.0)
+    high = np.full(k, max(1.5 / k, 0.3) if bounded else 1.0)
+    limits = Limits(rng.dirichlet(np.ones(k)), low, high)
+    found = mixmin_weights(text, limits, strength)
+    assert found.sum() == pytest.approx(1, abs=1e-12)
+    assert (found >= low - 1e-12).all()
+    assert (found <= high + 1e-12).all()
+    start = limits.placed_prior * 0.999 + 0.001 / k
+    solved = minimize(
+        lambda w: -penalized(text, limits, strength, w),
+        np.clip(start, low, high),
+        bounds=list(zip(np.maximum(low, 1e-9), high, strict=True)),
+        constraints=[{"type": "eq", "fun": lambda w: w.sum() - 1}],
+        method="SLSQP",
+        options={"maxiter": 500, "ftol": 1e-13},
+    ).x
+    assert penalized(text, limits, strength, found) >= penalized(text, limits, strength, solved) - (
+        1e-5
+    )
+
+
+def test_weights_of_sampled_text_are_found():
+    rng = np.random.default_rng(0)
+    true = np.array([0.6, 0.3, 0.1, 0.0, 0.0])
+    text = sampled_text(rng, models(rng, 5), true, documents=50, length=2000)
+    np.testing.assert_allclose(mixmin_weights(text, unlimited(5)), true, atol=0.03)
+
+
+def test_strength_interpolates_between_the_likelihood_and_the_prior():
+    rng = np.random.default_rng(1)
+    text = sampled_text(rng, models(rng, 4), np.array([0.7, 0.1, 0.1, 0.1]))
+    limits = Limits(np.array([0.1, 0.2, 0.3, 0.4]), np.zeros(4), np.ones(4))
+    distances = [
+        np.abs(mixmin_weights(text, limits, strength) - limits.prior).sum()
+        for strength in (0.0, 0.1, 1.0, 10.0, 1000.0, math.inf)
+    ]
+    assert distances == sorted(distances, reverse=True)
+    assert distances[-1] == 0
+
+
+def test_cross_validation_prefers_the_prior_where_documents_say_nothing():
+    """Documents that are sampled from different domains predict nothing about others."""
+    rng = np.random.default_rng(2)
+    experts = models(rng, 6)
+    few = sampled_text(rng, experts, np.full(6, 1 / 6), documents=8, length=400, spread=3.0)
+    many = sampled_text(rng, experts, np.array([0.8, 0.2, 0, 0, 0, 0]), documents=40)
+    assert choose_strength(few, unlimited(6)).strength > 0.1
+    assert choose_strength(many, unlimited(6)).strength <= 0.03
+
+
+def test_predicted_gains_are_not_optimistic():
+    """The mean over many targets is the gain on new documents, within its standard error."""
+    errors, optimistic, covered = [], [], 0
+    weights, uniform = np.array([0.3, 0.3, 0.2, 0.2]), np.full(4, 0.25)
+    for seed in range(60):
+        rng = np.random.default_rng([3, seed])
+        experts = models(rng, 4, concentration=2.0)
+        text, new = (
+            sampled_text(rng, experts, weights, documents=count, length=50, spread=0.3)
+            for count in (12, 400)
+        )
+        fit = choose_strength(text, unlimited(4), strengths=(0.1,), seed=seed)
+        found = mixmin_weights(text, unlimited(4), fit.strength)
+        true = new.log_likelihood(found) - new.log_likelihood(uniform)
+        gain = predicted_gain(text, fit, uniform)
+        errors.append(gain.gain - true)
+        optimistic.append(text.log_likelihood(found) - text.log_likelihood(uniform) - true)
+        covered += gain.low <= true <= gain.high
+    errors, optimistic = np.array(errors), np.array(optimistic)
+    standard_error = errors.std(ddof=1) / math.sqrt(len(errors))
+    assert abs(errors.mean()) < 3 * standard_error
+    assert optimistic.mean() > 3 * standard_error
+    assert covered >= 44  # 90% intervals of 60 targets; fewer by chance once in a thousand
+
+
+def test_bootstrap_intervals_narrow_with_more_documents():
+    rng = np.random.default_rng(4)
+    experts, weights = models(rng, 3), np.array([0.5, 0.3, 0.2])
+    widths = []
+    for documents in (5, 80):
+        text = sampled_text(rng, experts, weights, documents=documents, length=60)
+        found = mixmin_weights(text, unlimited(3))
+        resampled = bootstrap_mixmin(text, unlimited(3), 0.0, found, 50)
+        np.testing.assert_allclose(resampled.sum(axis=1), 1)
+        widths.append(resampled.std(axis=0).mean())
+    assert widths[1] < 0.6 * widths[0]
+
+
+def test_folds_divide_documents_evenly():
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(1, 100, 40)
+    documents = np.repeat(np.arange(40), lengths)
+    text = TargetText(
+        np.ones((lengths.sum(), 2)), np.full(lengths.sum(), 1 / lengths.sum()), documents
+    )
+    folds = document_folds(text, 5)
+    shares = np.bincount(folds, lengths) / lengths.sum()
+    assert len(shares) == 5
+    assert np.abs(shares - 0.2).max() < 0.1
+
+
+def test_explained_shares_are_the_weights_at_the_maximum():
+    rng = np.random.default_rng(6)
+    text = sampled_text(rng, models(rng, 4), np.array([0.4, 0.3, 0.2, 0.1]))
+    weights = mixmin_weights(text, unlimited(4))
+    np.testing.assert_allclose(explained_shares(text, weights), weights, atol=2e-3)
