@@ -153,6 +153,7 @@ class Choice:
             usable, which the error for an unknown value contains.
         listing_flag: the flag that lists the values.
         listing: returns the text that ``listing_flag`` prints.
+        others: flag -> the tool that runs instead if the flag is passed.
     """
 
     flag: str
@@ -160,6 +161,7 @@ class Choice:
     find: Callable[[], tuple[Mapping[str, Tool], Sequence[str]]]
     listing_flag: str
     listing: Callable[[], str]
+    others: Mapping[str, Tool] = dataclasses.field(default_factory=dict)
 
     def run(self) -> NoReturn:
         """Run the selected tool with the other arguments, and exit the process."""
@@ -169,6 +171,11 @@ class Choice:
             if rank == 0:
                 print(self.listing())
             leave(0)
+        for flag in filter(argv.__contains__, self.others):
+            if values:
+                exit_with_error(f"{flag} has no effect with {self.flag}; leave one out", rank)
+            rest = [argument for argument in argv if argument != flag]
+            self.others[flag].run(rest, prog=f"{os.path.basename(sys.argv[0])} {flag}")
         if len(values) > 1:
             exit_with_error(
                 f"{self.flag} appears {len(values)} times ({', '.join(values)}): each value has "

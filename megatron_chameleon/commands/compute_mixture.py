@@ -1,6 +1,7 @@
 """Compute a mixture of domains with Chameleon or another method.
 
 N ranks: ``torchrun --nproc-per-node N -m megatron_chameleon compute_mixture [--method M] ...``.
+With ``--headroom``, only predict what a mixture can gain.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_chameleon.cli import Choice, Tool
 from megatron_chameleon.methods.method import DEFAULT_METHOD, discover_methods, format_method_list
+from megatron_chameleon.methods.mixmin import HeadroomOptions, compute_headroom
 
 
 def find_tools() -> tuple[Mapping[str, Tool], Sequence[str]]:
@@ -18,4 +20,11 @@ def find_tools() -> tuple[Mapping[str, Tool], Sequence[str]]:
     return tools, found.unusable
 
 
-COMMAND = Choice("--method", DEFAULT_METHOD, find_tools, "--list-methods", format_method_list)
+COMMAND = Choice(
+    "--method",
+    DEFAULT_METHOD,
+    find_tools,
+    "--list-methods",
+    format_method_list,
+    {"--headroom": Tool(compute_headroom, HeadroomOptions)},
+)

@@ -73,12 +73,8 @@ class EstimateOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixminOptions(OutputOptions):
-    """Choose the weights under which the domains' n-gram models predict a target text best.
-
-    The domains are those of a corpus (--corpus), or raw text (--input NAME=PATH ...), of which only
-    a sample is read. No model is trained, and no GPU is used.
-    """
+class DomainsAndTarget(CheckedOptions):
+    """The domains to weigh, the target, and how the weights are estimated."""
 
     corpus: Path | None = None
     """Folder written by preprocess_data or import_corpus. Pass either --corpus or --input; the
@@ -90,7 +86,7 @@ class MixminOptions(OutputOptions):
     target: str | None = None
     """What the mixture is for: domains such as a,b, or a=2,b=1 with their shares, and texts such as
     NAME=PATH or NAME=PATH=2, in the format of --input. Domains are represented by their validation
-    text. Default: all domains with equal shares."""
+    text; they may be held out of training. Default: all domains with equal shares."""
     store: Path | None = None
     """Folder that keeps the samples of --input; default: the folder 'samples' next to the
     output."""
@@ -104,9 +100,46 @@ class MixminOptions(OutputOptions):
             raise UserError("pass either --corpus, or --input NAME=PATH for each domain")
         if self.corpus is not None:
             self.reject_changed(["tokenizer", "store"], "applies only to --input")
-        else:
+
+    @property
+    def samples_folder(self) -> Path:
+        """Return ``--store``, or its default."""
+        return self.store or Path("samples")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixminOptions(DomainsAndTarget, OutputOptions):
+    """Choose the weights under which the domains' n-gram models predict a target text best.
+
+    The domains are those of a corpus (--corpus), or raw text (--input NAME=PATH ...), of which only
+    a sample is read. No model is trained, and no GPU is used.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise UserError for options that contradict each other or have no effect."""
+        super().__post_init__()
+        if self.corpus is None:
             reason = "requires token counts, which --input does not have; preprocess the text"
             self.reject_changed(["token_budget"], reason)
+
+    @property
+    def samples_folder(self) -> Path:
+        """Return ``--store``, or its default."""
+        return self.store or self.output.parent / "samples"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadroomOptions(DomainsAndTarget):
+    """Predict what any mixture can gain for a target, before a proxy is trained.
+
+    The gain of MixMin's weights over Uniform, the natural mixture and --prior is compared with the
+    differences between seeds. No mixture is written.
+    """
+
+    seed_noise: str | None = None
+    """Standard deviation, between seeds, of the difference of the target's loss between two paired
+    runs, in nats: a number, or the compare_methods.json of earlier runs. Default: 0.03, as for
+    models of 0.5 million parameters trained on 2 million tokens."""
 
 
 def compute(options: MixminOptions) -> None:
@@ -127,3 +160,10 @@ METHOD = Method(
     "gain anything",
     source="Thudi et al.: MixMin, arXiv 2502.10510",
 )
+
+
+def compute_headroom(options: HeadroomOptions) -> None:
+    """Print the predicted gains, and the runs needed to see them."""
+    from megatron_chameleon.methods.mixmin.headroom import print_headroom
+
+    print_headroom(options)

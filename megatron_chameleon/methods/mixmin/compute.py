@@ -17,7 +17,7 @@ from megatron_chameleon.corpus.target import Target, average_target, parse_targe
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.limits import bounds_within, prior_weights
-from megatron_chameleon.methods.mixmin import ExpertTokenizer, MixminOptions
+from megatron_chameleon.methods.mixmin import DomainsAndTarget, ExpertTokenizer, MixminOptions
 from megatron_chameleon.methods.mixmin.text import (
     Blocks,
     ByteCoder,
@@ -87,7 +87,7 @@ class Plan:
         target_tokens: maximum tokens of the target.
     """
 
-    options: MixminOptions
+    options: DomainsAndTarget
     domains: Domains
     corpus: Corpus | None
     coder: TextCoder | None
@@ -139,10 +139,10 @@ def compute_mixture(options: MixminOptions) -> None:
     blocks = read_target(plan)
     text = predict(plan, blocks)
     estimate = estimate_weights(plan, blocks, text)
-    write(plan, blocks, text, estimate, stopwatch)
+    write(options, plan, blocks, text, estimate, stopwatch)
 
 
-def make_plan(options: MixminOptions) -> Plan:
+def make_plan(options: DomainsAndTarget) -> Plan:
     """Check the options, and find the files that they name.
 
     Raises:
@@ -159,13 +159,16 @@ def make_plan(options: MixminOptions) -> Plan:
         require_training_tokens(corpus, names, "to fit a model to")
         domains, vocab_size = CorpusDomains(corpus, names), corpus.tokenizer.vocab_size
         target = _target(options, list(corpus.domains), names)
-        coder, limit = _coder_of(corpus, target), epoch_limit(options, corpus, names)
+        coder, limit = _coder_of(corpus, target), EpochLimit({}, None, None)
+        if isinstance(options, MixminOptions):
+            limit = epoch_limit(options, corpus, names)
     else:
         coder = _text_coder(options.tokenizer)
         domains, vocab_size = _raw_domains(options, coder, sample_tokens), coder.vocab_size
-        names, limit = domains.names, EpochLimit(dict.fromkeys(domains.names, 0), None, None)
+        names, limit = domains.names, EpochLimit({}, None, None)
         target = _target(options, names, names)
-    limit.check()
+    if limit.caps is not None:
+        limit.check()
     if len(names) < 2:
         raise UserError(f"{domains.where} has only one domain to weigh; add another domain")
     prior = prior_weights(estimate.prior, domains.sizes, domains.where)
@@ -186,7 +189,7 @@ def make_plan(options: MixminOptions) -> Plan:
     )
 
 
-def _target(options: MixminOptions, known: Sequence[str], weighed: Sequence[str]) -> Target:
+def _target(options: DomainsAndTarget, known: Sequence[str], weighed: Sequence[str]) -> Target:
     """Parse ``--target`` with domains of ``known``; default: the average of ``weighed``."""
     if options.target is None:
         return average_target(weighed)
@@ -211,7 +214,7 @@ def _text_coder(options: ExpertTokenizer) -> TextCoder:
     return load_tokenizer(options.tokenizer_model, options.eod_token, options.tiktoken_pattern)
 
 
-def _raw_domains(options: MixminOptions, coder: TextCoder, sample_tokens: int) -> RawDomains:
+def _raw_domains(options: DomainsAndTarget, coder: TextCoder, sample_tokens: int) -> RawDomains:
     """Find the files of ``--input``, without reading them."""
     sources: dict[str, list[Source]] = {}
     for found in find_sources(options.source):
@@ -224,7 +227,7 @@ def _raw_domains(options: MixminOptions, coder: TextCoder, sample_tokens: int) -
         options.source,
         {name: sources[name] for name in chosen},
         coder,
-        options.store or options.output.parent / "samples",
+        options.samples_folder,
         sample_tokens,
         options.estimate.estimate_seed,
         holds_out=not target or not target.texts.keys() >= target.shares.keys(),
@@ -360,13 +363,8 @@ def _examples(coder: TextCoder | None, blocks: Mapping[str, Blocks], advantage: 
     return examples
 
 
-def is_worth(plan: Plan, estimate: Estimate) -> bool:
-    """Whether the weights are certain to be better than the prior, by more than a little."""
-    gain = estimate.gains["prior"]
-    return estimate.resembles and gain.low > 0 and gain.gain >= LEAST_GAIN
-
-
 def write(
+    options: MixminOptions,
     plan: Plan,
     blocks: Mapping[str, Blocks],
     text: TargetText,
@@ -374,9 +372,8 @@ def write(
     stopwatch: Stopwatch,
 ) -> None:
     """Write the weights, or the prior if they are not certain to be better; print the result."""
-    options, names = plan.options, plan.domains.names
-    settings, limits = options.estimate, plan.limits
-    takes_estimate = is_worth(plan, estimate) or settings.accept_uncertain
+    names, settings, limits = plan.domains.names, options.estimate, plan.limits
+    takes_estimate = settings.accept_uncertain or reason_for_prior(estimate) is None
     weights = estimate.weights if takes_estimate else limits.placed_prior
     free = weights
     if options.max_epochs is not None:
@@ -430,60 +427,72 @@ def write(
         provenance=provenance(options, inputs),
         cost=stopwatch.cost(),
     )
-    lines = report_lines(plan, text, estimate, takes_estimate=takes_estimate)
+    lines = [*describe(plan, text, estimate), *decision(plan, estimate, takes_estimate)]
     write_and_print(mixture, options, plan.corpus, "\n".join(lines))
 
 
-def report_lines(
-    plan: Plan, text: TargetText, estimate: Estimate, *, takes_estimate: bool
-) -> list[str]:
-    """Describe the target, the predicted gains, what is written and why."""
-    target, names = plan.target, plan.domains.names
+def describe(plan: Plan, text: TargetText, estimate: Estimate) -> list[str]:
+    """Describe the target, the predicted gains, and documents that no domain explains."""
+    target, unit = plan.target, unit_of(plan)
     parts = [f"{name} ({share:.0%})" for name, share in target.shares.items()]
     what = "the average over the domains" if target.value is None else format_names(parts)
-    tokens = "bytes" if isinstance(plan.coder, ByteCoder) else "tokens"
     lines = [
         f"MixMin with {plan.order}-gram models; target: {what}; "
-        f"{len(text.shares):,} {tokens} of {text.num_documents:,} documents"
+        f"{len(text.shares):,} {unit}s of {text.num_documents:,} documents"
     ]
-    labels = {"uniform": "Uniform", "natural": "natural", "prior": "the prior"}
-    shown = dict(estimate.gains)
-    if plan.options.estimate.prior in shown:
-        del shown["prior"]
-    for name, gain in shown.items():
+    for name, gain in shown_gains(plan, estimate).items():
         lines.append(
-            f"predicted gain over {labels[name]}: {gain.gain:.4f} nats per {tokens[:-1]} "
+            f"predicted gain over {name}: {gain.gain:.4f} nats per {unit} "
             f"({gain.low:.4f} to {gain.high:.4f}), perplexity x {math.exp(-gain.gain):.3f}"
         )
-    prior, gain = plan.options.estimate.prior, estimate.gains["prior"]
     if estimate.unexplained > 0:
         examples = "".join(f"\n    {example}" for example in estimate.examples)
         lines.append(
             f"{estimate.unexplained:.0%} of the target is in documents that no domain explains: "
-            f"the target's own {tokens[:-1]} frequencies predict them better{examples}"
+            f"the target's own {unit} frequencies predict them better{examples}"
         )
+    return lines
+
+
+def unit_of(plan: Plan) -> str:
+    """Return what the models predict: a byte or a token."""
+    return "byte" if isinstance(plan.coder, ByteCoder) else "token"
+
+
+def shown_gains(plan: Plan, estimate: Estimate) -> dict[str, PredictedGain]:
+    """Return label -> gain over each baseline, without the prior if it is another baseline."""
+    labels = {"uniform": "Uniform", "natural": "the natural mixture"}
+    prior, found = plan.options.estimate.prior, estimate.gains
+    gains = {label: found[name] for name, label in labels.items() if name in found}
+    if prior not in labels:
+        gains[f"the prior {prior}"] = found["prior"]
+    return gains
+
+
+def reason_for_prior(estimate: Estimate) -> str | None:
+    """Return why the weights are not worth more than the prior; None if they are."""
+    gain = estimate.gains["prior"]
+    if not estimate.resembles:
+        return "the target resembles none of the domains"
+    if gain.gain < LEAST_GAIN:
+        return f"there is nothing to win: the gain over it is below {LEAST_GAIN:g} nats"
+    if gain.low <= 0:
+        return "the gain over it is not certain"
+    return None
+
+
+def decision(plan: Plan, estimate: Estimate, takes_estimate: bool) -> list[str]:
+    """Describe which weights are written, and why; with the estimate, if it is not written."""
+    reason = reason_for_prior(estimate)
     if takes_estimate:
-        reason = "" if is_worth(plan, estimate) else " (--accept-uncertain)"
-        lines.append(f"written: the estimated weights{reason}")
-    else:
-        why = "the gain over it is not certain"
-        if not estimate.resembles:
-            why = "the target resembles none of the domains"
-        elif gain.gain < LEAST_GAIN:
-            why = f"there is nothing to win: the gain over it is below {LEAST_GAIN:g} nats"
-        lines.append(
-            f"written: the prior '{prior}' within the limits, since {why}; --accept-uncertain "
-            "writes the estimate"
-        )
+        return [f"written: the estimated weights{' (--accept-uncertain)' if reason else ''}"]
+    names = plan.domains.names
     rows = [["domain", "estimate", "explains"]]
     for number in np.argsort(-estimate.weights, kind="stable"):
-        rows.append(
-            [
-                names[number],
-                format_weight(estimate.weights[number]),
-                f"{estimate.explained[number]:.1%}",
-            ]
-        )
-    if not takes_estimate:
-        lines += align_columns(rows)
-    return lines
+        weight, share = estimate.weights[number], estimate.explained[number]
+        rows.append([names[number], format_weight(weight), f"{share:.1%}"])
+    return [
+        f"written: the prior '{plan.options.estimate.prior}' within the limits, since {reason}; "
+        "--accept-uncertain writes the estimate",
+        *align_columns(rows),
+    ]

@@ -16,9 +16,12 @@ from megatron_chameleon.methods.mixmin import (
     EstimateOptions,
     ExpertOptions,
     ExpertTokenizer,
+    HeadroomOptions,
     MixminOptions,
     compute,
+    compute_headroom,
 )
+from megatron_chameleon.methods.mixmin.headroom import parse_noise, seeds_needed
 from megatron_chameleon.methods.mixmin.text import ByteCoder, choose_blocks, count_leaked
 
 QUICK = EstimateOptions(bootstrap_resamples=10)
@@ -219,3 +222,58 @@ def test_leaked_documents_are_found_once():
     held_out = np.concatenate([np.arange(20, 50), np.arange(1, 21), np.arange(20, 50)])
     target = in_memory("x", held_out.astype(np.int32), np.array([30, 20, 30], np.int32))
     assert count_leaked(target, training) == (2, 3)
+
+
+@pytest.fixture
+def headroom(options, tmp_path, capsys):
+    """``headroom(**changes)``: the printed lines."""
+
+    def run(**changes):
+        given = options()
+        settings = {"source": given.source, "target": given.target, "estimate": QUICK}
+        settings |= {"store": tmp_path / "samples"}
+        compute_headroom(HeadroomOptions(**(settings | changes)))
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_headroom_reports_whether_a_mixture_is_worth_computing(headroom, options):
+    lines = headroom()
+    assert lines[-1].startswith("a mixture for this target is worth computing")
+    assert not options().output.exists()
+    assert headroom(target=None)[-1].startswith("train with 'uniform'")
+
+
+@pytest.mark.parametrize(("gain", "noise", "seeds"), [(0.03, 0.03, 8), (0.3, 0.03, 2)])
+def test_seeds_needed_are_those_of_a_test_with_known_variance(gain, noise, seeds):
+    """(1.96 + 0.84)^2 (noise / gain)^2, but at least two."""
+    assert seeds_needed(gain, noise) == f"{seeds}"
+
+
+def test_seed_noise_is_read_from_a_comparison(tmp_path):
+    rng = np.random.default_rng(0)
+    base = rng.normal(3, 0.5, size=(4, 2))
+    losses = {"uniform": base, "other": base + rng.normal(0, 0.1, size=(4, 1))}
+    record = {
+        "baseline": "uniform",
+        "mixtures": {
+            name: {
+                "perplexity": {
+                    f"seed {seed}": {"a": math.exp(row[0]), "b": math.exp(row[1])}
+                    for seed, row in enumerate(values)
+                }
+            }
+            for name, values in losses.items()
+        },
+    }
+    path = tmp_path / "compare_methods.json"
+    path.write_text(json.dumps(record))
+    expected = (losses["other"] - base).mean(axis=1).std(ddof=1)
+    assert parse_noise(str(path)) == pytest.approx(expected)
+    for value in ("-1", "nan", "missing.json"):
+        with pytest.raises(UserError):
+            parse_noise(value)
+    path.write_text("{}")
+    with pytest.raises(UserError):
+        parse_noise(str(path))

@@ -1,0 +1,109 @@
+"""Headroom: what a mixture can gain for a target, compared with the differences between seeds."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from scipy.stats import norm
+
+from megatron_chameleon.artifacts.files import read_json
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.mixmin import HeadroomOptions
+from megatron_chameleon.methods.mixmin.compute import (
+    describe,
+    estimate_weights,
+    make_plan,
+    predict,
+    read_target,
+    reason_for_prior,
+    shown_gains,
+)
+
+# Paired differences of Uniform and Chameleon in the records of examples/compare_methods.sh with
+# SIZE=small have standard deviations of 0.02 to 0.04 nats between seeds.
+DEFAULT_NOISE = 0.03
+# Runs are counted for this power of a two-sided test at this level.
+POWER, LEVEL = 0.8, 0.05
+MOST_SEEDS = 1000
+
+
+def print_headroom(options: HeadroomOptions) -> None:
+    """Print predicted gains, the differences between seeds, and the runs needed to see the gains.
+
+    Raises:
+        UserError: for a mistake in the options or in the files that they name.
+    """
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    noise = parse_noise(options.seed_noise)
+    plan = make_plan(options)
+    blocks = read_target(plan)
+    text = predict(plan, blocks)
+    estimate = estimate_weights(plan, blocks, text)
+    lines = describe(plan, text, estimate)
+    where = "assumed" if options.seed_noise is None else f"--seed-noise {options.seed_noise}"
+    lines.append(f"standard deviation of a paired difference between seeds: {noise:g} ({where})")
+    for name, gain in shown_gains(plan, estimate).items():
+        lines.append(f"seeds needed to see the gain over {name}: {seeds_needed(gain.gain, noise)}")
+    reason = reason_for_prior(estimate)
+    prior = options.estimate.prior
+    if reason is None:
+        lines.append(f"a mixture for this target is worth computing: it gains over '{prior}'")
+    else:
+        lines.append(f"train with '{prior}': {reason}")
+    print("\n".join(lines))
+
+
+def seeds_needed(gain: float, noise: float) -> str:
+    """Return the number of paired runs with which a test finds ``gain`` with a power of 80%."""
+    if gain <= 0:
+        return "none, since no gain is predicted"
+    quantiles = float(norm.ppf(1 - LEVEL / 2) + norm.ppf(POWER))
+    count = max(2, math.ceil((quantiles * noise / gain) ** 2))
+    return f"{count:,}" if count <= MOST_SEEDS else f"more than {MOST_SEEDS:,}"
+
+
+def parse_noise(value: str | None) -> float:
+    """Return the standard deviation of paired differences that ``--seed-noise`` gives.
+
+    A file of compare_methods has the standard error of each mixture's difference from the baseline;
+    the result is the root mean square of the standard deviations, of the losses if they have one.
+
+    Raises:
+        UserError: if the value is neither a number above 0 nor such a file.
+    """
+    if value is None:
+        return DEFAULT_NOISE
+    try:
+        noise = float(value)
+    except ValueError:
+        noise = _recorded_noise(Path(value))
+    if not 0 < noise < math.inf:
+        raise UserError(
+            f"--seed-noise {value}: must be a number above 0, or a compare_methods.json"
+        )
+    return noise
+
+
+def _recorded_noise(path: Path) -> float:
+    record = read_json(path, "pass a number, or the compare_methods.json of a comparison")
+    try:
+        baseline, variances = record["mixtures"][record["baseline"]]["perplexity"], []
+        for mixture in record["mixtures"].values():
+            differences = [
+                sum(math.log(mixture["perplexity"][seed][name]) for name in domains) / len(domains)
+                - sum(math.log(value) for value in domains.values()) / len(domains)
+                for seed, domains in baseline.items()
+            ]
+            if any(differences):
+                mean = sum(differences) / len(differences)
+                squares = sum((each - mean) ** 2 for each in differences)
+                variances.append(squares / (len(differences) - 1))
+        return math.sqrt(sum(variances) / len(variances))
+    except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
+        raise UserError(
+            f"--seed-noise {path}: not the compare_methods.json of a comparison; pass such a file, "
+            "or a number"
+        ) from error
