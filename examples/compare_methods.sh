@@ -44,7 +44,8 @@
 #                whose corpus holds the domain out and whose mixtures have it as their target; then one
 #                table of the targets' losses. METHODS may have mixmin, chameleon-target-pretrain and
 #                chameleon-target-finetune (uniform natural chameleon chameleon-target-pretrain
-#                chameleon-target-finetune mixmin), and base models have 800 steps
+#                chameleon-target-finetune mixmin); with SIZE=small, base models have 600 steps, and
+#                there are three seeds
 #   PRETRAINED   with SIZE=small, the folder of an earlier comparison: its base models of uniform are
 #                fine-tuned on CORPUS_NAME, each with its own seed, and the first one embeds the
 #                domains (METHODS: uniform chameleon-finetune chameleon-pretrain). With

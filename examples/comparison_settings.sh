@@ -86,7 +86,7 @@ small() {
   local seed
   if [ -n "$TARGETS$TARGET" ]; then
     SEEDS=${SEEDS:-1 2 3}
-    BASE_STEPS=${BASE_STEPS:-800}
+    BASE_STEPS=${BASE_STEPS:-600}
   fi
   CORPUS_NAME=${CORPUS_NAME:-installed}
   [ -e "$HERE/data/${CORPUS_NAME}_text.sh" ] ||

@@ -60,7 +60,7 @@ from megatron_chameleon.mixture.weights import natural_weights
 from megatron_chameleon.progress import progress_bar
 
 TOKEN_ORDER, BYTE_ORDER = 3, 6
-SAMPLE_TOKENS, SAMPLE_BYTES = 2_000_000, 8_000_000
+SAMPLE_TOKENS, SAMPLE_BYTES = 1_000_000, 4_000_000
 TARGET_TOKENS, TARGET_BYTES = 1 << 17, 1 << 19
 # A smaller predicted gain, in nats per token, is not worth another mixture: 1% of perplexity, and
 # within the differences between the seeds of small models.
@@ -158,7 +158,7 @@ def make_plan(options: DomainsAndTarget) -> Plan:
         names = select_domains(options.domains, corpus.names, corpus.root)
         require_training_tokens(corpus, names, "to fit a model to")
         domains, vocab_size = CorpusDomains(corpus, names), corpus.tokenizer.vocab_size
-        target = _target(options, list(corpus.domains), names)
+        target = _target(options, list(corpus.all_domains), names)
         coder, limit = _coder_of(corpus, target), EpochLimit({}, None, None)
         if isinstance(options, MixminOptions):
             limit = epoch_limit(options, corpus, names)

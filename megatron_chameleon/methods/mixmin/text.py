@@ -26,7 +26,8 @@ from megatron_chameleon.mixture.ngram import Ids
 # Places of a corpus's domain from which its sample is taken.
 PLACES = 64
 # Documents of raw text in a sample, at least, and characters that are read for each token.
-SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 6
+SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 5
+ENCODED_TOGETHER = 64
 # One of so many sampled documents is held out if a domain of raw text is part of the target.
 HELD_OUT_EVERY = 20
 # Long documents of the target are divided into blocks, of which some are chosen.
@@ -209,7 +210,7 @@ class RawDomains:
         sample = sample_documents(
             self.source, self.sources[name], name, SAMPLED_DOCUMENTS, characters, self.seed
         )
-        file = encoded_documents(path, self.coder, _excerpts(sample.texts, characters))
+        file = in_memory(path, *_encode_up_to(self.coder, sample.texts, self.sample_tokens))
         with writing(path):
             self.store.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("wb") as stream:
@@ -225,10 +226,23 @@ class RawDomains:
 Domains = CorpusDomains | RawDomains
 
 
-def _excerpts(texts: Sequence[str], characters: int) -> list[str]:
-    """Truncate long texts, so that a document has at most a sixteenth of ``characters``."""
-    most = max(characters // 16, 1)
-    return [text[:most] for text in texts]
+def _encode_up_to(
+    coder: TextCoder, texts: Sequence[str], most: int
+) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+    """Encode documents in random order until they have ``most`` tokens.
+
+    Long documents are truncated to a sixteenth of about ``most`` tokens.
+    """
+    longest = max(most * CHARACTERS_PER_TOKEN // 16, 1)
+    order, tokens, lengths, total = np.random.default_rng(0).permutation(len(texts)), [], [], 0
+    for some in np.array_split(order, max(len(order) // ENCODED_TOGETHER, 1)):
+        encoded, sizes = coder.encode_documents([texts[number][:longest] for number in some])
+        tokens.append(encoded)
+        lengths.append(sizes)
+        total += len(encoded)
+        if total >= most:
+            break
+    return np.concatenate(tokens), np.concatenate(lengths)
 
 
 def _part(file: TokenFile, most: int, *, held_out: bool, holds_out: bool) -> TokenFile:
