@@ -171,7 +171,8 @@ def make_plan(options: DomainsAndTarget) -> Plan:
         limit.check()
     if len(names) < 2:
         raise UserError(f"{domains.where} has only one domain to weigh; add another domain")
-    prior = prior_weights(estimate.prior, domains.sizes, domains.where)
+    held_out = () if corpus is None else corpus.held_out
+    prior = prior_weights(estimate.prior, domains.sizes, domains.where, held_out)
     bounds = names, estimate.min_weight, estimate.max_weight
     caps = [] if limit.caps is None else [(limit.caps, "--max-epochs")]
     return Plan(
