@@ -99,6 +99,10 @@ class DomainOptions(CheckedOptions):
     --input is used for training; otherwise --split divides its --input as usual."""
     test_input: Inputs = ()
     """Test text, in the format of --input; the whole text goes to the test split."""
+    held_out: Inputs = ()
+    """Domains that are never trained on, as NAME=PATH in the format of --input. They are validated,
+    evaluated and embedded. The whole text goes to valid and test, in the proportions of --split,
+    and is removed from the train split of every domain. NAME must not be a domain of --input."""
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other or have no effect."""
@@ -224,7 +228,8 @@ class PreprocessOptions(CheckedOptions):
     """Drop all but the first of a domain's documents with identical text; with
     --no-drop-duplicates, duplicates are only counted."""
     min_tokens_per_split: int = 1
-    """Fail if a domain has fewer tokens than this in train, valid or test."""
+    """Fail if a domain has fewer tokens than this in train, valid or test. Domains of --held-out
+    have no train split."""
     overwrite: bool = False
     """Replace the corpus in the output folder."""
     workers: Processes | None = None

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Domain, Stopwatch, provenance
+from megatron_chameleon.artifacts.corpus import table_label
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
 from megatron_chameleon.artifacts.record import FileRecord
 from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
@@ -204,7 +205,10 @@ class _Run:
         # Without a domain key, find_sources has already reported the renames.
         if self.options.domains.domain_key is not None:
             self.options.domains.report_renames(joined.malformed.names, "documents")
-        check_domains(joined.domains, self.plan.sources, self.options.min_tokens_per_split)
+        sources = self.plan.sources
+        never_trained = {source.domain for source in sources if source.split == "held_out"}
+        held_out = [name for name in joined.domains if name in never_trained]
+        check_domains(joined.domains, held_out, sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
         cost = Cost(
             device_seconds=sum(shard.seconds for shard in shards) + joining.seconds(),
@@ -218,10 +222,11 @@ class _Run:
             root=made,
             tokenizer=tokenizer.identity,
             dtype=tokenizer.token_type,
-            domains=joined.domains,
+            domains={n: d for n, d in joined.domains.items() if n not in held_out},
             provenance=provenance(options, inputs),
             cost=cost,
             not_written=joined.not_written,
+            held_out={n: d for n, d in joined.domains.items() if n in held_out},
         ).save()
         self.folder.publish(made)
         return joined
@@ -242,17 +247,22 @@ class _Run:
 
 
 def check_domains(
-    domains: Mapping[str, Domain], sources: Sequence[Source], min_tokens: int
+    domains: Mapping[str, Domain],
+    held_out: Collection[str],
+    sources: Sequence[Source],
+    min_tokens: int,
 ) -> None:
     """Check that every domain has documents, and ``min_tokens`` tokens, in every split.
+
+    Domains in ``held_out`` have no train split.
 
     Raises:
         UserError: naming the first domain and split that has too little.
     """
-    if not domains:
+    if len(domains) == len(held_out):
         raise UserError(f"no text in {sources[0].name}; correct --input")
     for name, domain in domains.items():
-        for split in SPLITS:
+        for split in SPLITS[1:] if name in held_out else SPLITS:
             part = domain.split(split)
             if part.documents == 0 or part.tokens < min_tokens:
                 names = [source.name for source in sources if source.domain in (name, None)]
@@ -292,10 +302,10 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
     """Format a table of tokens, documents and documents left out, per domain and in total."""
     import pandas as pd
 
-    rows = {}
-    for name, domain in corpus.domains.items():
+    rows = []
+    for name, domain in corpus.all_domains.items():
         parts = [domain.split(split) for split in SPLITS]
-        rows[name] = {
+        row = {
             "documents": sum(part.documents for part in parts),
             **{f"{split} tokens": part.tokens for split, part in zip(SPLITS, parts, strict=True)},
             "bytes/token": sum(part.text_bytes or 0 for part in parts),
@@ -304,7 +314,9 @@ def _summary(corpus: Corpus, malformed: MalformedLines) -> str:
             "empty": corpus.not_written[name].empty,
             "malformed": corpus.not_written[name].malformed,
         }
-    table = pd.DataFrame.from_dict(rows, orient="index")
+        rows.append(row)
+    labels = [table_label(name, corpus.held_out) for name in corpus.all_domains]
+    table = pd.DataFrame(rows, labels)
     total = {**table.sum(), "malformed": malformed.count}
     table = pd.concat([table, pd.DataFrame(total, index=["total"])])
     tokens = table[[f"{split} tokens" for split in SPLITS]].sum(axis="columns")

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import orjson
 import zstandard
 
-from megatron_chameleon.artifacts import Split
 from megatron_chameleon.corpus.options import (
     MAX_DOMAIN_BYTES,
     DomainOptions,
@@ -26,6 +25,7 @@ from megatron_chameleon.corpus.sources import (
     INSTALL_DATA,
     Chunk,
     Source,
+    SourceSplit,
     is_compressed,
     read_dataset_shard,
 )
@@ -68,11 +68,11 @@ Line = bytes | bytearray | int
 
 
 class Document(NamedTuple):
-    """A text, its domain ('' if not requested) and its split (None if the text's hash decides)."""
+    """A text, its domain ('' if not requested) and its split, as that of a :class:`Source`."""
 
     domain: str
     text: str
-    split: Split | None = None
+    split: SourceSplit | None = None
 
 
 class MalformedLineError(ValueError):
@@ -158,6 +158,7 @@ class DocumentReader:
         self.hashes: dict[Chunk, str] = {}
         self._on_bytes = on_bytes or (lambda num_bytes: None)
         self._options, self._sources, self._domains = options, sources, domains
+        self._held_out = {source.domain for source in sources if source.split == "held_out"}
 
     def read(self, chunk: Chunk) -> Iterator[Document]:
         """Yield the documents of ``chunk`` in the order of the source."""
@@ -170,7 +171,7 @@ class DocumentReader:
         Lines are counted from the beginning of the chunk, and rows from that of the source.
         """
         source = self._sources[chunk.source]
-        parser = _Parser(source, self._options, self._domains, self.malformed)
+        parser = _Parser(source, self._options, self._domains, self.malformed, self._held_out)
         digest = hashlib.sha256()
         _check_unchanged(source)
         read = self._from_lines if source.kind == "lines" else self._from_tables
@@ -284,6 +285,7 @@ class _Parser:
         options: keys and limits of the text.
         domains: where records name their domains; None if domains are not requested.
         counts: line counts, which are updated.
+        held_out: names of the held-out domains, which records must not name.
     """
 
     def __init__(
@@ -292,8 +294,10 @@ class _Parser:
         options: SourceOptions,
         domains: DomainOptions | None,
         counts: MalformedLines,
+        held_out: Collection[str | None] = (),
     ) -> None:
         self._source, self._domains, self._counts = source, domains, counts
+        self._held_out = held_out
         self._max_bytes = options.max_document_bytes
         self._lines = self._without_key = 0
         self.keys = {"--text-key": options.text_key}
@@ -315,7 +319,8 @@ class _Parser:
             Each document, with the number of its line or row.
 
         Raises:
-            UserError: if the source begins with many lines that all lack the key.
+            UserError: if the source begins with many lines that all lack the key, or a record
+                names a held-out domain.
         """
         documents = []
         source_name, lines = self._source.name, len(found)
@@ -373,6 +378,11 @@ class _Parser:
                 )
             assert self._domains is not None
             domain = self._domains.renamed(name)
+            if domain in self._held_out:
+                raise UserError(
+                    f"{self._source.name}: '{name}' is a domain of --input and '{domain}' one of "
+                    "--held-out; choose another name"
+                )
             if domain is None or name in self._domains.rename_table:
                 self._counts.names[name] = 1 + self._counts.names.get(name, 0)
         return None if domain is None else Document(domain, text, self._source.split)

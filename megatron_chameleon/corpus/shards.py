@@ -400,7 +400,9 @@ def _batch(
     documents["domain"] = [domain_number(domains, name) for name in names]
     documents["split"] = assign_splits(digests[:, 0], shares)
     if any(splits):
-        from_source = np.array([-1 if split is None else SPLITS.index(split) for split in splits])
+        held_out = np.array([split == "held_out" for split in splits])
+        documents["split"][held_out] = assign_held_out_splits(digests[held_out, 0], shares)
+        from_source = np.array([SPLITS.index(s) if s in SPLITS else -1 for s in splits])
         documents["by_source"] = from_source >= 0
         documents["split"] = np.where(from_source >= 0, from_source, documents["split"])
     order = np.lexsort((documents["split"], documents["domain"]))
@@ -426,9 +428,27 @@ def assign_splits(
         [num_texts] 0 for train, 1 for valid, 2 for test. The first 53 bits of a digest form a
         uniform number in [0, 1). The shares divide this interval into three parts.
     """
-    positions = (digest_prefixes >> np.uint64(11)).astype(np.float64) * 2.0**-53
     train_end, valid_end, _ = accumulate(shares)
-    return np.searchsorted([train_end, valid_end], positions, side="right").astype(np.uint8)
+    places = _positions(digest_prefixes)
+    return np.searchsorted([train_end, valid_end], places, side="right").astype(np.uint8)
+
+
+def assign_held_out_splits(
+    digest_prefixes: NDArray[np.uint64], shares: tuple[float, float, float]
+) -> NDArray[np.uint8]:
+    """Assign valid or test to each text of a held-out domain; see :func:`assign_splits`.
+
+    The interval of train is divided in the proportions of valid and test. The other texts have the
+    split that they have in every domain, so that no domain loses one of them.
+    """
+    train_end, valid_end, _ = accumulate(shares)
+    edges = [train_end * shares[1] / (shares[1] + shares[2]), train_end, valid_end]
+    parts = np.searchsorted(edges, _positions(digest_prefixes), side="right")
+    return np.array([1, 2, 1, 2], np.uint8)[parts]
+
+
+def _positions(digest_prefixes: NDArray[np.uint64]) -> NDArray[np.float64]:
+    return (digest_prefixes >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _checksum(path: Path) -> str:

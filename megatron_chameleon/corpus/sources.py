@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import DatasetBuilder, IterableDataset
 
+SourceSplit = Split | Literal["held_out"]
 FileKind = Literal["lines", "parquet"]
 SourceKind = Literal["lines", "parquet", "dataset"]
 
@@ -68,7 +69,8 @@ class Source:
         path: path on this machine, URL, or name of the data set.
         domain: domain of all documents; None if each document names its own, or domains are not
             requested.
-        split: split of all documents; None if the hash of each text decides.
+        split: split of all documents; None if the hash of each text decides, "held_out" if it
+            decides between valid and test.
         bytes: size on disk; 0 if unknown.
         modified_ns: modification time, in nanoseconds since 1970; 0 if unknown.
         etag: hash or version of a remote file's content; '' if unknown.
@@ -83,7 +85,7 @@ class Source:
     kind: SourceKind
     path: str
     domain: str | None = None
-    split: Split | None = None
+    split: SourceSplit | None = None
     bytes: int = 0
     modified_ns: int = 0
     etag: str = ""
@@ -117,7 +119,7 @@ class Chunk:
 
 
 def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -> list[Source]:
-    """List the sources of ``options.input`` and, with ``domains``, of the held-out inputs.
+    """List the sources of ``options.input`` and, with ``domains``, of the other inputs.
 
     A source that is named twice for the same domain is listed once.
 
@@ -168,6 +170,17 @@ def find_sources(options: SourceOptions, domains: DomainOptions | None = None) -
         domains.report_renames(counts, "files")
     if not sources:
         raise UserError("--rename-domain leaves out all of --input; correct it")
+    held_out = list(_named_sources("--held-out", flat(domains.held_out), None))
+    trained = {source.domain for source in sources}
+    for source in held_out:
+        if source.domain is None:
+            raise UserError(f"--held-out {source.path}: pass NAME={source.path}, with a name")
+        if source.domain in trained:
+            raise UserError(
+                f"--held-out {source.domain}=...: '{source.domain}' is a domain of --input too; "
+                "choose another name"
+            )
+    sources += (dataclasses.replace(source, split="held_out") for source in held_out)
     # A domain with both valid and test sources uses all of its --input for training. With a domain
     # key, this applies to all domains together.
     splits = {(source.domain, source.split) for source in sources}

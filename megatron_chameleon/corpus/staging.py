@@ -70,7 +70,7 @@ _ATTEMPTS = 100
 _PACKAGES = ("megatron-chameleon", "tokenizers", "sentencepiece", "tiktoken")
 # These options are not compared. The resolved sources are compared instead, and malformed lines are
 # checked at the end.
-_NOT_COMPARED = ("input", "valid_input", "test_input", "max_malformed_share")
+_NOT_COMPARED = ("input", "valid_input", "test_input", "held_out", "max_malformed_share")
 # Maximum number of shards, each of which is a folder.
 _MAX_SHARDS = 1_000_000
 

@@ -134,6 +134,60 @@ def test_no_text_of_valid_or_test_is_in_an_earlier_split(options, jsonl, texts, 
     assert (left_out["a"].duplicates, left_out["b"].duplicates) == (3, 0)
 
 
+def test_no_text_of_a_held_out_domain_is_trained_on(options, jsonl, texts, tmp_path):
+    target, a, b = texts(200, 5), texts(300, 1), texts(200, 2)
+    sources = source_options(
+        f"a={jsonl('c.jsonl', [*target[:60], *a, *target[:9]])}",
+        f"b={jsonl('d.jsonl', [*b, *target[50:100]])}",
+    )
+    held_out = DomainOptions(held_out=((f"t={jsonl('t.jsonl', [*target, *target[:7]])}",),))
+    options = replace(options, source=sources, domains=held_out)
+    corpus = make_corpus(options)
+    assert (corpus.names, list(corpus.held_out)) == (["a", "b"], ["t"])
+    assert (corpus.held_out["t"].train.documents, corpus.held_out["t"].train.tokens) == (0, 0)
+    of_target = {s: documents_of(corpus, "t", s) for s in SPLITS[1:]}
+    assert sorted([*of_target["valid"], *of_target["test"]]) == sorted(target)
+    assert 70 < len(of_target["valid"]) < 130  # --split has equal shares of valid and test
+    assert corpus.not_written["t"].duplicates == 7
+    for name, texts_of_target, own in (("a", target[:60], a), ("b", target[50:100], b)):
+        found = splits_of(corpus, name)
+        assert not {*found["train"]} & {*target}
+        # Other copies stay, since they are in the same split of every domain.
+        for split, kept in of_target.items():
+            assert {*found[split]} & {*target} <= {*kept}
+        kept_texts = [text for split in SPLITS for text in found[split]]
+        assert {*own} <= {*kept_texts} <= {*own, *texts_of_target}
+        repeated = 9 if name == "a" else 0
+        counts = corpus.not_written[name]
+        left_out = len(own) + len(texts_of_target) + repeated - len(kept_texts)
+        assert counts.held_out + counts.duplicates == left_out
+        assert counts.held_out >= 20
+    one_shard = replace(options, output=tmp_path / "one", shard_bytes=100_000_000)
+    assert make_corpus(one_shard).hash == corpus.hash
+    several = replace(options, output=tmp_path / "several")
+    for shard in ("2/2", "1/2"):
+        preprocess_data(replace(several, shard=shard))
+    assert_same(corpus, make_corpus(several))
+
+
+def test_mistakes_of_held_out_domains(options, jsonl, texts, tmp_path):
+    path = jsonl("t.jsonl", texts(50, 5))
+    keyed = tmp_path / "keyed.jsonl"
+    lines = [{"text": text, "set": "abt"[i % 3]} for i, text in enumerate(texts(200, 1))]
+    keyed.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    by_key = replace(options, source=source_options(keyed))
+    for changed, held_out, domains, match in (
+        (options, f"a={path}", DomainOptions(), "'a'"),
+        (options, f"{path}", DomainOptions(), "NAME="),
+        (options, f"t={path}", DomainOptions(valid_input=((f"t={path}",),)), "'t'"),
+        (by_key, f"t={path}", BY_SET, "'t'"),
+        (options, f"t={jsonl('u.jsonl', texts(1, 7))}", DomainOptions(), "'t' has 0 documents"),
+    ):
+        domains = replace(domains, held_out=((held_out,),))
+        with pytest.raises(UserError, match=match):
+            make_corpus(replace(changed, domains=domains))
+
+
 def test_documents_without_text_or_tokens_are_counted(
     options, jsonl, texts, tmp_path, tokenizer_json
 ):
