@@ -78,7 +78,10 @@ class DomainText(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CorpusText:
-    """The text of a corpus that was made with the proxy's tokenizer."""
+    """The text of a corpus that was made with the proxy's tokenizer.
+
+    The hash and the tokens of the corpus's held-out domains are available too.
+    """
 
     corpus: Corpus
 

@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,11 @@ def format_names(names: Sequence[str]) -> str:
 
 
 def select_domains(
-    selection: str | None, names: Sequence[str], where: object, flag: str = "--domains"
+    selection: str | None,
+    names: Sequence[str],
+    where: object,
+    flag: str = "--domains",
+    held_out: Collection[str] = (),
 ) -> list[str]:
     """Return the domains in the comma-separated value of ``flag``; None means all.
 
@@ -63,9 +67,10 @@ def select_domains(
         names: existing domains; the result is in this order.
         where: location of the domains, for messages.
         flag: name of the option.
+        held_out: held-out domains, for messages.
 
     Raises:
-        UserError: for an unknown name.
+        UserError: for an unknown name, or that of a held-out domain.
     """
     if selection is None:
         return list(names)
@@ -74,6 +79,8 @@ def select_domains(
     unknown = [name for name in selected if name not in known]
     if unknown or not selected:
         problem = f"unknown domain '{unknown[0]}'" if unknown else "no domain is named"
+        if unknown and unknown[0] in held_out:
+            problem = f"'{unknown[0]}' is held out from training, so it has no weight"
         raise UserError(f"{flag} {selection}: {problem}; {where} has {format_names(names)}")
     chosen = set(selected)
     return [name for name in names if name in chosen]
@@ -259,7 +266,7 @@ def run_training_free(
     check_output(options.output, Mixture.KIND)
     stopwatch = Stopwatch()
     corpus = Corpus.load(options.corpus)
-    names = select_domains(options.domains, corpus.names, corpus.root)
+    names = select_domains(options.domains, corpus.names, corpus.root, held_out=corpus.held_out)
     limit = epoch_limit(options, corpus, names)
     limit.check()
     assigned = assign(corpus, names)

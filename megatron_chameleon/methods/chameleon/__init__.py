@@ -142,8 +142,9 @@ class ChameleonOptions(OutputOptions):
     target: str | None = None
     """Target of the mixture. The value is a list of domains, such as a,b, or a=2,b=1 with their
     shares, or a text file (.txt, or .jsonl with documents in the field "text"). A text is embedded
-    like the domains, and the domains nearest to the text gain weight. In pretraining the effect is
-    largest with a small ridge, in fine-tuning with a large ridge."""
+    like the domains, and the domains nearest to the text gain weight; so is the valid text of a
+    held-out domain. In pretraining the effect is largest with a small ridge, in fine-tuning with a
+    large ridge."""
     target_strength: InsideUnit | None = None
     """Strength of --target, between 0 and 1: near 0, the target has no effect; near 1, the target
     alone determines the prior of the domains. Default: 0.5."""

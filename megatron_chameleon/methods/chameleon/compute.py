@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,26 +116,43 @@ class Target:
     Attributes:
         value: value of ``--target``.
         strength: effect of the target, in (0, 1).
-        shares: [k] share of each domain in a target of domains.
+        shares: [k] share of each domain to weigh in a target of domains; may be 0.
+        held_out: held-out domain -> its share in a target of domains.
         text: file of a target text.
-        vector: [h] float64, the text's embedding: the mean over its windows.
-        windows: number of windows of the text.
+        vectors: embedding [h] float64 of the text, or of each held-out domain: the mean over its
+            windows.
+        windows: number of windows of the text or of the held-out domains.
     """
 
     value: str
     strength: float
     shares: Array | None = None
+    held_out: Mapping[str, float] = dataclasses.field(default_factory=dict)
     text: Path | None = None
-    vector: Array | None = None
+    vectors: Sequence[Array] = ()
     windows: int | None = None
 
     def prior(self, means: Array) -> Array:
-        """Return the prior [k] of the domains with the embeddings ``means`` [k, h]."""
+        """Return the prior [k] of the domains with the embeddings ``means`` [k, h].
+
+        The share of a held-out domain is divided among the domains by :func:`similarity_shares`.
+        """
+        if self.shares is None:
+            assert self.vectors, "the target text must be embedded first"
+            return target_prior(similarity_shares(means, self.vectors[0]), self.strength)
         shares = self.shares
-        if shares is None:
-            assert self.vector is not None, "the target text must be embedded first"
-            shares = similarity_shares(means, self.vector)
+        for share, vector in zip(self.held_out.values(), self.vectors, strict=True):
+            similar = similarity_shares(means, vector)
+            shares = shares + share * similar / similar.sum()
         return target_prior(shares, self.strength)
+
+    def with_held_out(self, store: EmbeddingStore) -> Target:
+        """Return the target with the embeddings of its held-out domains, from ``store``."""
+        if not self.held_out:
+            return self
+        found = [store.vectors(held_out_key(name)) for name in self.held_out]
+        vectors = [windows.mean(axis=0, dtype=np.float64) for windows in found]
+        return dataclasses.replace(self, vectors=vectors, windows=sum(map(len, found)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +198,20 @@ class MixturePlan(EmbeddingPlan):
     store: Path
     provenance: Provenance
 
+    @property
+    def entries(self) -> list[StoreEntry]:
+        """Text to embed: the selected domains, and the valid splits of held-out targets."""
+        held_out = self.target.held_out if self.target else ()
+        return [
+            *(StoreEntry(name, name, self.embedding) for name in self.names),
+            *(StoreEntry(held_out_key(n), n, self.embedding, "valid") for n in held_out),
+        ]
+
+
+def held_out_key(name: str) -> str:
+    """Name of a held-out domain's vectors in the embedding store."""
+    return f"{name}/valid"
+
 
 def compute_mixture(options: ChameleonOptions) -> None:
     """Embed the domains that the store lacks and write the mixture. Called on every rank.
@@ -202,9 +233,9 @@ def compute_mixture(options: ChameleonOptions) -> None:
                     vectors, text_cost = embed_by_recipe(
                         reader, text, sampled, plan.embedding, batch_size, progress, TARGET_KEY
                     )
-                vector = vectors.mean(axis=0, dtype=np.float64)
+                mean = vectors.mean(axis=0, dtype=np.float64)
                 assert plan.target is not None
-                target = dataclasses.replace(plan.target, vector=vector, windows=len(sampled))
+                target = dataclasses.replace(plan.target, vectors=[mean], windows=len(sampled))
                 plan = dataclasses.replace(plan, target=target)
             if missing:
                 store, spent = fill_store(store, plan.text, reader, missing, batch_size)
@@ -214,7 +245,7 @@ def compute_mixture(options: ChameleonOptions) -> None:
                 f"embedding {len(missing)} domains took {spent.flops:.2e} FLOPs and "
                 f"{spent.wall_seconds:.1f} s"
             )
-            reused = f"{len(plan.names) - len(missing)} domains reused from {plan.store}"
+            reused = f"{len(plan.entries) - len(missing)} domains reused from {plan.store}"
             mixture, lines = weigh(plan, store)
             cost = stopwatch.cost(num_devices=layout.world_size) + text_cost
             heading = (
@@ -239,8 +270,7 @@ def open_inputs(plan: MixturePlan) -> tuple[EmbeddingStore, TokenFile | None, li
     store = open_store(plan.store, plan.embedding, plan.proxy.hidden_size, plan.provenance)
     target_file = plan.target and plan.target.text
     target = read_text(target_file, plan.open_encoder()) if target_file else None
-    entries = [StoreEntry(name, name, plan.embedding) for name in plan.names]
-    missing = missing_entries(store, plan.text, entries)
+    missing = missing_entries(store, plan.text, plan.entries)
     if isinstance(plan.text, SampledText):
         plan.text.check(entry.domain for entry in missing)
     return store, target, missing
@@ -275,9 +305,13 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
                 f"--keep {options.keep}: it has no weight for any of {format_names(names)}; pass "
                 "a mixture that contains some of these domains, or omit --keep"
             )
-    target = parse_target(options.target, options.target_strength, names)
+    held_out = corpus.held_out if corpus else {}
+    target = parse_target(options.target, options.target_strength, names, list(held_out))
     if target is not None and target.text is not None:
         inputs["target text"] = sha256_of_files(target.text)
+    for name in target.held_out if target else ():
+        if held_out[name].valid.tokens == 0:
+            raise UserError(f"--target {options.target}: '{name}' has no text in its valid split")
     return MixturePlan(
         **vars(plan),
         options=options,
@@ -300,7 +334,7 @@ def plan_embedding(
         UserError: for the first mistake found.
     """
     proxy = open_proxy(options.checkpoint, trust_remote_code=options.trust_remote_code)
-    names = select_domains(options.domains, corpus.names, corpus.root)
+    names = select_domains(options.domains, corpus.names, corpus.root, held_out=corpus.held_out)
     text, tokenizer_hash = CorpusText(corpus), corpus.tokenizer.sha256
     open_encoder: Callable[[], TextEncoder] = functools.partial(corpus_tokenizer, corpus)
     if not proxy.reads_ids_of(corpus):
@@ -373,8 +407,16 @@ def embedding_recipe(
     )
 
 
-def parse_target(value: str | None, strength: float | None, names: Sequence[str]) -> Target | None:
+def parse_target(
+    value: str | None, strength: float | None, names: Sequence[str], held_out: Sequence[str] = ()
+) -> Target | None:
     """Parse ``--target`` and ``--target-strength``; return None without a target.
+
+    Args:
+        value: value of ``--target``.
+        strength: value of ``--target-strength``.
+        names: the domains to weigh.
+        held_out: held-out domains, which a target may name too.
 
     Raises:
         UserError: for an unknown or repeated domain, a share that is not above 0, or a missing
@@ -383,13 +425,16 @@ def parse_target(value: str | None, strength: float | None, names: Sequence[str]
     if value is None:
         return None
     strength = DEFAULT_STRENGTH if strength is None else strength
-    if value not in names and value.endswith(TEXT_SUFFIXES):
+    known = [*names, *held_out]
+    if value not in known and value.endswith(TEXT_SUFFIXES):
         if not Path(value).is_file():
             raise UserError(f"--target {value}: no such file; pass a text file or domains")
         return Target(value, strength, text=Path(value))
     hint = f", or pass a file that ends with {' or '.join(TEXT_SUFFIXES)}"
-    shares = parse_shares(value, names, lambda name: name if name in names else None, hint)
-    return Target(value, strength, shares=shares)
+    shares = parse_shares(value, known, lambda name: name if name in known else None, hint)
+    own, others = np.split(shares, [len(names)])
+    named = {n: s for n, s in zip(held_out, others.tolist(), strict=True) if s}
+    return Target(value, strength, shares=own, held_out=named)
 
 
 def read_text(path: Path, encoder: TextEncoder) -> TokenFile:
@@ -480,7 +525,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
 
     Args:
         plan: validated options; their target text, if any, has been embedded.
-        store: embedding store that holds the vectors of ``plan.names``.
+        store: embedding store that holds the vectors of ``plan.entries``.
 
     Returns:
         The mixture, and lines to print: its uncertainty and the tables of ``--explain``.
@@ -488,7 +533,8 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     Raises:
         UserError: if a file of the store is damaged.
     """
-    options, names, target = plan.options, plan.names, plan.target
+    options, names = plan.options, plan.names
+    target = plan.target and plan.target.with_held_out(store)
     seed, weighting = options.extraction.extraction_seed, options.weighting
     windows = {name: store.domains[name].windows for name in names}
     group = group_size(len(names), max(windows.values()), store.hidden_size)

@@ -24,9 +24,12 @@ from megatron_chameleon.artifacts import (
     Corpus,
     EmbeddingStore,
     Mixture,
+    Split,
     find_checkpoint,
 )
+from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, recorded_tokenizer_file
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
@@ -381,9 +384,11 @@ def test_a_target_without_effect_raises_a_warning(compute):
         compute(target="news", weighting=small, mode="finetune")
 
 
-def texts_of(corpus: Corpus, name: str, count: int | None = None) -> list[str]:
-    """Return the first ``count`` training documents of a domain, as text."""
-    tokens = open_tokens(corpus, name, "train")
+def texts_of(
+    corpus: Corpus, name: str, count: int | None = None, split: Split = "train"
+) -> list[str]:
+    """Return the first ``count`` documents of a domain's split, as text."""
+    tokens = open_tokens(corpus, name, split)
     documents = [tokens.get(number)[:-1] for number in range(count or len(tokens))]
     return [" ".join(map(str, document.tolist())) for document in documents]
 
@@ -400,6 +405,32 @@ def test_a_target_text_is_embedded_like_a_domain(compute, text_corpus, tmp_path)
     assert max(target["prior"], key=target["prior"].get) == "poems"
     assert mixture.weights["poems"] > target["weights_without"]["poems"]
     assert mixture.cost.flops > 0  # every run embeds the target text
+
+
+def test_a_held_out_target_is_embedded_like_a_target_text(compute, text_corpus, tmp_path):
+    held_out, store = tmp_path / "held-out", tmp_path / "store"
+    import_corpus(ImportOptions(held_out, corpus=text_corpus.root, held_out="poems"))
+    path = tmp_path / "poems.jsonl"
+    lines = [json.dumps({"text": t}) for t in texts_of(text_corpus, "poems", split="valid")]
+    path.write_text("\n".join(lines))
+    settings = {"corpus": held_out, "extraction": EVERY_WINDOW, "weighting": TARGETED}
+    by_name = compute(target="poems", store=store, **settings)
+    by_text = compute(target=str(path), store=store, **settings)
+    assert [*by_name.weights] == ["news", "code"]
+    for field in ("prior", "weights_without"):
+        expected = by_text.parameters["target"][field]
+        assert by_name.parameters["target"][field] == pytest.approx(expected, rel=1e-6)
+    assert by_name.parameters["target"]["windows"] == by_text.parameters["target"]["windows"]
+    assert by_name.weights == pytest.approx(by_text.weights, rel=1e-6)
+    # The store keeps the vectors of the held-out text, and not of another split of its name.
+    assert [*EmbeddingStore.load(store).domains] == ["news", "code", "poems/valid"]
+    shares = compute(target="news=1,poems=3", store=store, **settings).parameters["target"]
+    means, poems = means_of(store, ["news", "code"]), means_of(store, ["poems/valid"])[0]
+    similar = similarity_shares(means, poems)
+    expected = target_prior(3 * similar / similar.sum() + [1, 0], 0.5)
+    assert [*shares["prior"].values()] == pytest.approx(expected.tolist())
+    with pytest.raises(UserError, match="'poems' is held out"):
+        compute(domains="news,poems", store=store, **settings)
 
 
 def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):
