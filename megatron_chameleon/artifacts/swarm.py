@@ -16,7 +16,10 @@ from megatron_chameleon.artifacts.record import Count, FileRecord, FolderRecord,
 
 @dataclasses.dataclass(frozen=True)
 class SwarmRecord(FolderRecord):
-    """``swarm.json``: everything that determines the members' results."""
+    """``swarm.json``: everything that determines the members' results.
+
+    ``held_out`` lists the held-out domains of the corpus, whose losses are measured too.
+    """
 
     KIND = "swarm"
     FILE_NAME = "swarm.json"
@@ -27,6 +30,7 @@ class SwarmRecord(FolderRecord):
     domains: list[str]
     mixtures: list[list[Share]]
     provenance: Provenance
+    held_out: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def cost(self) -> Cost:
@@ -54,7 +58,8 @@ class MemberRecord(FileRecord):
     Attributes:
         member: number of the member.
         steps: steps at which held-out losses were measured.
-        losses: [steps][k] nats per token; None where a domain has no held-out text.
+        losses: [steps][domains, then held-out domains] nats per token; None where a domain has no
+            held-out text.
         bits_per_byte: task -> bits per byte of its gold answers after the last step.
         diverged: why the member diverged; None if it did not.
         cost: cost of its run and of its evaluation on tasks; device time is divided among members

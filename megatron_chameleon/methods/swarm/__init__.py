@@ -186,9 +186,9 @@ class FitOptions(TrainingMethodOptions):
     """CSV table of the results of the runs in --ratios, with the same run names, and one column per
     loss or other metric to be minimized."""
     target: str | None = None
-    """Losses to minimize: names of domains, of --tasks, or of columns of --metrics, such as a,b, or
-    a=2,b=1 with weights; default: the mean over --tasks, or without --tasks, the mean of all
-    losses."""
+    """Losses to minimize: names of domains (also held-out ones), of --tasks, or of columns of
+    --metrics, such as a,b, or a=2,b=1 with weights; default: the mean over --tasks, or without
+    --tasks, the mean of all losses but those of held-out domains."""
     sampling: MixtureSamplingOptions = dataclasses.field(default_factory=MixtureSamplingOptions)
     swarm: SwarmOptions = dataclasses.field(default_factory=SwarmOptions)
 

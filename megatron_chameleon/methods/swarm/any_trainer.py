@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -87,11 +86,11 @@ def collect_swarm(options: CollectOptions) -> None:
             member.
     """
     record = SwarmRecord.load(options.swarm_dir)
-    folder, mixtures = record.root, np.array(record.mixtures)
+    folder, count = record.root, len(record.mixtures)
     if options.losses is None:
         if not record.finished:
             raise UserError(f"{folder} has no finished member; train members with swarm run")
-        collect(folder, recorded_options(record), record.domains, mixtures)
+        collect(record, recorded_options(record))
     else:
         columns = dict[str, str]()
         for each in (value for group in options.column for value in group):
@@ -99,10 +98,10 @@ def collect_swarm(options: CollectOptions) -> None:
             if not (name and equals and column) or name in columns:
                 raise UserError(f"--column {each}: must be NAME=COLUMN, once for each NAME")
             columns[name] = column
-        runs = match_runs(options.losses, record.domains, mixtures, columns)
+        runs = match_runs(options.losses, record, columns)
         write_tables(folder, runs)
         print(
-            f"swarm: {len(runs.keys)} of {len(mixtures)} members measured; written to {folder} "
+            f"swarm: {len(runs.keys)} of {count} members measured; written to {folder} "
             f"({RATIOS_NAME}, {METRICS_NAME})"
         )
     print(
@@ -114,21 +113,20 @@ def collect_swarm(options: CollectOptions) -> None:
     )
 
 
-def match_runs(
-    path: Path, domains: Sequence[str], mixtures: np.ndarray, columns: dict[str, str]
-) -> MixtureRuns:
+def match_runs(path: Path, swarm: SwarmRecord, columns: dict[str, str]) -> MixtureRuns:
     """Read the losses of members from another trainer's table; runs without a loss are left out.
 
     Args:
         path: CSV table, see :func:`read_losses`.
-        domains: the k domains.
-        mixtures: [n, k] mixture of each member.
-        columns: name of a loss -> its column; if empty, the columns that match ``domains``.
+        swarm: the swarm.
+        columns: name of a loss -> its column; if empty, the columns that match the domains of the
+            corpus, held-out domains included.
 
     Raises:
         UserError: for a table that does not match the members or domains.
     """
-    table = read_losses(path, domains, columns)
+    mixtures = np.array(swarm.mixtures)
+    table = read_losses(path, [*swarm.domains, *swarm.held_out], columns)
     members = [_member_of(str(run), len(mixtures), path) for run in table.index]
     if len(set(members)) < len(members):
         twice = next(member for member in members if members.count(member) > 1)
@@ -143,7 +141,7 @@ def match_runs(
     table = table[complete]
     return MixtureRuns(
         keys=[str(member) for member in table.index],
-        domains=list(domains),
+        domains=swarm.domains,
         mixtures=mixtures[table.index.to_numpy()],
         metrics=list(table),
         losses=table.to_numpy(np.float64),

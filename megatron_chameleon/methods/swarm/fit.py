@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -186,16 +186,21 @@ class FitMethod(abc.ABC, Generic[Options]):
         if options.ratios is not None and options.metrics is not None:
             if is_main:
                 runs = existing_runs(options.ratios, options.metrics, corpus)
-                warn_mixed_scales(options.objective, runs.table, str(options.metrics))
+                shares = self.target_shares(runs.table)
+                warn_mixed_scales(options.objective, shares, runs.table, str(options.metrics))
                 self.fit_and_write(runs)
             return True
         check_target(options.objective, corpus, options.swarm.downstream.tasks)
         self.check_number_of_runs(options.num_proxies)
         trained = self.train()
         if trained is not None and is_main:
-            warn_untrained(options.objective, corpus, trained.table)
+            warn_untrained(self.target_shares(trained.table), corpus, trained.table)
             self.fit_and_write(trained)
         return trained is not None
+
+    def target_shares(self, table: MixtureRuns) -> Array:
+        """Return the share [m] of each metric of ``table`` in ``--target``."""
+        return target_shares(self.options.objective, table.metrics, self.corpus.held_out)
 
     def train(self) -> FitRuns | None:
         """Train the swarms; return None after a stop request. Called on every rank."""
@@ -284,7 +289,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         rounded = np.round(np.concatenate([mixtures, candidates]), NUM_DIGITS)
         _, first = np.unique(rounded, axis=0, return_index=True)
         new = np.sort(first[first >= len(mixtures)]) - len(mixtures)
-        shares = target_shares(options.objective, table.metrics)
+        shares = self.target_shares(table)
         used = np.flatnonzero(shares)
         seed = options.sampling.mixture_seed
         count = min(end for end in round_ends(options) if end > len(mixtures)) - len(mixtures)
@@ -309,7 +314,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         stopwatch, options, table = Stopwatch(), self.options, runs.table
         names, count = list(self.corpus.names), len(runs.table.keys)
         self.check_number_of_runs(count)
-        shares = target_shares(options.objective, table.metrics)
+        shares = self.target_shares(table)
         fitted = self.fit(table, shares)
         folds = fitted.folds
         data = table.mixtures, table.losses, folds
@@ -489,8 +494,8 @@ def require_lightgbm(flag: str) -> None:
 def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
     """Read runs from the user's tables, and map their columns to the domains of ``corpus``.
 
-    A metric that matches a domain gets the domain's name; other metrics, such as tasks, keep their
-    names. Renamed columns are reported.
+    A metric that matches a domain, also a held-out one, gets the domain's name; other metrics, such
+    as tasks, keep their names. Renamed columns are reported.
 
     Raises:
         UserError: for tables that cannot be read, or a domain that the corpus does not have.
@@ -506,7 +511,7 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
     mixtures = np.zeros((len(read.keys), len(corpus.names)))
     mixtures[:, [corpus.names.index(names[name]) for name in read.domains]] = read.mixtures
     warn_rare_domains(corpus.names, mixtures, str(ratios))
-    matches = matched(read.metrics, corpus.names)
+    matches = matched(read.metrics, list(corpus.all_domains))
     table = dataclasses.replace(
         read,
         domains=list(corpus.names),
@@ -538,7 +543,7 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
 
 
 def measured_runs(swarms: Sequence[SwarmResult], losses: Array) -> MixtureRuns:
-    """Return a table of the members that did not diverge in any swarm, with ``losses`` [n, k]."""
+    """Return a table of the members that did not diverge in any swarm, with ``losses`` [n, m]."""
     diverged = sorted({number for swarm in swarms for number in swarm.diverged})
     return dataclasses.replace(swarms[0], diverged=diverged).runs(losses)
 
@@ -599,36 +604,44 @@ def warn_rare_domains(
         warn(f"{where}: {'; '.join(problems)}{remedy}")
 
 
-def target_shares(target: str | None, metrics: Sequence[str]) -> Array:
-    """Return the share [m] of each metric in the target; uniform without ``--target``.
+def target_shares(
+    target: str | None, metrics: Sequence[str], held_out: Container[str] = ()
+) -> Array:
+    """Return the share [m] of each metric in the target.
 
-    The shares sum to 1.
+    Without ``--target``, all metrics but the losses of ``held_out`` domains have equal shares. The
+    shares sum to 1.
 
     Raises:
-        UserError: for an unknown or repeated name, or a share that is not finite and > 0.
+        UserError: for an unknown or repeated name, a share that is not finite and > 0, or if
+            nothing but held-out domains is measured and there is no target.
     """
     if target is None:
-        return np.full(len(metrics), 1.0 / len(metrics))
+        measured = np.array([metric not in held_out for metric in metrics], np.float64)
+        if not measured.any():
+            raise UserError(f"the losses are those of held-out domains; pass --target {metrics[0]}")
+        return measured / measured.sum()
     shares = parse_shares(target, metrics, lambda name: matched([name], metrics).get(name))
     return shares / shares.sum()
 
 
 def check_target(target: str | None, corpus: Corpus, tasks: Sequence[str]) -> None:
     """Raise UserError for a target that is unknown or has no held-out text in ``corpus``."""
-    if both := [task for task in tasks if task in corpus.names]:
+    if both := [task for task in tasks if task in corpus.all_domains]:
         raise UserError(
             f"--tasks {both[0]}: {corpus.root} has a domain of that name; leave the task out, or "
             "rename the domain"
         )
-    names = [*corpus.names, *tasks]
-    shares = by_name(names, target_shares(target, names))
+    names = [*corpus.all_domains, *tasks]
+    shares = by_name(names, target_shares(target, names, corpus.held_out))
     measured = [
         name
-        for name, domain in corpus.domains.items()
+        for name, domain in corpus.all_domains.items()
         if domain.valid.tokens >= MIN_HELD_OUT_TOKENS
     ]
-    unmeasured = [name for name in corpus.names if shares[name] and name not in measured]
-    if not measured or (target is not None and unmeasured):
+    wanted = [name for name in corpus.all_domains if shares[name]]
+    unmeasured = [name for name in wanted if name not in measured]
+    if not measured or (unmeasured and (target is not None or unmeasured == wanted)):
         first, others = [*unmeasured, *corpus.names][0], format_names([*measured, *tasks])
         raise UserError(
             f"'{first}' of {corpus.root} has no held-out text to measure proxies on; "
@@ -636,14 +649,14 @@ def check_target(target: str | None, corpus: Corpus, tasks: Sequence[str]) -> No
         )
 
 
-def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> None:
+def warn_mixed_scales(target: str | None, shares: Array, table: MixtureRuns, where: str) -> None:
     """Warn about a target that averages metrics of very different scales, such as accuracies.
 
-    There is no warning if the user sets the shares.
+    There is no warning if the user sets the shares [m].
     """
     if target is not None and "=" in target:
         return
-    used = np.flatnonzero(target_shares(target, table.metrics))
+    used = np.flatnonzero(shares)
     scales = np.median(np.abs(table.losses[:, used]), axis=0)
     if scales.max() > MAX_METRIC_RATIO * scales.min():
         small, large = (table.metrics[used[at]] for at in (scales.argmin(), scales.argmax()))
@@ -654,13 +667,14 @@ def warn_mixed_scales(target: str | None, table: MixtureRuns, where: str) -> Non
         )
 
 
-def warn_untrained(target: str | None, corpus: Corpus, table: MixtureRuns) -> None:
+def warn_untrained(target_shares: Array, corpus: Corpus, table: MixtureRuns) -> None:
     """Warn if at least half of the runs predict the target's domains worse than token frequencies.
 
     Such runs have learned little more than which tokens are frequent, and the best mixture for this
-    can be a bad one for longer runs.
+    can be a bad one for longer runs. Held-out domains are not compared, since they have no training
+    text to take token frequencies from.
     """
-    shares = by_name(table.metrics, target_shares(target, table.metrics))
+    shares = by_name(table.metrics, target_shares)
     domains = [name for name in corpus.names if shares.get(name)]
     if not domains:
         return

@@ -111,19 +111,21 @@ NOT_FOR_WORKERS = ("RANK", "WORLD_SIZE", "WANDB_API_KEY")
 
 @dataclasses.dataclass(frozen=True)
 class SwarmResult:
-    """Losses of every member: held-out losses of k domains, and bits per byte on tasks.
+    """Losses of every member: held-out losses of domains, and bits per byte on tasks.
 
     Attributes:
         folder: folder of the swarm.
-        domains: names, in the corpus's order.
+        domains: names of the k domains to train on, in the corpus's order.
         mixtures: [n, k] float64, the mixture of each member.
         steps: steps after which held-out losses were measured, the last step of training included.
-        losses: [n, len(steps), m] float64, for each domain the mean loss per held-out token in
-            nats, then for each task the bits per byte of its gold answers; NaN for members that
-            diverged, domains without held-out text, and tasks before the last step.
+        losses: [n, len(steps), m] float64, for each domain, and then for each held-out domain, the
+            mean loss per held-out token in nats, then for each task the bits per byte of its gold
+            answers; NaN for members that diverged, domains without held-out text, and tasks before
+            the last step.
         diverged: numbers of the members that diverged, ascending.
         cost: training, held-out passes and evaluations of all members, over all sessions.
         tasks: names of the tasks.
+        held_out: names of the held-out domains.
     """
 
     folder: Path
@@ -134,6 +136,7 @@ class SwarmResult:
     diverged: list[int]
     cost: Cost
     tasks: Sequence[str] = ()
+    held_out: Sequence[str] = ()
 
     def runs(self, losses: Array, members: Sequence[int] | None = None) -> MixtureRuns:
         """Return a table of ``members``, with their ``losses`` [n, m].
@@ -141,7 +144,7 @@ class SwarmResult:
         The default is all members that did not diverge. Domains without a finite loss, such as
         those without held-out text, are left out.
         """
-        names = [*self.domains, *self.tasks]
+        names = [*self.domains, *self.held_out, *self.tasks]
         kept = np.setdiff1d(np.arange(len(self.mixtures)), self.diverged)
         if members is not None:
             kept = np.array(members, int)
@@ -241,7 +244,7 @@ def train_swarm(
                 if layout.is_main:
                     print(f"stopped; the same command resumes the swarm in {folder}")
                 return None
-            return from_main(lambda: collect(folder, options, corpus.names, mixtures))
+            return from_main(lambda: collect(SwarmRecord.load(folder), options))
 
 
 def run_members(run: RunOptions) -> bool:
@@ -503,7 +506,8 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
                 f"choose another folder{fit if ratios.exists() else ''}"
             )
     made_by = provenance(options, {"corpus": corpus.hash})
-    SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by).save()
+    held_out = list(corpus.held_out)
+    SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by, held_out).save()
     return _unfinished(folder, len(rows))
 
 
@@ -739,7 +743,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
         if measured is None or (skipped is not None and step >= skipped):
             diverged = f"its loss or gradient was not finite in step {skipped}"
             break
-        losses.append([measured.get(name) for name in names])
+        losses.append([measured.get(name) for name in swarm.corpus.all_domains])
         own = own_loss(measured, mixture)
         if not own <= swarm.max_loss:
             diverged = (
@@ -825,34 +829,35 @@ def own_loss(losses: Mapping[str, float | None], mixture: Mapping[str, float]) -
     member is not trained on them. If no domain with a weight is measured, the mean is over the
     other domains.
     """
-    own = [name for name in losses if mixture[name]] or list(losses)
-    weights = [mixture[name] or 1.0 for name in own]
+    own = [name for name in losses if mixture.get(name)] or list(losses)
+    weights = [mixture.get(name) or 1.0 for name in own]
     return float(np.average(np.array([losses[name] for name in own], np.float64), weights=weights))
 
 
-def collect(
-    folder: Path, options: SwarmOptions, domains: Sequence[str], mixtures: Array
-) -> SwarmResult:
+def collect(swarm: SwarmRecord, options: SwarmOptions) -> SwarmResult:
     """Read the results of the finished members, and write tables of those that did not diverge.
 
     Raises:
         UserError: for a damaged member file.
     """
+    folder, mixtures = swarm.root, np.array(swarm.mixtures)
     tasks, steps, count = options.downstream.tasks, options.measured_steps, len(mixtures)
-    members = finished_members(folder, count)
-    losses = np.full((count, len(steps), len(domains) + len(tasks)), np.nan)
+    members, num_domains = swarm.finished, len(swarm.domains) + len(swarm.held_out)
+    losses = np.full((count, len(steps), num_domains + len(tasks)), np.nan)
     diverged = [member for member, record in members.items() if record.diverged is not None]
     for member in members.keys() - diverged:
         record = members[member]
-        if record.steps != list(steps) or {*map(len, record.losses)} != {len(domains)}:
+        if record.steps != list(steps) or {*map(len, record.losses)} != {num_domains}:
             raise UserError(
                 f"{member_path(folder, member)}: field losses: expected {len(steps)} measurements "
-                f"of {len(domains)} domains; delete the file and run the same command again"
+                f"of {num_domains} domains; delete the file and run the same command again"
             )
-        losses[member, :, : len(domains)] = np.array(record.losses, np.float64)
-        losses[member, -1, len(domains) :] = [record.bits_per_byte[task] for task in tasks]
+        losses[member, :, :num_domains] = np.array(record.losses, np.float64)
+        losses[member, -1, num_domains:] = [record.bits_per_byte[task] for task in tasks]
     cost = sum((record.cost for record in members.values()), start=Cost())
-    result = SwarmResult(folder, list(domains), mixtures, steps, losses, diverged, cost, tasks)
+    result = SwarmResult(
+        folder, swarm.domains, mixtures, steps, losses, diverged, cost, tasks, swarm.held_out
+    )
     measured = sorted(members.keys() - diverged)
     write_tables(folder, result.runs(losses[:, -1], measured))
     left_out = f", {len(diverged)} diverged members left out" if diverged else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 import warnings
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
+from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import find_methods
@@ -24,7 +27,8 @@ from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
 from megatron_chameleon.methods.regmix.compute import Regmix
 from megatron_chameleon.methods.surrogate import OptimumOptions, SurrogateOptions
 from megatron_chameleon.methods.surrogate.compute import SurrogateFit
-from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions
+from megatron_chameleon.methods.swarm import CollectOptions, MixtureSamplingOptions, SwarmOptions
+from megatron_chameleon.methods.swarm.any_trainer import collect_swarm
 from megatron_chameleon.methods.swarm.fit import (
     FitMethod,
     cross_validation,
@@ -195,12 +199,54 @@ def test_runs_worse_than_token_frequencies_are_reported(corpus):
         counts = np.array([(train == token).sum() + 1 for token in range(tokenizer.vocab_size)])
         expected.append(-np.log(counts / counts.sum())[valid].mean())
     runs, equal = runs_of(bowls, domains=corpus.names), np.tile(expected, (80, 1))
+    shares = np.full(3, 1 / 3)
     better, worse = (dataclasses.replace(runs, losses=equal + less) for less in (-0.001, 0.001))
     with pytest.warns(MixtureWarning, match="hardly trained"):
-        warn_untrained(None, corpus, worse)
+        warn_untrained(shares, corpus, worse)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_untrained(None, corpus, better)
+        warn_untrained(shares, corpus, better)
+
+
+@pytest.mark.parametrize("options_type", [RegmixOptions, MixingLawsOptions, SurrogateOptions])
+def test_a_held_out_domain_is_a_metric_for_the_target_alone(compute, held_out_corpus, options_type):
+    """The losses of the domains are lowest for much code, and that of poems for much news."""
+    mixtures = np.random.default_rng(0).dirichlet(np.ones(2), 60)
+    losses = 2 + ((mixtures[:, [1]] - [0.7, 0.6, 0.2]) ** 2)
+    names = ["news", "code", "poems"]
+    keys = [str(number) for number in range(60)]
+    runs = MixtureRuns(keys, names[:2], mixtures, names, losses)
+    fit = functools.partial(compute, options_type, corpus=held_out_corpus.root)
+    mixture, target = fit(runs), fit(runs, target="poems")
+    assert mixture.parameters["target_shares"] == {"news": 0.5, "code": 0.5, "poems": 0}
+    assert target.parameters["target_shares"] == {"news": 0, "code": 0, "poems": 1}
+    assert mixture.weights["code"] > 0.5 > target.weights["code"]
+    assert set(mixture.parameters["predicted_losses"]) == set(names)
+    two = dataclasses.replace(runs, metrics=names[:2], losses=losses[:, :2])
+    assert fit(two).weights == pytest.approx(mixture.weights, abs=0.02)
+    alone = dataclasses.replace(runs, metrics=names[2:], losses=losses[:, 2:])
+    with pytest.raises(UserError, match="--target poems"):
+        fit(alone)
+
+
+def test_a_swarm_measures_held_out_domains(compute, held_out_corpus, tmp_path, capsys):
+    settings = {"num_proxies": 6, "sampling": SAMPLING, "corpus": held_out_corpus.root}
+    for target, shares in ((None, (0.5, 0.5, 0)), ("poems", (0, 0, 1))):
+        mixture = compute(RegmixOptions, target=target, **settings)
+        assert [*mixture.weights] == ["news", "code"]
+        assert tuple(mixture.parameters["target_shares"].values()) == shares
+    assert "swarm: training 0 of 6 members" in capsys.readouterr().out
+    folder = tmp_path / "out" / "mixture" / "swarm"
+    record = SwarmRecord.load(folder)
+    assert (record.domains, record.held_out) == (["news", "code"], ["poems"])
+    table = pd.read_csv(folder / "metrics.csv")
+    assert [*table] == ["index", "valid_news", "valid_code", "valid_poems"]
+    run = member_path(folder, 3).with_suffix("")
+    measured = [line for line in read_metrics(run / METRICS_NAME) if "validation_loss" in line]
+    assert [*table.iloc[3][1:]] == [*measured[-1]["validation_loss"].values()]
+    before = (folder / "metrics.csv").read_bytes()
+    collect_swarm(CollectOptions(swarm_dir=folder))
+    assert (folder / "metrics.csv").read_bytes() == before
 
 
 def test_fit_problems_concern_the_target_not_single_losses():
