@@ -71,12 +71,14 @@ class DogeOptions(ProxyMethodOptions):
     algorithm: Literal["held-out", "paper"] | None = None
     """Gradient with which the domains' gradients are aligned. 'held-out' (the default without
     --target) is the authors' configuration for all domains: the gradient of the mean loss of
-    held-out text, in equal parts of each domain. 'paper' (always with --target) is Algorithm 1: the
-    sum of the target domains' gradients on the training batch."""
+    held-out text, in equal parts of each domain. 'paper' (always with --target, unless it names
+    held-out domains) is Algorithm 1: the sum of the target domains' gradients on the training
+    batch."""
     target: str | None = None
     """Target domains of the corpus, such as a,b. Target domains are sampled like other domains, but
-    are not trained on and get no weight. By default all domains are the target, and all are trained
-    on."""
+    are not trained on and get no weight. If they are held-out domains of the corpus, the target is
+    the gradient of their valid text, in equal parts, and all other domains are trained on. By
+    default all domains are the target, and all are trained on."""
     train_on_target: bool = False
     """Also train on the domains of --target, and give them weights."""
     rule: DogeRule = dataclasses.field(default_factory=DogeRule)
@@ -89,7 +91,7 @@ class DogeOptions(ProxyMethodOptions):
         if self.algorithm == HELD_OUT and self.target is not None:
             raise UserError(
                 f"--algorithm {HELD_OUT}: its target is all domains; leave out --target "
-                f"{self.target}, or pass --algorithm {PAPER}"
+                f"{self.target}, or --algorithm {HELD_OUT}"
             )
 
     @property

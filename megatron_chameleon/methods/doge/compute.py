@@ -17,6 +17,7 @@ from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.sampler import Batch, SampleSource
 from megatron_chameleon.blend.schedule import MixtureSchedule
+from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge import HELD_OUT, MU, MU_OUT_OF_DOMAIN, PAPER, DogeOptions
 from megatron_chameleon.methods.output import by_name, epoch_limit, select_domains
@@ -44,9 +45,10 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         names: the k domains of the corpus.
         recipe: parameters of the update rule.
         roles: which domains are trained on, and which are the target. Position k is the held-out
-            mix of all domains.
+            mix.
         held_out: samples of the held-out mix, if it is the target.
         target_batch_size: number of these samples in each step.
+        mixed: names of the domains in the held-out mix; default: all k domains.
     """
 
     combines_gradients = True
@@ -58,13 +60,14 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         roles: Roles,
         held_out: SampleSource | None = None,
         target_batch_size: int = 0,
+        mixed: Sequence[str] = (),
     ) -> None:
         held = held_out is not None
         settings = {
             "rule": dataclasses.asdict(recipe),
             "algorithm": HELD_OUT if held else PAPER,
             "trained_on": [names[position] for position in roles.train],
-            "target_domains": list(names) if held else [names[i] for i in roles.target],
+            "target_domains": list(mixed or names) if held else [names[i] for i in roles.target],
         }
         first = DogeState.first(len(names) + int(held), roles)
         super().__init__(names, roles.train, first, settings)
@@ -117,15 +120,16 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
 
     def __init__(self, options: DogeOptions) -> None:
         super().__init__(options)
-        self.roles = roles_of(options, self.corpus)
+        self.mix = held_out_text(self.plan, mixed_domains(options, self.corpus))
+        self.roles = roles_of(options, self.corpus, targets_mix=self.mix is not None)
         is_trained_on = set(self.roles.target) <= set(self.roles.train)
         in_domain = is_trained_on or options.uses_held_out
         self.recipe = options.rule.resolve(MU if in_domain else MU_OUT_OF_DOMAIN)
         self.target_batch_size = 0
-        if options.uses_held_out:
-            check_held_out(self.plan)
-            count = len(self.corpus.names)
-            self.target_batch_size = held_out_batch_size(self.run.global_batch_size, count)
+        if self.mix is not None:
+            check_held_out(self.mix, self.run.seq_length)
+            counts = len(self.corpus.names), len(self.mix.domains)
+            self.target_batch_size = held_out_batch_size(self.run.global_batch_size, *counts)
         # A target that is not trained on gets no weight, so its tokens do not help to fill the
         # budget.
         trained = [self.corpus.names[position] for position in self.roles.train]
@@ -134,16 +138,20 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
 
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> GradientAlignment:
         """Construct the hook of the proxy's run."""
-        size = self.target_batch_size
-        held_out = held_out_mix(plan, size) if size else None
-        return GradientAlignment(self.corpus.names, self.recipe, self.roles, held_out, size)
+        names, size, mix = self.corpus.names, self.target_batch_size, self.mix
+        if mix is None:
+            return GradientAlignment(names, self.recipe, self.roles)
+        samples = held_out_mix(plan, mix, size)
+        return GradientAlignment(names, self.recipe, self.roles, samples, size, mix.names)
 
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
         options, recipe, size = self.options, self.recipe, self.target_batch_size
         run, hook, inputs = self.finished()
         target = f"{size} held-out samples per step" if size else "all domains"
-        if options.target is not None:
+        if options.target is not None and self.mix is not None:
+            target = f"{', '.join(self.mix.names)} (held out, {size} samples per step)"
+        elif options.target is not None:
             names = ", ".join(self.corpus.names[position] for position in self.roles.target)
             target = f"{names} ({'' if options.train_on_target else 'not '}trained on)"
         computed = run.tokens + run.step * size * self.run.seq_length
@@ -161,46 +169,76 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         )
 
 
-def held_out_batch_size(global_batch_size: int, num_domains: int) -> int:
-    """Samples of the held-out mix per step: equal parts of k domains, about B / k in total.
+def mixed_domains(options: DogeOptions, corpus: Corpus) -> list[str]:
+    """Return the names of the domains in the held-out mix; none if it is not the target.
+
+    These are all domains by default, or the held-out domains in ``--target``.
+
+    Raises:
+        UserError: for an unknown domain, or options that do not apply to held-out domains.
+    """
+    if options.target is None:
+        return corpus.names if options.uses_held_out else []
+    named = select_domains(options.target, list(corpus.all_domains), corpus.root, "--target")
+    held_out = [name for name in named if name in corpus.held_out]
+    if not held_out:
+        return []
+    subject = f"--target {options.target}: '{held_out[0]}' is held out from training"
+    if held_out != named:
+        raise UserError(f"{subject}, but '{named[0]}' is not; name domains of one kind")
+    if options.train_on_target or options.algorithm == PAPER:
+        flag = "--train-on-target" if options.train_on_target else f"--algorithm {PAPER}"
+        raise UserError(f"{subject}; leave out {flag}")
+    return held_out
+
+
+def held_out_text(plan: TrainingPlan, names: Sequence[str]) -> TokenData | None:
+    """Return the valid splits of the domains ``names``; None without names."""
+    assert plan.valid is not None, "a corpus has all splits"
+    data = plan.valid
+    chosen = tuple(each for each in (*data.domains, *data.held_out) if each.name in names)
+    return dataclasses.replace(data, domains=chosen, held_out=()) if chosen else None
+
+
+def held_out_batch_size(global_batch_size: int, num_domains: int, num_mixed: int) -> int:
+    """Samples of the held-out mix per step: equal parts of m domains, about B / k in total.
 
     In the authors' code, the mix is sampled as often as a domain. Here the number is rounded so
-    that each domain has the same number of samples, at least one.
+    that each domain of the mix has the same number of samples, at least one.
 
     Args:
         global_batch_size: B.
-        num_domains: k.
+        num_domains: k, number of domains to train on.
+        num_mixed: m, number of domains in the mix.
     """
-    return num_domains * max(1, round(global_batch_size / num_domains**2))
+    return num_mixed * max(1, round(global_batch_size / (num_domains * num_mixed)))
 
 
-def check_held_out(plan: TrainingPlan) -> None:
-    """Check that the valid split of every domain has enough text for the held-out mix.
+def check_held_out(mix: TokenData, seq_length: int) -> None:
+    """Check that each domain of the held-out mix has enough text.
 
     Raises:
         UserError: if it is shorter than one sample.
     """
-    assert plan.valid is not None, "a corpus has all splits"
-    length = plan.options.seq_length + 1
-    for domain in plan.valid.domains:
-        if domain.tokens < length:
+    for domain in mix.domains:
+        if domain.tokens < seq_length + 1:
             raise UserError(
-                f"{plan.valid.where}: DoGE's target is held-out text, but the valid split of "
-                f"'{domain.name}' has {domain.tokens} tokens, fewer than one sample of {length}; "
-                "preprocess it with a larger valid share (--split), or pass --algorithm paper"
+                f"{mix.where}: DoGE's target is held-out text, but the valid split of "
+                f"'{domain.name}' has {domain.tokens} tokens, fewer than one sample of "
+                f"{seq_length + 1}; preprocess it with a larger valid share (--split), or pass "
+                "--algorithm paper"
             )
 
 
-def held_out_mix(plan: TrainingPlan, samples_per_step: int) -> BlendedTokens:
+def held_out_mix(plan: TrainingPlan, mix: TokenData, samples_per_step: int) -> BlendedTokens:
     """Return the samples of the held-out mix for the whole run, in order.
 
-    They are equal parts of each domain's valid split, also within each step. The order depends only
-    on the seed. Text is repeated, in another order, once all of it has been read.
+    They are equal parts of each domain of ``mix``, also within each step. The order depends only on
+    the seed. Text is repeated, in another order, once all of it has been read.
     """
-    assert plan.valid is not None, "a corpus has all splits"
     return BlendedTokens(
-        data=plan.valid,
-        schedule=MixtureSchedule.fixed([1.0] * len(plan.valid.domains)),
+        data=mix,
+        schedule=MixtureSchedule.fixed([1.0] * len(mix.domains)),
         num_samples=plan.options.train_iters * samples_per_step,
         seq_length=plan.options.seq_length,
         seed=plan.options.seed,
@@ -209,18 +247,19 @@ def held_out_mix(plan: TrainingPlan, samples_per_step: int) -> BlendedTokens:
     )
 
 
-def roles_of(options: DogeOptions, corpus: Corpus) -> Roles:
+def roles_of(options: DogeOptions, corpus: Corpus, *, targets_mix: bool) -> Roles:
     """Return the positions of the training domains and of the target domains.
 
-    The held-out mix of all k domains has position k.
+    The held-out mix, which is the target with ``targets_mix``, has position k.
 
     Raises:
         UserError: for an unknown domain, or fewer than two training domains.
     """
     everything = tuple(range(len(corpus.names)))
-    if options.target is None:
-        target = (len(everything),) if options.uses_held_out else everything
-        roles = Roles(everything, target)
+    if targets_mix:
+        roles = Roles(everything, (len(everything),))
+    elif options.target is None:
+        roles = Roles(everything, everything)
     else:
         named = set(select_domains(options.target, corpus.names, corpus.root, "--target"))
         target = tuple(i for i, name in enumerate(corpus.names) if name in named)

@@ -29,6 +29,9 @@ from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
 from megatron_chameleon.model.flops import paper_flops, training_flops
+from megatron_chameleon.model.gpt import build_model
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.hook import GlobalBatch
 from megatron_chameleon.training.options import GuardOptions, OptimizerOptions
 from tests.random_training import random_batches
@@ -535,6 +538,49 @@ def test_a_target_is_trained_on_only_if_requested(options, train_on_target):
 
 
 @of_doge
+def test_a_held_out_domain_may_be_the_target(options, held_out_corpus):
+    """The first weights follow the alignment with the gradient of the held-out text, by hand."""
+    changes = {"corpus": held_out_corpus.root, "rule": DogeRule(doge_max_norm=0.0)}
+    made = options(target="poems", **changes)
+    assert compute(made)
+    mixture, run = Mixture.load(made.output), proxy_run(made.output)
+    assert [*mixture.weights] == ["news", "code"]
+    assert mixture.parameters["rule"]["mu"] == 0.05
+    assert mixture.parameters["algorithm"] == "held-out"
+    assert mixture.parameters["target_domains"] == ["poems"]
+    assert mixture.parameters["trained_on"] == ["news", "code"]
+    # Three of the nine samples of a step are held-out text, which is not counted as sampled.
+    assert [*run.domain_tokens] == ["news", "code"]
+    assert sum(domain.actual for domain in run.domain_tokens.values()) == STEPS * 6 * 32
+    doge = Doge(made)
+    assert doge.mix is not None
+    assert doge.target_batch_size == 3
+    gradients = []
+    with distributed(TrainingParallelOptions(), seed=0) as layout:
+        batches = [(doge.plan.samples(doge.plan.schedule).batch(range(6)), i) for i in range(2)]
+        batches.append((held_out_mix(doge.plan, doge.mix, 3).batch(range(3)), 0))
+        for batch, domain in batches:
+            model = build_model(doge.plan.config, layout, seed=doge.plan.options.seed)
+            rows = batch["domain"] == domain
+            losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+            losses[rows].mean().backward()
+            parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            gradients.append(torch.cat(parts).double())
+    news, code, poems = gradients
+    norm = (news.norm() + code.norm()).item() / 2 + 1e-6
+    expected = [(each @ poems).item() / norm for each in (news, code)]
+    first = hooks_of(made.output)[0]
+    assert [*first["alignment"].values()] == pytest.approx(expected, rel=1e-3)
+    for wrong, flag in (
+        ({"train_on_target": True}, "--train-on-target"),
+        ({"algorithm": "paper"}, "--algorithm paper"),
+        ({"target": "news,poems"}, "'news'"),
+    ):
+        with pytest.raises(UserError, match=flag):
+            Doge(options(**{"target": "poems", **changes, **wrong}))
+
+
+@of_doge
 def test_by_default_no_alignment_is_clipped_at_initialization(options, tmp_path):
     names = [f"domain-{number}" for number in range(8)]
     corpus = write_small_corpus(tmp_path / "corpus", names)
@@ -580,8 +626,9 @@ def test_a_step_has_equal_parts_of_held_out_text(tmp_path, num_domains, batch_si
     )
     doge = Doge(made)
     assert doge.target_batch_size == size
-    samples, again = held_out_mix(doge.plan, size), held_out_mix(doge.plan, size)
-    assert samples.data is doge.plan.valid
+    assert doge.mix is not None
+    assert doge.mix == doge.plan.valid
+    samples, again = (held_out_mix(doge.plan, doge.mix, size) for _ in range(2))
     tokens = []
     for step in (1999, 0, 1, 700):
         indices = range(step * size, (step + 1) * size)
