@@ -46,7 +46,8 @@ def compute_manual(options: ManualOptions) -> None:
         else:
             assert options.weights is not None
             source, known, parameters, fields = read_weights(options.weights, options.output)
-        weights = match_domains(source, known, own_names, options.renames, corpus.names)
+        domains = corpus.names, list(corpus.held_out)
+        weights = match_domains(source, known, own_names, options.renames, *domains)
         kept = np.array([weights.get(name, 0.0) for name in names])
         total = math.fsum(kept)
         if total <= 0:
@@ -144,6 +145,7 @@ def match_domains(
     own_names: Mapping[str, str],
     renames: Sequence[str],
     corpus_names: Sequence[str],
+    held_out: Sequence[str] = (),
 ) -> dict[str, float]:
     """Assign known weights to the domains of a corpus.
 
@@ -155,12 +157,13 @@ def match_domains(
         own_names: name of a domain in its data set -> its name in ``known``.
         renames: values of ``--rename``.
         corpus_names: the domains of the corpus.
+        held_out: the held-out domains of the corpus.
 
     Returns:
         Domain -> weight, without dropped names; the weights sum to 1 if none is dropped.
 
     Raises:
-        UserError: for an unknown name, or an invalid weight.
+        UserError: for an unknown name, that of a held-out domain, or an invalid weight.
     """
     in_corpus = set(corpus_names)
     table = {name: name for name in known if name in in_corpus}
@@ -184,6 +187,10 @@ def match_domains(
             raise UserError(f"--rename {rename}: {problem}")
         renamed.add(old)
         table[old] = new
+    if never := [name for name in known if name in held_out and name not in table]:
+        raise UserError(
+            f"{source}: '{never[0]}' is held out from training; add --rename {never[0]}= to drop it"
+        )
     if unknown := [name for name in known if name not in table]:
         raise UserError(
             f"{source}: the corpus does not have {format_names([f'{n!r}' for n in unknown])}; its "

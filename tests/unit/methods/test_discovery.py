@@ -26,7 +26,9 @@ from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
+from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import CheckpointProxy
 from megatron_chameleon.embedding.windows import spread_windows
@@ -241,6 +243,17 @@ def test_selected_domains_are_clustered_and_the_others_unchanged(discover, label
     assert sorted(map(tuple, shares.values())) == [("news",), ("poems",)]
     with pytest.raises(UserError, match=r"--cluster-name cluster: .*'cluster-00'"):
         discover(corpus=found.root, domains="code", discover="2", output=tmp_path / "again")
+
+
+def test_held_out_domains_are_neither_clustered_nor_changed(discover, labelled, tmp_path):
+    output = tmp_path / "held-out"
+    import_corpus(ImportOptions(output, corpus=labelled.root, held_out="code"))
+    corpus = Corpus.load(output)
+    found = discover(corpus=corpus.root, discover="2")
+    assert found.names == ["cluster-00", "cluster-01"]
+    assert list(found.held_out) == ["code"]
+    assert found.domain_hash("code") == corpus.domain_hash("code")
+    assert DiscoveredDomains.load(found.root).divided == ["news", "poems"]
 
 
 def test_a_cluster_without_held_out_text_is_dissolved(labelled, discover, tmp_path):

@@ -140,6 +140,16 @@ def test_names_are_renamed_summed_and_dropped(corpus, tmp_path, capsys):
     assert "dropped 0.2000" in capsys.readouterr().out
 
 
+def test_a_held_out_domain_gets_no_weight(manual, held_out_corpus):
+    weights = {"weights": "news=0.2,code=0.3,poems=0.5", "corpus": held_out_corpus.root}
+    with pytest.raises(UserError, match="'poems' is held out"):
+        manual(**weights)
+    mixture = manual(**weights, rename=(("poems=",),))
+    assert mixture.weights == pytest.approx({"news": 0.4, "code": 0.6})
+    with pytest.raises(UserError, match="'poems' is held out"):
+        manual(weights="news=1", corpus=held_out_corpus.root, domains="poems")
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
