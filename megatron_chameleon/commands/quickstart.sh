@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Run the whole pipeline on real text, in a few minutes on two CPU cores: text -> tokens -> proxy ->
-# mixture -> two models -> perplexity -> tables and figures. Each step runs an ordinary command.
+# Run the whole pipeline on real text, in a few minutes on two CPU cores: text -> tokens -> mixtures ->
+# three models -> perplexity -> tables and figures. One domain is the target: what the model should
+# be good at. It is not trained on. Each step runs an ordinary command.
 # `megatron-chameleon quickstart` runs this script.
 # After an interruption, run this script again: finished steps are skipped, stored embeddings are
 # reused, and an unfinished training run starts from scratch. Use another RUN for other settings.
 set -euo pipefail
 
 RUN=${RUN:-runs/quickstart}            # output folder
-SIZE=${SIZE:-nano}                     # model size of the proxy and the two models
+TARGET=${TARGET:-reference_prose}      # the domain that is held out as the target
+SIZE=${SIZE:-nano}                     # model size of the proxy and the three models
 PROXY_STEPS=${PROXY_STEPS:-500}
-BASE_STEPS=${BASE_STEPS:-650}
+BASE_STEPS=${BASE_STEPS:-500}
 WARMUP=${WARMUP:-160}                  # must be less than the numbers of steps
 SEED=${SEED:-1}
 
@@ -20,6 +22,7 @@ CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
 MIXTURES=$RUN/4-mixture
+BUDGET=$((BASE_STEPS * 8 * 128))       # training tokens of each model
 TRAIN=(--corpus "$CORPUS" --model "$SIZE" --seed "$SEED" --seq-length 128
   --global-batch-size 8 --micro-batch-size 4 --lr 4e-3 --min-lr 1e-3 --lr-warmup-iters "$WARMUP"
   --adam-beta2 0.99 --log-interval 50 --save-interval 1000)
@@ -36,45 +39,52 @@ say "1/7 Text from the installed packages"
 INPUT=()
 for file in "$RUN"/text/*.jsonl; do
   name=${file##*/}
-  INPUT+=(--input "${name%.jsonl}=$file")
+  [ "$name" = "$TARGET.jsonl" ] || INPUT+=(--input "${name%.jsonl}=$file")
 done
 
-say "2/7 Tokenizer and corpus"
+say "2/7 Tokenizer and corpus; $TARGET is held out as the target"
 [ -e "$RUN/tokenizer.json" ] ||
   megatron-chameleon train_tokenizer "${INPUT[@]}" --output "$RUN/tokenizer.json" --vocab-size 8192
 [ -e "$CORPUS/corpus.json" ] ||
-  megatron-chameleon preprocess_data "${INPUT[@]}" --output "$CORPUS" \
-    --tokenizer-model "$RUN/tokenizer.json" --split 80,10,10 --min-tokens-per-split 2000
+  megatron-chameleon preprocess_data "${INPUT[@]}" --held-out "$TARGET=$RUN/text/$TARGET.jsonl" \
+    --output "$CORPUS" --tokenizer-model "$RUN/tokenizer.json" --split 80,10,10 \
+    --min-tokens-per-split 2000
 
-say "3/7 Proxy, uniform weights, tensor parallel over 2 ranks"
+say "3/7 Weights for the target, from n-gram models of the domains"
+megatron-chameleon compute_mixture --method mixmin --corpus "$CORPUS" --target "$TARGET" \
+  --output "$MIXTURES/mixmin.json" --token-budget "$BUDGET"
+
+say "4/7 Weights without a target: a proxy, its embeddings of the domains, and Chameleon"
 torchrun "${RANKS[@]}" pretrain_gpt "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \
   --train-iters "$PROXY_STEPS" --tensor-model-parallel-size 2
+torchrun "${RANKS[@]}" compute_mixture --corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" \
+  --num-windows 512 --tensor-model-parallel-size 2 --token-budget "$BUDGET" \
+  --output "$MIXTURES/chameleon-pretrain.json"
 
-say "4/7 Domain embeddings and Chameleon weights"
-MIX=(--corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" --num-windows 512)
-torchrun "${RANKS[@]}" compute_mixture "${MIX[@]}" --mode pretrain --tensor-model-parallel-size 2 \
-  --output "$MIXTURES/chameleon-pretrain.json" --token-budget $((BASE_STEPS * 8 * 128))
-# The embeddings are stored, so that the second mode needs no forward pass.
-megatron-chameleon compute_mixture "${MIX[@]}" --mode finetune \
-  --output "$MIXTURES/chameleon-finetune.json"
-
-say "5/7 Two models that differ only in their mixture, trained concurrently on one rank each"
+say "5/7 Three models that differ only in their mixture, trained concurrently on one rank each"
 BASE=("$PYTHON" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" --train-iters "$BASE_STEPS")
 mkdir -p "$RUN/logs"
-LOG=$RUN/logs/chameleon-pretrain-seed$SEED.log
-"${BASE[@]}" --mixture "$MIXTURES/chameleon-pretrain.json" \
-  --run-dir "$RUN/5-base/chameleon-pretrain-seed$SEED" > "$LOG" 2>&1 &
-trap 'kill $! 2> /dev/null || true' EXIT   # Ctrl-C does not reach a background process
-echo "The model trained with Chameleon's weights logs to $LOG."
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT   # Ctrl-C does not reach background processes
+declare -A LOGS=()
+for name in mixmin chameleon-pretrain; do
+  log=$RUN/logs/$name-seed$SEED.log
+  "${BASE[@]}" --mixture "$MIXTURES/$name.json" --run-dir "$RUN/5-base/$name-seed$SEED" \
+    > "$log" 2>&1 &
+  LOGS[$!]=$log
+  echo "The model of $name.json logs to $log."
+done
 "${BASE[@]}" --mixture uniform --run-dir "$RUN/5-base/uniform-seed$SEED"
-wait $! || { tail -n 3 "$LOG" >&2; exit 1; }
+for process in "${!LOGS[@]}"; do
+  wait "$process" || { tail -n 3 "${LOGS[$process]}" >&2; exit 1; }
+done
 
 say "6/7 Held-out perplexity"
-torchrun "${RANKS[@]}" evaluate perplexity --corpus "$CORPUS" --max-tokens 25000 \
-  --checkpoint "$RUN/5-base/uniform-seed$SEED" \
-  --output "$RUN/6-evaluation/uniform-seed$SEED.json" \
-  --checkpoint "$RUN/5-base/chameleon-pretrain-seed$SEED" \
-  --output "$RUN/6-evaluation/chameleon-pretrain-seed$SEED.json"
+MODELS=()
+for name in uniform chameleon-pretrain mixmin; do
+  MODELS+=(--checkpoint "$RUN/5-base/$name-seed$SEED" --output "$RUN/6-evaluation/$name-seed$SEED.json")
+done
+torchrun "${RANKS[@]}" evaluate perplexity --corpus "$CORPUS" --target "$TARGET" --max-tokens 25000 \
+  "${MODELS[@]}"
 
 say "7/7 Tables and figures"
 megatron-chameleon make_report "$RUN"
@@ -83,12 +93,12 @@ say "Written to $RUN"
 cat << END
   1-corpus      the text as tokens, in named domains
   2-proxy       the proxy model, trained with uniform weights
-  4-mixture     Chameleon's weights: chameleon-pretrain.json, chameleon-finetune.json
-  5-base        two models, trained with uniform and with Chameleon's weights
+  4-mixture     the weights: mixmin.json (for the target), chameleon-pretrain.json
+  5-base        three models, trained with uniform weights and with these
   7-report      report.html: tables and figures
 
-Next, weights for your own text, from a Hugging Face model or a run such as $PROXY:
-  megatron-chameleon compute_mixture --input NAME=PATH --input NAME=PATH ... \\
-    --checkpoint MODEL --output mixture.json
+Next, weights for a target of your own, without any model:
+  megatron-chameleon compute_mixture --method mixmin --input NAME=PATH --input NAME=PATH ... \\
+    --target mine=PATH --output mixture.json
 megatron-chameleon --help lists the other commands.
 END

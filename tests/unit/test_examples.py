@@ -73,14 +73,17 @@ def test_user_mistakes_are_rejected_before_anything_starts(launch, command, choi
     assert named in rejected(launch(*command.split(), **choices))
 
 
-def test_quickstart_compares_two_mixtures(launch):
+def test_quickstart_compares_three_mixtures(launch):
     launched = succeeded(launch("quickstart", RUN="first", BASE_STEPS="9", WARMUP="2"))
     _proxy, *base = launched.training()
     assert {options.train_iters for options in base} == {9}
     assert {options.mixture for options in base} == {
         "uniform",
         "first/4-mixture/chameleon-pretrain.json",
+        "first/4-mixture/mixmin.json",
     }
+    (mixmin,) = [call.options for call in method_calls(launched) if "mixmin" in str(call.options)]
+    assert mixmin.target == "reference_prose"
     assert launched.calls[-1].options.runs == (Path("first"),)
     assert "first" in launched.printed
 
