@@ -174,8 +174,8 @@ class DocumentReader:
         parser = _Parser(source, self._options, self._domains, self.malformed, self._held_out)
         digest = hashlib.sha256()
         _check_unchanged(source)
-        read = self._from_lines if source.kind == "lines" else self._from_tables
-        for documents in read(source, chunk, parser, digest):
+        read = {"lines": self._from_lines, "text": self._from_text}
+        for documents in read.get(source.kind, self._from_tables)(source, chunk, parser, digest):
             yield from documents
         # If the chunk is the whole source, no later line can have the keys.
         if (chunk.start, chunk.stop) == (0, None):
@@ -205,6 +205,33 @@ class DocumentReader:
             # Free the lines before the texts are used: a single text may take most of the memory.
             lines.clear()
             yield documents
+
+    def _from_text(
+        self, source: Source, chunk: Chunk, parser: _Parser, digest: hashlib._Hash
+    ) -> Iterator[list[tuple[int, Document]]]:
+        """Yield the only document of a text file, without a last line end.
+
+        A file that is too long, or not UTF-8, counts as malformed.
+        """
+
+        def on_block(block: bytes) -> None:
+            digest.update(block)
+            self._on_bytes(len(block))
+
+        longest, size, lines = self._options.max_document_bytes, 0, list[Line]()
+        for _begin, some in read_lines(source.path, on_block, longest):
+            size += sum(line if isinstance(line, int) else len(line) + 1 for line in some)
+            lines = [*lines, *some] if size <= longest else []
+        record: Any
+        if size > longest:
+            record = MalformedLineError(f"has {size:,} bytes, more than --max-document-bytes")
+        else:
+            try:
+                text = _decoded(b"\n".join(lines).removeprefix(_BYTE_ORDER_MARK))  # type: ignore[arg-type]
+                record = {self._options.text_key: text}
+            except MalformedLineError as error:
+                record = error
+        yield parser.parse([record], lambda position: "1", 1)
 
     def _from_tables(
         self, source: Source, chunk: Chunk, parser: _Parser, digest: hashlib._Hash

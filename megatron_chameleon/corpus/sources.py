@@ -32,15 +32,16 @@ if TYPE_CHECKING:
     from datasets import DatasetBuilder, IterableDataset
 
 SourceSplit = Split | Literal["held_out"]
-FileKind = Literal["lines", "parquet"]
-SourceKind = Literal["lines", "parquet", "dataset"]
+FileKind = Literal["lines", "parquet", "text"]
+SourceKind = Literal["lines", "parquet", "text", "dataset"]
 
 INSTALL_DATA = "pip install 'megatron-chameleon[data]'"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 # Suffixes of the files read in a folder; files with other suffixes are only read if passed by name.
 FOLDER_SUFFIXES: dict[str, FileKind] = {".jsonl": "lines", ".parquet": "parquet"}
-FILE_SUFFIXES: dict[str, FileKind] = {**FOLDER_SUFFIXES, ".json": "lines", ".ndjson": "lines"}
-_FORMATS = "use JSON lines as .jsonl, .jsonl.gz or .jsonl.zst, or .parquet"
+RECORD_SUFFIXES: dict[str, FileKind] = {**FOLDER_SUFFIXES, ".json": "lines", ".ndjson": "lines"}
+FILE_SUFFIXES: dict[str, FileKind] = {**RECORD_SUFFIXES, ".txt": "text", ".md": "text"}
+_FORMATS = "use JSON lines as .jsonl, .jsonl.gz or .jsonl.zst, .parquet, or .txt and .md by name"
 
 DATASET_PREFIX = "hf:"
 ALL_CONFIGS = "*"
@@ -64,8 +65,8 @@ class Source:
 
     Attributes:
         name: name in messages, unique in a list of sources.
-        kind: format of the source: "lines" (JSON lines), "parquet", or "dataset" for formats that
-            are read through ``datasets``.
+        kind: format of the source: "lines" (JSON lines), "parquet", "text" (one document), or
+            "dataset" for formats that are read through ``datasets``.
         path: path on this machine, URL, or name of the data set.
         domain: domain of all documents; None if each document names its own, or domains are not
             requested.
@@ -215,7 +216,7 @@ def _file_source(path: str, split: Split | None) -> Source:
     assert kind is not None, f"{path} has an unsupported format; it should not have been found"
     with reading(path):
         state = file_state(path)
-    cuttable = kind == "parquet" or not is_compressed(path)
+    cuttable = kind == "parquet" or (kind == "lines" and not is_compressed(path))
     known = state.bytes, state.modified_ns, state.etag
     return Source(path, kind, path, None, split, *known, cuttable)
 
@@ -272,7 +273,8 @@ def kind_of_file(path: str, suffixes: dict[str, FileKind] = FILE_SUFFIXES) -> Fi
     name = PurePosixPath(path)
     if name.suffix not in COMPRESSED_SUFFIXES:
         return suffixes.get(name.suffix)
-    return "lines" if suffixes.get(PurePosixPath(name.stem).suffix) == "lines" else None
+    inner = suffixes.get(PurePosixPath(name.stem).suffix)
+    return None if inner == "parquet" else inner
 
 
 def is_compressed(path: str) -> bool:
@@ -509,7 +511,9 @@ def _is_supported_directly(builder: DatasetBuilder) -> bool:
     # A .json file may be one large array instead of JSON lines, so it is excluded.
     files = [str(file) for files in config.data_files.values() for file in files]
     return all(
-        kind_of_file(file) and not file.endswith(".json") and file.count("://") <= 1
+        kind_of_file(file, RECORD_SUFFIXES)
+        and not file.endswith(".json")
+        and file.count("://") <= 1
         for file in files
     )
 

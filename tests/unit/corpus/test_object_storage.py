@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
     (root / "deep" / "c.jsonl.zst").write_bytes(zstandard.compress(lines_of(some_texts(40, 3))))
     pq.write_table(pa.table({"text": some_texts(60, 4)}), root / "deep" / "d.parquet", 20)
     (root / "deep" / ".hidden" / "e.jsonl").write_bytes(lines_of(["hidden"]))
-    (root / "notes.txt").write_text("not read")
+    (root / "notes.csv").write_text("not read")
     return root
 
 
@@ -166,7 +166,7 @@ def test_resuming_compares_the_contents_of_objects(folder, options, object_store
         ("s3://data/missing/*.jsonl", "no match"),
         ("s3://no-bucket/text", "no match"),
         ("s3://data/denied/a.jsonl", "cannot read s3://data/denied"),
-        ("s3://data/text/notes.txt", "unsupported format"),
+        ("s3://data/text/notes.csv", "unsupported format"),
         ("nonsense://data/text", "nonsense"),
     ],
 )

@@ -55,6 +55,28 @@ def by_key(key, *renames):
     return DomainOptions(domain_key=key, rename_domain=(renames,))
 
 
+# Text files
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_text_file_is_one_document(tmp_path, suffix):
+    text = "first\n\n  second, with a trailing line end\n"
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(PACK[suffix](b"\xef\xbb\xbf" + text.encode()))
+    reader, found = read(path)
+    assert texts_of(found) == [text.removesuffix("\n")]
+    assert (reader.malformed.lines, reader.malformed.count) == (1, 0)
+
+
+@pytest.mark.parametrize(("content", "reason"), [(b"a\xff", "UTF-8"), (b"word\n" * 9, "bytes")])
+def test_a_text_file_that_is_no_text_or_too_long_is_malformed(tmp_path, content, reason):
+    path = tmp_path / "a.md"
+    path.write_bytes(content)
+    reader, found = read(path, max_document_bytes=20)
+    assert (found, reader.malformed.count) == ([], 1)
+    assert reason in reader.malformed.first[0]
+
+
 # Compressed files
 
 

@@ -25,7 +25,8 @@ from tests.unit.corpus.small_hub import COMMIT, serve
 
 READ_IN_FOLDERS = ["[x].jsonl", "a.jsonl", "b.jsonl"]
 READ_IN_FOLDERS += ["sub/c.jsonl.gz", "sub/d.jsonl.zst", "sub/p.parquet"]
-FILES = [*READ_IN_FOLDERS[::-1], "e.json", "f.json.gz", "notes.txt", "README.md", ".hidden.jsonl"]
+FILES = [*READ_IN_FOLDERS[::-1], "e.json", "f.json.gz", "notes.txt", "README.md", "notes.csv"]
+FILES += [".hidden.jsonl"]
 BY_NAME = r"/([^/]*)\.(?:jsonl|parquet)"
 
 
@@ -67,6 +68,11 @@ def test_folders_are_searched_at_any_depth(folder, tmp_path, monkeypatch):
     assert found == sorted([*READ_IN_FOLDERS, "link/far.jsonl"])
 
 
+def test_text_files_are_read_by_name(folder):
+    assert names(folder, find(f"x={folder}/notes.txt")) == [("notes.txt", "x")]
+    assert names(folder, find(f"x={folder}/*.md")) == [("README.md", "x")]
+
+
 def test_a_file_is_read_once_per_domain_under_different_names(folder):
     path = f"{folder}/a.jsonl"
     found = find(f"x={path}", f"x={folder}/a*.jsonl", f"y={path}", path, f"{folder}/b.jsonl")
@@ -86,7 +92,7 @@ def test_a_file_is_read_once_per_domain_under_different_names(folder):
     [
         ([], {}, "--input is empty"),
         (["x={f}/absent.jsonl"], {}, "no such file"),
-        (["x={f}/notes.txt"], {}, "unsupported format"),
+        (["x={f}/notes.csv"], {}, "unsupported format"),
         (["{f}/a.jsonl"], {"domain_from_config": True}, "has no domain"),
         (["x={f}/a.jsonl"], {"domain_key": "set"}, "--domain-key has no effect"),
         (["x={f}/a.jsonl"], {"valid_input": ["x={f}/a.jsonl"]}, "for all splits and for valid"),
