@@ -43,7 +43,7 @@ class ExpertOptions(CheckedOptions):
     ngram_order: Count | None = None
     """Number of tokens in the longest n-grams; default: 3, or 6 if the tokens are bytes."""
     sample_tokens: LargeCount | None = None
-    """Maximum tokens of each domain that its model is fitted to; default: 1,000,000, or 4,000,000
+    """Maximum tokens of each domain that its model is fitted to; default: 1,000,000, or 3,000,000
     bytes."""
     target_text_tokens: LargeCount | None = None
     """Maximum tokens of the target that are predicted; default: 131,072, or 524,288 bytes."""

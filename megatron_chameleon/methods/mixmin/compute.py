@@ -60,7 +60,7 @@ from megatron_chameleon.mixture.weights import natural_weights
 from megatron_chameleon.progress import progress_bar
 
 TOKEN_ORDER, BYTE_ORDER = 3, 6
-SAMPLE_TOKENS, SAMPLE_BYTES = 1_000_000, 4_000_000
+SAMPLE_TOKENS, SAMPLE_BYTES = 1_000_000, 3_000_000
 TARGET_TOKENS, TARGET_BYTES = 1 << 17, 1 << 19
 # A smaller predicted gain, in nats per token, is not worth another mixture: 1% of perplexity, and
 # within the differences between the seeds of small models.
