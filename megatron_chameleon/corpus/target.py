@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.options import SourceOptions, is_domain_name, quoted
-from megatron_chameleon.corpus.sources import Source, find_sources
+from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
 from megatron_chameleon.errors import UserError
 
 SYNTAX = "a,b or a=2,b=1 with shares, or NAME=PATH or NAME=PATH=2 for a text"
@@ -26,6 +27,15 @@ class Target:
     value: str | None
     shares: Mapping[str, float]
     texts: Mapping[str, Sequence[Source]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def texts_hash(self) -> str:
+        """Hex SHA-256 of the identities of the files of all texts."""
+        identities = [
+            [name, [source_identity(source) for source in sources]]
+            for name, sources in self.texts.items()
+        ]
+        return sha256_of_json(identities)
 
 
 def average_target(names: Sequence[str]) -> Target:

@@ -20,6 +20,7 @@ from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import Sample, require_text, sample_documents
 from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
+from megatron_chameleon.corpus.target import Target
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.embedding.windows import (
     Windows,
@@ -33,6 +34,8 @@ from megatron_chameleon.parallel.layout import from_main
 # Characters per token in most text. The number decides how much raw text is read.
 _CHARACTERS_PER_TOKEN = 4
 _LONGEST_WORD = 32
+# Documents of a target text that are read, at least, if it has as many.
+_TARGET_DOCUMENTS = 256
 # Characters that are encoded at a time: tokenizers take about 100 bytes of memory per character.
 _CHARACTERS_AT_ONCE = 1 << 21
 
@@ -294,6 +297,37 @@ def _word_start(text: str, position: int) -> int:
         space = text.find(" ", position, position + _LONGEST_WORD)
         return position if space < 0 else space
     return position
+
+
+def read_target_text(
+    source: SourceOptions,
+    target: Target,
+    name: str,
+    encoder: TextEncoder,
+    tokens: int,
+    seed: int,
+) -> TokenFile:
+    """Sample the documents of a text of ``--target``, and encode them.
+
+    Args:
+        source: keys and limits of the text.
+        target: the target that names the text.
+        name: name of the text.
+        encoder: tokenizer of the text.
+        tokens: about the number of tokens that are needed, if the text has as many.
+        seed: seed of the sample.
+
+    Raises:
+        UserError: if a file cannot be read or has no text.
+    """
+    characters = tokens * _CHARACTERS_PER_TOKEN * 2
+    try:
+        sample = sample_documents(
+            source, target.texts[name], name, _TARGET_DOCUMENTS, characters, seed
+        )
+    except UserError as error:
+        raise UserError(f"--target {target.value}: {error}") from error
+    return encoded_documents(Path(name), encoder, sample.texts)
 
 
 def encoded_documents(path: Path, encoder: TextEncoder, texts: Sequence[str]) -> TokenFile:

@@ -140,11 +140,10 @@ class ChameleonOptions(OutputOptions):
     """A mixture.json whose domains keep the ratios of their weights. Each new domain gets the
     weight that it would have in a mixture of all domains."""
     target: str | None = None
-    """Target of the mixture. The value is a list of domains, such as a,b, or a=2,b=1 with their
-    shares, or a text file (.txt, or .jsonl with documents in the field "text"). A text is embedded
-    like the domains, and the domains nearest to the text gain weight; so is the valid text of a
-    held-out domain. In pretraining the effect is largest with a small ridge, in fine-tuning with a
-    large ridge."""
+    """What the mixture is for: domains such as a,b, or a=2,b=1 with their shares, held-out domains
+    of the corpus, and texts such as NAME=PATH or NAME=PATH=2, in the format of --input. Held-out
+    domains and texts are embedded like the domains, and the domains nearest to them gain weight. In
+    pretraining the effect is largest with a small ridge, in fine-tuning with a large ridge."""
     target_strength: InsideUnit | None = None
     """Strength of --target, between 0 and 1: near 0, the target has no effect; near 1, the target
     alone determines the prior of the domains. Default: 0.5."""
@@ -165,9 +164,10 @@ class ChameleonOptions(OutputOptions):
             raise UserError("pass either --corpus, or --input NAME=PATH for each domain")
         if self.corpus is not None:
             only_text = "applies only to --input"
-            self.source.reject_changed(
-                ["text_key", "max_malformed_share", "max_document_bytes"], only_text
-            )
+            if "=" not in (self.target or ""):
+                self.source.reject_changed(
+                    ["text_key", "max_malformed_share", "max_document_bytes"], only_text
+                )
             self.reject_changed(["tokenizer"], only_text)
         else:
             reason = "requires token counts, which --input does not have; preprocess the text"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import (
     Corpus,
@@ -27,13 +28,13 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
     provenance,
 )
-from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.indexed import TokenFile
-from megatron_chameleon.corpus.readers import MalformedLineError, object_in, text_at
+from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.embed import (
     StoreEntry,
@@ -50,8 +51,8 @@ from megatron_chameleon.embedding.text import (
     DomainText,
     SampledText,
     TextEncoder,
-    encoded_documents,
     find_text,
+    read_target_text,
 )
 from megatron_chameleon.embedding.windows import WINDOW_LENGTH
 from megatron_chameleon.errors import UserError
@@ -64,7 +65,6 @@ from megatron_chameleon.methods.output import (
     epoch_limit,
     format_names,
     format_weight,
-    parse_shares,
     require_training_tokens,
     select_domains,
     warn,
@@ -96,13 +96,11 @@ from megatron_chameleon.model.readout import check_layer, check_window
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.progress import progress_bar
-from megatron_chameleon.storage import file_state
 
 if TYPE_CHECKING:
     from megatron_chameleon.methods.discovery import DiscoverOptions
 
-TEXT_SUFFIXES = (".txt", ".jsonl")
-# A target text has no domain name, so this name seeds the sampling of its windows.
+# The texts of a target may have names of domains, so their windows are sampled under other names.
 TARGET_KEY = "--target"
 # Warn if the target raises the weights of its domains by less than this share of the mean weight.
 MIN_TARGET_GAIN = 0.05
@@ -110,49 +108,56 @@ PROGRESS_DELAY_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Target:
-    """A parsed ``--target``.
+class TargetPrior:
+    """The prior of the domains that ``--target`` and ``--target-strength`` determine.
 
     Attributes:
-        value: value of ``--target``.
+        target: domains to weigh, held-out domains and texts, with their shares.
         strength: effect of the target, in (0, 1).
-        shares: [k] share of each domain to weigh in a target of domains; may be 0.
-        held_out: held-out domain -> its share in a target of domains.
-        text: file of a target text.
-        vectors: embedding [h] float64 of the text, or of each held-out domain: the mean over its
+        names: the k domains to weigh.
+        vectors: name of a held-out domain or text -> its embedding [h] float64, the mean over its
             windows.
-        windows: number of windows of the text or of the held-out domains.
+        windows: number of these windows.
     """
 
-    value: str
+    target: Target
     strength: float
-    shares: Array | None = None
-    held_out: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    text: Path | None = None
-    vectors: Sequence[Array] = ()
-    windows: int | None = None
+    names: Sequence[str]
+    vectors: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    windows: int = 0
 
-    def prior(self, means: Array) -> Array:
+    @property
+    def held_out(self) -> list[str]:
+        """Held-out domains of the target."""
+        known = {*self.names, *self.target.texts}
+        return [name for name in self.target.shares if name not in known]
+
+    def __call__(self, means: Array) -> Array:
         """Return the prior [k] of the domains with the embeddings ``means`` [k, h].
 
-        The share of a held-out domain is divided among the domains by :func:`similarity_shares`.
+        The share of a held-out domain or a text is divided among the domains by
+        :func:`similarity_shares`.
         """
-        if self.shares is None:
-            assert self.vectors, "the target text must be embedded first"
-            return target_prior(similarity_shares(means, self.vectors[0]), self.strength)
-        shares = self.shares
-        for share, vector in zip(self.held_out.values(), self.vectors, strict=True):
-            similar = similarity_shares(means, vector)
-            shares = shares + share * similar / similar.sum()
+        shares = np.zeros(len(means))
+        for name, share in self.target.shares.items():
+            if name in self.names:
+                shares[self.names.index(name)] += share
+            else:
+                similar = similarity_shares(means, self.vectors[name])
+                shares += share * similar / similar.sum()
         return target_prior(shares, self.strength)
 
-    def with_held_out(self, store: EmbeddingStore) -> Target:
-        """Return the target with the embeddings of its held-out domains, from ``store``."""
-        if not self.held_out:
-            return self
-        found = [store.vectors(held_out_key(name)) for name in self.held_out]
-        vectors = [windows.mean(axis=0, dtype=np.float64) for windows in found]
-        return dataclasses.replace(self, vectors=vectors, windows=sum(map(len, found)))
+    def with_vectors(self, windows: Mapping[str, NDArray[np.floating]]) -> TargetPrior:
+        """Add the means of the embedded ``windows`` (name -> [windows, h])."""
+        means = {name: rows.mean(axis=0, dtype=np.float64) for name, rows in windows.items()}
+        count = self.windows + sum(map(len, windows.values()))
+        return dataclasses.replace(self, vectors={**self.vectors, **means}, windows=count)
+
+    def with_held_out(self, store: EmbeddingStore) -> TargetPrior:
+        """Add the embeddings of held-out domains, from ``store``."""
+        return self.with_vectors(
+            {name: store.vectors(held_out_key(name)) for name in self.held_out}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +198,7 @@ class MixturePlan(EmbeddingPlan):
     corpus: Corpus | None
     limit: EpochLimit
     kept: Mixture | None
-    target: Target | None
+    target: TargetPrior | None
     recipe: Recipe
     store: Path
     provenance: Provenance
@@ -221,21 +226,22 @@ def compute_mixture(options: ChameleonOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_mixture(options))
-        store, text, missing = from_main(lambda: open_inputs(plan))
+        store, texts, missing = from_main(lambda: open_inputs(plan))
         spent = text_cost = Cost()
-        if missing or text:
+        if missing or texts:
             reader = plan.proxy.open_reader(layout, plan.embedding)
             batch_size = options.extraction.embedding_batch_size
-            if text:
-                sampled = sample_windows(plan.embedding, TARGET_KEY, text)
-                bar = (len(sampled), " windows", "embedding --target")
+            for name, text in texts.items():
+                key = f"{TARGET_KEY} {name}"
+                sampled = sample_windows(plan.embedding, key, text)
+                bar = (len(sampled), " windows", f"embedding {name}")
                 with progress_bar(*bar, quiet=not layout.is_main) as progress:
-                    vectors, text_cost = embed_by_recipe(
-                        reader, text, sampled, plan.embedding, batch_size, progress, TARGET_KEY
+                    vectors, cost = embed_by_recipe(
+                        reader, text, sampled, plan.embedding, batch_size, progress, key
                     )
-                mean = vectors.mean(axis=0, dtype=np.float64)
+                text_cost += cost
                 assert plan.target is not None
-                target = dataclasses.replace(plan.target, vectors=[mean], windows=len(sampled))
+                target = plan.target.with_vectors({name: vectors})
                 plan = dataclasses.replace(plan, target=target)
             if missing:
                 store, spent = fill_store(store, plan.text, reader, missing, batch_size)
@@ -253,27 +259,36 @@ def compute_mixture(options: ChameleonOptions) -> None:
                 f"{plan.embedding.layer} of {plan.proxy.num_layers}, {reused}"
             )
             if plan.target is not None:
-                heading += f"\ntarget: {plan.target.value}, strength {plan.target.strength:g}"
+                heading += f"\ntarget: {options.target}, strength {plan.target.strength:g}"
             mixture = dataclasses.replace(mixture, cost=cost)
             if isinstance(plan.text, SampledText) and plan.text.read:
                 lines.append(f"text read: {format_names(plan.text.summary())}")
             write_and_print(mixture, options, plan.corpus, heading, *lines, closing)
 
 
-def open_inputs(plan: MixturePlan) -> tuple[EmbeddingStore, TokenFile | None, list[StoreEntry]]:
-    """Open the embedding store, read the target text, and list the domains to embed.
+def open_inputs(
+    plan: MixturePlan,
+) -> tuple[EmbeddingStore, dict[str, TokenFile], list[StoreEntry]]:
+    """Open the embedding store, read the texts of the target, and list the domains to embed.
 
     Raises:
         UserError: if the store has another recipe, or a text is malformed or empty. Raw text is
             read up to its first document, so that most mistakes are found before the embedding.
     """
     store = open_store(plan.store, plan.embedding, plan.proxy.hidden_size, plan.provenance)
-    target_file = plan.target and plan.target.text
-    target = read_text(target_file, plan.open_encoder()) if target_file else None
+    texts: dict[str, TokenFile] = {}
+    if plan.target is not None:
+        target, recipe = plan.target.target, plan.embedding
+        tokens = 2 * recipe.num_windows * recipe.window_length
+        for name in target.texts:
+            encoder = plan.open_encoder()
+            texts[name] = read_target_text(
+                plan.options.source, target, name, encoder, tokens, recipe.seed
+            )
     missing = missing_entries(store, plan.text, plan.entries)
     if isinstance(plan.text, SampledText):
         plan.text.check(entry.domain for entry in missing)
-    return store, target, missing
+    return store, texts, missing
 
 
 def plan_mixture(options: ChameleonOptions) -> MixturePlan:
@@ -306,12 +321,20 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
                 "a mixture that contains some of these domains, or omit --keep"
             )
     held_out = corpus.held_out if corpus else {}
-    target = parse_target(options.target, options.target_strength, names, list(held_out))
-    if target is not None and target.text is not None:
-        inputs["target text"] = sha256_of_files(target.text)
-    for name in target.held_out if target else ():
-        if held_out[name].valid.tokens == 0:
-            raise UserError(f"--target {options.target}: '{name}' has no text in its valid split")
+    target = None
+    if options.target is not None:
+        strength = options.target_strength
+        target = TargetPrior(
+            parse_target(options.target, [*names, *held_out], options.source),
+            DEFAULT_STRENGTH if strength is None else strength,
+            names,
+        )
+        if target.target.texts:
+            inputs["target text"] = target.target.texts_hash
+        for name in target.held_out:
+            assert corpus is not None
+            if corpus.held_out[name].valid.tokens == 0:
+                raise UserError(f"--target {options.target}: '{name}' has no validation text")
     return MixturePlan(
         **vars(plan),
         options=options,
@@ -407,63 +430,6 @@ def embedding_recipe(
     )
 
 
-def parse_target(
-    value: str | None, strength: float | None, names: Sequence[str], held_out: Sequence[str] = ()
-) -> Target | None:
-    """Parse ``--target`` and ``--target-strength``; return None without a target.
-
-    Args:
-        value: value of ``--target``.
-        strength: value of ``--target-strength``.
-        names: the domains to weigh.
-        held_out: held-out domains, which a target may name too.
-
-    Raises:
-        UserError: for an unknown or repeated domain, a share that is not above 0, or a missing
-            text file.
-    """
-    if value is None:
-        return None
-    strength = DEFAULT_STRENGTH if strength is None else strength
-    known = [*names, *held_out]
-    if value not in known and value.endswith(TEXT_SUFFIXES):
-        if not Path(value).is_file():
-            raise UserError(f"--target {value}: no such file; pass a text file or domains")
-        return Target(value, strength, text=Path(value))
-    hint = f", or pass a file that ends with {' or '.join(TEXT_SUFFIXES)}"
-    shares = parse_shares(value, known, lambda name: name if name in known else None, hint)
-    own, others = np.split(shares, [len(names)])
-    named = {n: s for n, s in zip(held_out, others.tolist(), strict=True) if s}
-    return Target(value, strength, shares=own, held_out=named)
-
-
-def read_text(path: Path, encoder: TextEncoder) -> TokenFile:
-    """Tokenize a target text: a ``.txt`` file is one document, a ``.jsonl`` file has one per line.
-
-    Raises:
-        UserError: for an unreadable file, a malformed line, or a file without text.
-    """
-    texts = []
-    try:
-        file_state(str(path))  # raises unless the path is a regular file
-        if path.suffix == ".txt":
-            texts = [path.read_text(encoding="utf-8")]
-        else:
-            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-                try:
-                    texts += [text_at(object_in(line), "text", "--target")] if line.strip() else []
-                except MalformedLineError as problem:
-                    raise UserError(
-                        f"--target {path}: line {number} {problem}; fix it"
-                    ) from problem
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--target {path}: cannot be read as UTF-8 text ({error})") from error
-    texts = list(filter(None, texts))
-    if not texts:
-        raise UserError(f"--target {path}: no text; pass a file that contains text")
-    return encoded_documents(path, encoder, texts)
-
-
 def weigh_means(
     means: Array, mode: Mode, recipe: Recipe, prior: Callable[[Array], Array] | None = None
 ) -> WeightResult:
@@ -478,7 +444,8 @@ def weigh_means(
     with warnings.catch_warnings():
         # This warning lists only positions, so it is suppressed; warn_degenerate() lists names.
         warnings.simplefilter("ignore", DegenerateScoreWarning)
-        return chameleon_weights(means, mode, recipe, prior=prior and prior(means))
+        eta = None if prior is None else prior(means)
+        return chameleon_weights(means, mode, recipe, prior=eta)
 
 
 def shrinkage_of(result: WeightResult) -> tuple[float, float]:
@@ -544,9 +511,8 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         rows.append(vectors.mean(axis=0, dtype=np.float64))
         resampled.append(grouped_windows(vectors, group, seed))
     means, fewest = np.stack(rows), min(windows.values())
-    prior = target.prior if target else None
     by_recipe = functools.partial(weigh_means, means, options.mode)
-    plain = by_recipe(plan.recipe, prior)
+    plain = by_recipe(plan.recipe, target)
     directions, advised = shrinkage_of(plain)
     factor = advised if weighting.shrink else 1.0
     result = shrunk(plain, factor)
@@ -564,7 +530,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
 
         def constrained(embeddings: Array) -> Array:
             progress.update()
-            eta = prior and prior(embeddings)
+            eta = None if target is None else target(embeddings)
             resample = chameleon_weights(embeddings, options.mode, plan.recipe, prior=eta)
             # Noise of the resampling adds directions, so the factor is that of all windows.
             return limit.apply(place(shrunk(resample, factor).weights))
@@ -603,11 +569,12 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     if target is not None:
         without = limit.apply(place(untargeted.weights))
         parameters["target"] = {
-            "given": target.value,
+            "value": target.target.value,
+            "shares": dict(target.target.shares),
             "strength": target.strength,
-            "prior": by_name(names, target.prior(means)),
+            "prior": by_name(names, target(means)),
             "weights_without": by_name(names, without),
-            **({} if target.windows is None else {"windows": target.windows}),
+            "windows": target.windows,
         }
     mixture = Mixture(
         **fields,
@@ -640,7 +607,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     if options.explain:
 
         def explained(recipe: Recipe) -> WeightResult:
-            found = by_recipe(recipe, prior)
+            found = by_recipe(recipe, target)
             return shrunk(found, shrinkage_of(found)[1]) if weighting.shrink else found
 
         lines += ["", explain(names, plan.recipe, explained), ""]

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, provenance
-from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
+from megatron_chameleon.corpus.sources import Source, find_sources
 from megatron_chameleon.corpus.target import Target, average_target, parse_target
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
+from megatron_chameleon.embedding.text import read_target_text
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.limits import bounds_within, prior_weights
 from megatron_chameleon.methods.mixmin import DomainsAndTarget, ExpertTokenizer, MixminOptions
@@ -27,7 +27,6 @@ from megatron_chameleon.methods.mixmin.text import (
     TextCoder,
     choose_blocks,
     count_leaked,
-    read_target_text,
 )
 from megatron_chameleon.methods.output import (
     EpochLimit,
@@ -246,12 +245,7 @@ def read_target(plan: Plan) -> dict[str, Blocks]:
         if name in plan.target.texts:
             assert plan.coder is not None, "a target with texts requires a tokenizer"
             file = read_target_text(
-                plan.options.source,
-                plan.target.texts[name],
-                name,
-                plan.coder,
-                plan.target_tokens,
-                seed,
+                plan.options.source, plan.target, name, plan.coder, plan.target_tokens, seed
             )
             for domain in plan.domains.names:
                 leaked, looked_up = count_leaked(file, plan.domains.training_text(domain))
@@ -392,12 +386,7 @@ def write(
         intervals = by_name(names, ends)
     inputs = {"corpus" if plan.corpus else "text": plan.domains.hash}
     if plan.target.texts:
-        inputs["target text"] = sha256_of_json(
-            [
-                [name, [source_identity(source) for source in sources]]
-                for name, sources in plan.target.texts.items()
-            ]
-        )
+        inputs["target text"] = plan.target.texts_hash
     strength = estimate.fit.strength
     mixture = Mixture(
         **fields,

@@ -18,7 +18,6 @@ from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import sample_documents
 from megatron_chameleon.corpus.sources import Source, source_identity
-from megatron_chameleon.embedding.text import encoded_documents
 from megatron_chameleon.embedding.windows import in_memory
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.mixture.ngram import Ids
@@ -264,28 +263,6 @@ def _part(file: TokenFile, most: int, *, held_out: bool, holds_out: bool) -> Tok
     tokens = np.concatenate([file.get(int(number)) for number in chosen])[:most]
     lengths = np.diff(np.minimum(np.cumsum(file.lengths[chosen], dtype=np.int64), most), prepend=0)
     return in_memory(file.prefix, tokens, lengths.astype(np.int32))
-
-
-def read_target_text(
-    source: SourceOptions,
-    sources: Sequence[Source],
-    name: str,
-    coder: TextCoder,
-    most: int,
-    seed: int,
-) -> TokenFile:
-    """Sample the documents of a text of ``--target``, and encode them.
-
-    Raises:
-        UserError: if a file cannot be read or has no text.
-    """
-    try:
-        sample = sample_documents(
-            source, sources, name, SAMPLED_DOCUMENTS, most * CHARACTERS_PER_TOKEN, seed
-        )
-    except UserError as error:
-        raise UserError(f"--target: {error}") from error
-    return encoded_documents(Path(name), coder, sample.texts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

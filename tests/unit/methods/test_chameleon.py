@@ -29,8 +29,10 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.corpus.options import ImportOptions
+from megatron_chameleon.corpus.options import ImportOptions, SourceOptions
+from megatron_chameleon.corpus.target import parse_target
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, recorded_tokenizer_file
+from megatron_chameleon.embedding.text import read_target_text
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
@@ -38,7 +40,7 @@ from megatron_chameleon.methods.chameleon import (
     RecipeOptions,
 )
 from megatron_chameleon.methods.chameleon import compute as compute_module
-from megatron_chameleon.methods.chameleon.compute import compute_mixture, read_text
+from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.explain import explain
 from megatron_chameleon.methods.output import format_weight
 from megatron_chameleon.mixture import (
@@ -200,7 +202,7 @@ def test_with_factor_0_the_intervals_are_those_of_the_prior(
     path = tmp_path / "target.txt"
     path.write_text(" ".join(texts_of(text_corpus, "poems", 5)))
     with pytest.warns(UserWarning, match="by 0.00"):
-        targeted = compute(target=str(path), **settings)
+        targeted = compute(target=f"text={path}", **settings)
     prior = targeted.parameters["target"]["prior"]
     assert values(targeted.weights) == pytest.approx(values(prior) / len(DOMAINS))
     low, high = values(targeted.intervals).T
@@ -343,7 +345,7 @@ def test_many_domains(compute, monkeypatch):
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
         ({"parallel": ParallelOptions(2)}, "tensor 2"),
         ({"target": "news,news"}, "'news'"),
-        ({"target": "nowhere.txt"}, "nowhere.txt"),
+        ({"target": "text=nowhere.txt"}, "nowhere.txt"),
         ({"target": "poems", "domains": "news,code"}, "'poems'"),
     ],
 )
@@ -365,7 +367,9 @@ def test_a_target_of_domains(compute, inputs, capsys, mode):
     assert list(mixture.weights.values()) == pytest.approx(expected.weights, rel=1e-9)
     assert max(abs(mixture.weights[name] - plain.weights[name]) for name in DOMAINS) > 0.01
     assert mixture.parameters["target"] == {
-        "given": "code=3, poems",
+        "value": "code=3, poems",
+        "shares": {"code": 0.75, "poems": 0.25},
+        "windows": 0,
         "strength": 0.4,
         "prior": pytest.approx(dict(zip(DOMAINS, prior, strict=True))),
         "weights_without": plain.weights,
@@ -398,7 +402,7 @@ def test_a_target_text_is_embedded_like_a_domain(compute, text_corpus, tmp_path)
     lines = [json.dumps({"text": text}) for text in texts_of(text_corpus, "poems")]
     path.write_text("\n".join(lines))
     settings = {"extraction": EVERY_WINDOW, "store": store, "weighting": TARGETED}
-    mixture = compute(target=str(path), **settings)
+    mixture = compute(target=f"text={path}", **settings)
     means, target = means_of(store), mixture.parameters["target"]
     expected = target_prior(similarity_shares(means, means[2]), 0.5)
     assert list(target["prior"].values()) == pytest.approx(expected, rel=1e-4)
@@ -415,7 +419,7 @@ def test_a_held_out_target_is_embedded_like_a_target_text(compute, text_corpus, 
     path.write_text("\n".join(lines))
     settings = {"corpus": held_out, "extraction": EVERY_WINDOW, "weighting": TARGETED}
     by_name = compute(target="poems", store=store, **settings)
-    by_text = compute(target=str(path), store=store, **settings)
+    by_text = compute(target=f"text={path}", store=store, **settings)
     assert [*by_name.weights] == ["news", "code"]
     for field in ("prior", "weights_without"):
         expected = by_text.parameters["target"][field]
@@ -437,21 +441,20 @@ def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):
     path = tmp_path / "a.jsonl"
     texts = [*texts_of(text_corpus, "news", 3), ""]
     path.write_text("\n\n".join(json.dumps({"text": text}) for text in texts))
-    tokens, original = (
-        read_text(path, corpus_tokenizer(text_corpus)),
-        open_tokens(text_corpus, "news", "train"),
-    )
+    source = SourceOptions(())
+
+    def read():
+        target = parse_target(f"mine={path}", ["news"], source)
+        return read_target_text(source, target, "mine", corpus_tokenizer(text_corpus), 1000, 0)
+
+    tokens, original = read(), open_tokens(text_corpus, "news", "train")
     assert len(tokens) == 3  # empty documents are skipped
     for number in range(3):
         np.testing.assert_array_equal(tokens.get(number), original.get(number))
-    for content, named in (
-        (b"\n", "no text"),
-        (b'{"text": "1"}\n[1]', "line 2"),
-        (b"\xe9", "a.jsonl"),
-    ):
+    for content in (b"\n", b'{"text": "1"}\n[1]', b"\xe9"):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=named) as error:
-            read_text(path, corpus_tokenizer(text_corpus))
+        with pytest.raises(UserError, match="--target") as error:
+            read()
         assert "\n" not in str(error.value)
 
 
