@@ -41,7 +41,7 @@ def draw_targets(axes: Axes, records: dict[str, dict[str, Any]], method: str) ->
             gains = found["gain"][method]
             predicted = found["predicted_gain"].get(method)
             equal = found["equals_baseline"][method]
-            label = f"{target} ({name})"
+            label = target if len(records) == 1 else f"{target} ({name})"
             rows.append((sum(gains) / len(gains), label, 0.0 if equal else half, predicted))
     rows.sort()
     color, other = figures.COLORS[:2]
@@ -78,7 +78,7 @@ def draw_public(axes: Axes, public: dict[str, Any]) -> None:
     axes.set_ylim(-0.6, len(targets) - 0.4)
     smallest = table["title"].split(CHOSEN)[1].split()[0]
     axes.set_title(f"published runs: chosen at {smallest}", fontsize=10)
-    axes.legend(handles, sizes, loc="lower right", frameon=False, fontsize=9)
+    axes.legend(handles, sizes, loc="upper right", frameon=False, fontsize=9)
 
 
 def figure_of(records: dict[str, dict[str, Any]], public: dict[str, Any], method: str) -> Figure:
