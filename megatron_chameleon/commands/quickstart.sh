@@ -10,8 +10,8 @@ set -euo pipefail
 RUN=${RUN:-runs/quickstart}            # output folder
 TARGET=${TARGET:-reference_prose}      # the domain that is held out as the target
 SIZE=${SIZE:-nano}                     # model size of the proxy and the three models
-PROXY_STEPS=${PROXY_STEPS:-500}
-BASE_STEPS=${BASE_STEPS:-500}
+PROXY_STEPS=${PROXY_STEPS:-400}
+BASE_STEPS=${BASE_STEPS:-400}
 WARMUP=${WARMUP:-160}                  # must be less than the numbers of steps
 SEED=${SEED:-1}
 
@@ -56,7 +56,7 @@ megatron-chameleon compute_mixture --method mixmin --corpus "$CORPUS" --target "
 
 say "4/7 Weights without a target: a proxy, its embeddings of the domains, and Chameleon"
 torchrun "${RANKS[@]}" pretrain_gpt "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \
-  --train-iters "$PROXY_STEPS" --tensor-model-parallel-size 2
+  --train-iters "$PROXY_STEPS"
 torchrun "${RANKS[@]}" compute_mixture --corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" \
   --num-windows 512 --tensor-model-parallel-size 2 --token-budget "$BUDGET" \
   --output "$MIXTURES/chameleon-pretrain.json"
@@ -83,8 +83,7 @@ MODELS=()
 for name in uniform chameleon-pretrain mixmin; do
   MODELS+=(--checkpoint "$RUN/5-base/$name-seed$SEED" --output "$RUN/6-evaluation/$name-seed$SEED.json")
 done
-torchrun "${RANKS[@]}" evaluate perplexity --corpus "$CORPUS" --target "$TARGET" --max-tokens 25000 \
-  "${MODELS[@]}"
+torchrun "${RANKS[@]}" evaluate perplexity --corpus "$CORPUS" --max-tokens 25000 "${MODELS[@]}"
 
 say "7/7 Tables and figures"
 megatron-chameleon make_report "$RUN"

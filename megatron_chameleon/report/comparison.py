@@ -322,6 +322,39 @@ def findings(comparison: Comparison) -> list[str]:
     return found
 
 
+def held_out_findings(comparison: Comparison) -> list[str]:
+    """Describe the loss on each held-out domain in a sentence for each method with a baseline.
+
+    The difference is paired by document for single runs, and by seed for several seeds.
+    """
+    reference, *groups = seed_groups(comparison)
+    if comparison.baseline is None:
+        return []
+    found = []
+    for name in comparison.held_out:
+        for group in groups:
+            ours, theirs = (
+                pd.Series({run.seed: run.result.domains[name].loss for run in each.runs})
+                for each in (group, reference)
+            )
+            gap, gaps = ours.mean() - theirs.mean(), (ours - theirs).dropna()
+            if len(ours) == len(theirs) == 1:
+                losses = [each.runs[0].result.domains[name] for each in (group, reference)]
+                error, source = loss_difference(*losses).error, "over documents"
+            else:
+                gap = gaps.mean() if len(gaps) else gap
+                error, source = gaps.std() / math.sqrt(max(len(gaps), 1)), "over paired seeds"
+            change = f"{gap:+.4f}"
+            if error is not None and math.isfinite(error):
+                change += f" ± {error:.4f}, standard error {source}"
+            found.append(
+                f"On {name}, which is held out, {group.label} has a loss of {ours.mean():.4f}, and "
+                f"{reference.label} has {theirs.mean():.4f} ({change}; perplexity "
+                f"{math.expm1(gap):+.1%})."
+            )
+    return found
+
+
 def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     """Table of each domain's training weight, its interval, and every run's perplexity.
 

@@ -233,7 +233,9 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
     sections.append(_origins_section(folder, compared, distinct))
     return Report(
         " + ".join(ending or root.resolve().name for root, ending in folder.roots.items()),
-        comparison.findings(compared) if compared else [],
+        [*comparison.held_out_findings(compared), *comparison.findings(compared)]
+        if compared
+        else [],
         comparison.caveats(folder, compared) if compared else [NOT_EVALUATED],
         [section for section in sections if section.tables or section.facts or section.pictures],
         evaluated_runs(folder),

@@ -17,6 +17,7 @@ from megatron_chameleon.report.comparison import (
     caveats,
     compare,
     findings,
+    held_out_findings,
     loss_table,
     perplexity_table,
     seed_table,
@@ -71,6 +72,9 @@ def test_held_out_domains_are_rows_outside_averages_and_counts(root):
     after = compare(folder)
     assert [run.result.mean_perplexity for run in after.runs] == averages
     assert findings(after) == findings(before)
+    (sentence,) = held_out_findings(after)
+    assert sentence.startswith("On target, which is held out, Chameleon has a loss of 1.0000")
+    assert "-8.0000" in sentence
     for with_target, without in (
         (perplexity_table(folder, after), perplexity_table(folder, before)),
         (loss_table(after), loss_table(before)),
