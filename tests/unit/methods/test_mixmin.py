@@ -10,6 +10,7 @@ import pytest
 
 from megatron_chameleon.artifacts import Mixture, MixtureWarning
 from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.sample import sample_documents
 from megatron_chameleon.embedding.windows import in_memory
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.mixmin import (
@@ -21,6 +22,7 @@ from megatron_chameleon.methods.mixmin import (
     compute,
     compute_headroom,
 )
+from megatron_chameleon.methods.mixmin import text as text_module
 from megatron_chameleon.methods.mixmin.headroom import parse_noise, seeds_needed
 from megatron_chameleon.methods.mixmin.text import ByteCoder, choose_blocks, count_leaked
 
@@ -86,6 +88,7 @@ def test_weights_are_the_shares_of_the_target(options):
     assert mixture.parameters["written"] == "estimate"
     assert mixture.weights["sea"] == pytest.approx(0.75, abs=0.05)
     assert mixture.weights["law"] == pytest.approx(0.25, abs=0.05)
+    assert mixture.intervals is not None
     low, high = mixture.intervals["sea"]
     assert low <= mixture.weights["sea"] <= high
     gain = mixture.parameters["predicted_gain"]["uniform"]
@@ -134,15 +137,13 @@ def test_target_documents_in_the_training_text_are_counted(options, texts, tmp_p
 def test_an_added_domain_reads_only_its_own_text(options, texts, tmp_path, monkeypatch):
     compute(options(source=SourceOptions(tuple((f"{n}={texts[n]}",) for n in ("sea", "law")))))
     read = []
-    from megatron_chameleon.methods.mixmin import text as module
-
-    original = module.sample_documents
+    original = sample_documents
 
     def recording(source, sources, name, *rest):
         read.append(name)
         return original(source, sources, name, *rest)
 
-    monkeypatch.setattr(module, "sample_documents", recording)
+    monkeypatch.setattr(text_module, "sample_documents", recording)
     compute(options())
     assert read == ["farm"]
     first = Mixture.load(options().output)
@@ -194,7 +195,7 @@ def test_a_corpus_domain_is_a_target(corpus, tmp_path):
     )
     mixture = Mixture.load(output)
     assert set(mixture.weights) == set(names)
-    assert max(mixture.weights, key=mixture.weights.get) == names[0]
+    assert max(mixture.weights, key=lambda name: mixture.weights[name]) == names[0]
     assert math.fsum(mixture.weights.values()) == pytest.approx(1)
 
 

@@ -126,10 +126,9 @@ def test_predicted_gains_are_not_optimistic():
         errors.append(gain.gain - true)
         optimistic.append(text.log_likelihood(found) - text.log_likelihood(uniform) - true)
         covered += gain.low <= true <= gain.high
-    errors, optimistic = np.array(errors), np.array(optimistic)
-    standard_error = errors.std(ddof=1) / math.sqrt(len(errors))
-    assert abs(errors.mean()) < 3 * standard_error
-    assert optimistic.mean() > 3 * standard_error
+    standard_error = np.std(errors, ddof=1) / math.sqrt(len(errors))
+    assert abs(np.mean(errors)) < 3 * standard_error
+    assert np.mean(optimistic) > 3 * standard_error
     assert covered >= 44  # 90% intervals of 60 targets; fewer by chance once in a thousand
 
 
