@@ -173,7 +173,7 @@ class Choice:
             leave(0)
         for flag in filter(argv.__contains__, self.others):
             if values:
-                exit_with_error(f"{flag} has no effect with {self.flag}; leave one out", rank)
+                exit_with_error(f"{flag} takes no {self.flag}; leave {self.flag} out", rank)
             rest = [argument for argument in argv if argument != flag]
             self.others[flag].run(rest, prog=f"{os.path.basename(sys.argv[0])} {flag}")
         if len(values) > 1:

@@ -32,7 +32,7 @@ class Tool:
     Attributes:
         name: name of the command.
         summary: docstring of the command's module, for the command's page.
-        commands: maps each command ('perplexity', '--method doge'; '' if there is only one) to its
+        commands: maps each command ('perplexity', '--method doge', '--headroom'; '' for one) to its
             options.
     """
 
@@ -74,7 +74,8 @@ def _options_of(command: cli.Command) -> dict[str, type[Any]]:
     if isinstance(command, cli.Subcommands):
         return {name: tool.options for name, tool in command.tools.items()}
     tools, _ = command.find()
-    return {f"{command.flag} {name}": tool.options for name, tool in tools.items()}
+    others = {flag: tool.options for flag, tool in command.others.items()}
+    return {f"{command.flag} {name}": tool.options for name, tool in tools.items()} | others
 
 
 def flag_groups(options_type: type[Any], options: Any = None, name: str = "") -> list[FlagGroup]:

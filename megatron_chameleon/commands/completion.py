@@ -59,8 +59,10 @@ def _parser_of(name: str, command: cli.Command) -> Any:
     flags: dict[str, tuple[Any, Any]] = {
         command.flag.strip("-"): (Literal[tuple(tools)], command.default)
     }
-    for tool in tools.values():
+    for tool in [*tools.values(), *command.others.values()]:
         flags |= _flags_of(tool.options)
+    for flag in command.others:
+        flags |= {flag.strip("-"): (bool, False)}
     return _with_flags(name, flags)
 
 

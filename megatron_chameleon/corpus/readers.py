@@ -221,9 +221,12 @@ class DocumentReader:
         longest, size, lines = self._options.max_document_bytes, 0, list[Line]()
         for _begin, some in read_lines(source.path, on_block, longest):
             size += sum(line if isinstance(line, int) else len(line) + 1 for line in some)
-            lines = [*lines, *some] if size <= longest else []
+            if size <= longest + 1:  # the last line may have no end
+                lines.extend(some)
+            else:
+                lines.clear()
         record: Any
-        if size > longest:
+        if size > longest + 1:
             record = MalformedLineError(f"has {size:,} bytes, more than --max-document-bytes")
         else:
             try:

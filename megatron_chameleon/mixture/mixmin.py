@@ -26,10 +26,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 from scipy.special import rel_entr
-from scipy.stats import norm
+from scipy.stats import t as student
 
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.optimum import check_bounds, nearest_by_divergence
+from megatron_chameleon.mixture.optimum import (
+    check_bounds,
+    nearest_by_divergence,
+    nearest_mixtures,
+)
 
 STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 NUM_FOLDS = 5
@@ -50,16 +54,19 @@ class TargetText:
         probabilities: p, [n, k], above 0.
         shares: s, [n], >= 0, summing to 1.
         documents: [n] number of the document of each token, ascending from 0 without gaps.
+        parts: [documents] number of the part of the target of each document. The shares of the
+            parts are fixed, so folds and resamples are drawn within parts.
     """
 
     probabilities: Array
     shares: Array
     documents: npt.NDArray[np.int64]
+    parts: npt.NDArray[np.int64]
 
     @property
     def num_documents(self) -> int:
         """Number of documents."""
-        return int(self.documents[-1]) + 1
+        return len(self.parts)
 
     def log_likelihood(self, weights: Array) -> float:
         """Return sum_t s_t log sum_i w_i p_i(x_t), in nats per token."""
@@ -72,15 +79,22 @@ class TargetText:
     def weighted(self, counts: Array) -> TargetText:
         """Weigh each document by ``counts`` [documents]; leave out those whose count is 0.
 
+        Every part of which a document is left keeps its share, relative to the other parts.
+
         Raises:
             ValueError: if no share is left.
         """
-        shares = self.shares * counts[self.documents]
+        shares, part = self.shares * counts[self.documents], self.parts[self.documents]
+        before, after = np.bincount(part, self.shares), np.bincount(part, shares)
+        shares *= np.divide(before, after, out=np.zeros_like(after), where=after > 0)[part]
         kept = shares > 0
         if not kept.any():
             raise ValueError("no document is left")
         return TargetText(
-            self.probabilities[kept], shares[kept] / shares[kept].sum(), self.documents[kept]
+            self.probabilities[kept],
+            shares[kept] / shares[kept].sum(),
+            self.documents[kept],
+            self.parts,
         )
 
 
@@ -90,7 +104,7 @@ class Limits:
 
     Attributes:
         prior: [k], >= 0, summing to 1. A domain with prior 0 and without a smallest weight has
-            weight 0 if tau > 0.
+            weight 0 if tau > 0, unless the other domains cannot have all of the weight.
         low: [k] smallest weights.
         high: [k] largest weights.
     """
@@ -106,7 +120,11 @@ class Limits:
     @property
     def placed_prior(self) -> Array:
         """The mixture within the bounds that is nearest to the prior."""
-        return nearest_by_divergence(self.prior, self.low, self.high)
+        try:
+            return nearest_by_divergence(self.prior, self.low, self.high)
+        except ValueError:  # the domains of the prior cannot have all of the weight
+            nearest: Array = nearest_mixtures(self.prior[None], self.low, self.high)[0]
+            return nearest
 
 
 def mixmin_weights(
@@ -132,9 +150,11 @@ def mixmin_weights(
     if math.isinf(strength):
         return limits.placed_prior
     low, high = limits.low, limits.high
-    pseudo = strength * limits.prior
-    if strength > 0:
-        high = np.where(limits.prior > 0, high, low)
+    # A domain that cannot have weight is not a part of the penalty.
+    prior = np.where(high > 0, limits.prior, 0.0)
+    pseudo = strength * prior
+    if strength > 0 and np.where(prior > 0, high, low).sum() >= 1.0:
+        high = np.where(prior > 0, high, low)
     if len(low) == 1 or low.sum() >= 1.0:
         return np.asarray(low / low.sum()) if low.sum() > 0 else np.ones(1)
     weights = np.maximum(limits.placed_prior if start is None else start, SMALLEST_START * high)
@@ -144,18 +164,18 @@ def mixmin_weights(
         mixed = text.probabilities @ weights
         value = float(text.shares @ np.log(mixed))
         if strength > 0:
-            value -= strength * float(rel_entr(limits.prior, weights).sum())
+            value -= strength * float(rel_entr(prior, weights).sum())
         if value < before and exponent > 1.0:
             weights, exponent = plain, 1.0
             continue
         before = value
         gradient = text.probabilities.T @ (text.shares / mixed)
         counts = weights * gradient + pseudo
-        full = np.divide(counts, weights, out=np.zeros_like(counts), where=weights > 0)
+        full = gradient + np.divide(pseudo, weights, out=np.zeros_like(pseudo), where=weights > 0)
         if full @ (_best_vertex(full, low, high) - weights) < TOLERANCE:
             break
         plain = nearest_by_divergence(counts, low, high)
-        ratio = full / (1.0 + strength)
+        ratio = full / (1.0 + pseudo.sum())
         weights = nearest_by_divergence(weights * ratio**exponent, low, high)
         exponent *= ACCELERATION
     return weights
@@ -176,16 +196,20 @@ def _best_vertex(gradient: Array, low: Array, high: Array) -> Array:
 def document_folds(
     text: TargetText, num_folds: int = NUM_FOLDS, seed: int = 0
 ) -> npt.NDArray[np.int64]:
-    """Assign each document to one of ``num_folds`` folds with about the same share of tokens.
+    """Assign each document to one of ``num_folds`` folds with about the same share of each part.
 
-    Documents are taken in random order, and each goes to the fold with the smallest share so far.
+    The documents of a part are taken in random order, and each goes to the fold with the smallest
+    share of the part so far.
     """
     sizes = text.document_sums(text.shares)
     folds, totals = np.zeros(len(sizes), np.int64), np.zeros(min(num_folds, len(sizes)))
-    for document in np.random.default_rng(seed).permutation(len(sizes)):
-        folds[document] = totals.argmin()
-        totals[folds[document]] += sizes[document]
-    return folds
+    rng = np.random.default_rng(seed)
+    for part in np.unique(text.parts):
+        totals /= 1e3 * max(totals.max(), 1.0)  # ties are decided by the earlier parts
+        for document in rng.permutation(np.flatnonzero(text.parts == part)):
+            folds[document] = totals.argmin()
+            totals[folds[document]] += sizes[document]
+    return np.unique(folds, return_inverse=True)[1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,7 +219,8 @@ class CrossFit:
     Attributes:
         strength: the chosen tau.
         likelihoods: strength -> held-out log-likelihood, in nats per token.
-        fold_weights: [folds, k] weights fitted without each fold.
+        fold_weights: [folds, k] weights fitted without each fold, with the strength that is best on
+            the other folds.
         folds: [documents] fold of each document.
     """
 
@@ -226,7 +251,7 @@ def choose_strength(
     assert text.num_documents > 1, "cross-validation needs two documents"
     folds = document_folds(text, num_folds, seed)
     weights = np.empty((len(strengths), int(folds.max()) + 1, len(limits.low)))
-    likelihoods = np.zeros(len(strengths))
+    likelihoods = np.zeros((len(strengths), weights.shape[1]))
     for fold in range(weights.shape[1]):
         is_held_out = folds == fold
         fitted, held_out = (text.weighted(chosen * 1.0) for chosen in (~is_held_out, is_held_out))
@@ -234,12 +259,15 @@ def choose_strength(
         for number, strength in enumerate(strengths):
             start = weights[number - 1, fold] if number else None
             weights[number, fold] = mixmin_weights(fitted, limits, strength, start)
-            likelihoods[number] += share * held_out.log_likelihood(weights[number, fold])
+            likelihoods[number, fold] = share * held_out.log_likelihood(weights[number, fold])
             on_fit()
     # The first of equal likelihoods is the one with the strongest prior.
-    best = int(likelihoods.argmax())
-    by_strength = dict(zip(strengths, likelihoods.tolist(), strict=True))
-    return CrossFit(strengths[best], by_strength, weights[best], folds)
+    total = likelihoods.sum(axis=1)
+    # The strength of a fold's weights must not be chosen on that fold.
+    of_fold = (total[:, None] - likelihoods).argmax(axis=0)
+    by_strength = dict(zip(strengths, total.tolist(), strict=True))
+    chosen = weights[of_fold, np.arange(len(of_fold))]
+    return CrossFit(strengths[int(total.argmax())], by_strength, chosen, folds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,9 +284,9 @@ def predicted_gain(
 ) -> PredictedGain:
     """Predict by how much the weights lower the target's loss compared with ``baseline`` [k].
 
-    The gain of a document is that of the weights fitted without its fold, so the gain is not
-    optimistic. The interval treats documents as independent, and is that of the ratio of two sums
-    over documents, gain and share of the tokens.
+    The gain of a document is that of the weights fitted without its fold. The interval treats
+    documents as independent, and is that of a ratio of two sums over the documents of each part,
+    gain and share of the tokens, by Student's t.
 
     Args:
         text: probabilities of the target.
@@ -273,10 +301,14 @@ def predicted_gain(
         mixed[chosen] = text.probabilities[chosen] @ weights
     differences = np.log(mixed) - np.log(text.probabilities @ baseline)
     gain = float(text.shares @ differences)
-    residuals = text.document_sums(text.shares * (differences - gain))
-    count = text.num_documents
-    error = math.sqrt(float(residuals @ residuals) * count / max(count - 1, 1))
-    width = float(norm.ppf(0.5 + confidence / 2)) * error
+    part = text.parts[text.documents]
+    means = np.bincount(part, text.shares * differences) / np.bincount(part, text.shares)
+    residuals = text.document_sums(text.shares * (differences - means[part]))
+    counts = np.bincount(text.parts)
+    spread = np.bincount(text.parts, residuals**2)
+    variance = float((spread * counts / np.maximum(counts - 1, 1)).sum())
+    freedom = max(text.num_documents - len(counts), 1)
+    width = float(student.ppf(0.5 + confidence / 2, freedom)) * math.sqrt(variance)
     return PredictedGain(gain, gain - width, gain + width)
 
 
@@ -301,9 +333,11 @@ def bootstrap_mixmin(
         on_resample: called after each fit.
     """
     rng, count = np.random.default_rng(seed), text.num_documents
+    members = [np.flatnonzero(text.parts == part) for part in np.unique(text.parts)]
     found = np.empty((num_resamples, len(weights)))
     for number in range(num_resamples):
-        times = np.bincount(rng.integers(count, size=count), minlength=count)
+        sampled = np.concatenate([rng.choice(part, len(part)) for part in members])
+        times = np.bincount(sampled, minlength=count)
         resample = text.weighted(times.astype(np.float64))
         found[number] = mixmin_weights(resample, limits, strength, weights)
         on_resample()

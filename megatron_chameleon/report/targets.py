@@ -118,8 +118,10 @@ def holm_adjusted(p_values: Array) -> Array:
 
 def predicted_gain_over(mixture: Mixture, baseline: str) -> float:
     """Return the gain that a method predicted for the written weights; NaN if there is none."""
-    if mixture.parameters.get("written") == "prior":
-        return 0.0 if mixture.parameters.get("predicted_gain") else math.nan
+    if mixture.parameters.get("written") == "prior":  # the estimate's gain is not that of the prior
+        return (
+            0.0 if len(set(mixture.weights.values())) == 1 and baseline == "uniform" else math.nan
+        )
     gain = mixture.parameters.get("predicted_gain", {}).get(baseline)
     return math.nan if gain is None else float(gain["gain"])
 

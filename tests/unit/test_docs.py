@@ -113,6 +113,8 @@ def test_every_tool_has_a_page_with_valid_examples():
                 parse_options(commands[""], arguments)
             elif arguments[0] in commands:
                 parse_options(commands[arguments[0]], arguments[1:])
+            elif flags := [argument for argument in arguments if argument in commands]:
+                parse_options(commands[flags[0]], [a for a in arguments if a != flags[0]])
             else:
                 chosen, rest = take_values("--method", arguments)
                 parse_options(commands[f"--method {chosen[0] if chosen else 'chameleon'}"], rest)

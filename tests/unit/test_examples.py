@@ -38,7 +38,7 @@ PAPER: dict[str, tuple[str, int, int, tuple[float, float]]] = {
     "finetune_stack": ("684m", 10000, 128, BASE_RATES),
 }
 BASELINES = sorted(f"baselines/{path.stem}" for path in (EXAMPLES / "baselines").glob("*.sh"))
-MODEL_FREE = [f"baselines/{name}" for name in ("manual", "natural", "uniform", "unimax")]
+MODEL_FREE = [f"baselines/{name}" for name in ("manual", "mixmin", "natural", "uniform", "unimax")]
 
 
 def test_every_method_has_a_launcher():

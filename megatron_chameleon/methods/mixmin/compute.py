@@ -64,6 +64,10 @@ TARGET_TOKENS, TARGET_BYTES = 1 << 17, 1 << 19
 # A smaller predicted gain, in nats per token, is not worth another mixture: 1% of perplexity, and
 # within the differences between the seeds of small models.
 LEAST_GAIN = 0.01
+# A gain on fewer documents, or blocks of a few documents, is never certain.
+FEWEST_CERTAIN = 8
+# Bytes in a token of most text: gains in nats per byte are that much smaller.
+BYTES_PER_TOKEN = 4.0
 NUM_EXAMPLES, EXAMPLE_CHARACTERS = 3, 70
 SECONDS_WITHOUT_BAR = 2.0
 
@@ -222,7 +226,6 @@ def _raw_domains(options: DomainsAndTarget, coder: TextCoder, sample_tokens: int
             raise UserError(f"--input: {found.name} has no domain; pass it as NAME=PATH")
         sources.setdefault(found.domain, []).append(found)
     chosen = select_domains(options.domains, list(sources), "--input")
-    target = options.target and parse_target(options.target, list(sources), options.source)
     return RawDomains(
         options.source,
         {name: sources[name] for name in chosen},
@@ -230,7 +233,7 @@ def _raw_domains(options: DomainsAndTarget, coder: TextCoder, sample_tokens: int
         options.samples_folder,
         sample_tokens,
         options.estimate.estimate_seed,
-        holds_out=not target or not target.texts.keys() >= target.shares.keys(),
+        frozenset(_target(options, chosen, chosen).shares),
     )
 
 
@@ -283,7 +286,8 @@ def predict(plan: Plan, blocks: Mapping[str, Blocks]) -> TargetText:
     documents = [
         first + block.documents for first, block in zip(counts, blocks.values(), strict=True)
     ]
-    return TargetText(probabilities, np.concatenate(shares), np.concatenate(documents))
+    parts = np.repeat(np.arange(len(blocks)), [len(block.starts) for block in blocks.values()])
+    return TargetText(probabilities, np.concatenate(shares), np.concatenate(documents), parts)
 
 
 def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText) -> Estimate:
@@ -368,7 +372,7 @@ def write(
 ) -> None:
     """Write the weights, or the prior if they are not certain to be better; print the result."""
     names, settings, limits = plan.domains.names, options.estimate, plan.limits
-    takes_estimate = settings.accept_uncertain or reason_for_prior(estimate) is None
+    takes_estimate = settings.accept_uncertain or reason_for_prior(plan, estimate) is None
     weights = estimate.weights if takes_estimate else limits.placed_prior
     free = weights
     if options.max_epochs is not None:
@@ -459,13 +463,20 @@ def shown_gains(plan: Plan, estimate: Estimate) -> dict[str, PredictedGain]:
     return gains
 
 
-def reason_for_prior(estimate: Estimate) -> str | None:
+def least_gain(plan: Plan) -> float:
+    """Return the smallest gain that is worth another mixture, in nats per token or byte."""
+    return LEAST_GAIN / BYTES_PER_TOKEN if isinstance(plan.coder, ByteCoder) else LEAST_GAIN
+
+
+def reason_for_prior(plan: Plan, estimate: Estimate) -> str | None:
     """Return why the weights are not worth more than the prior; None if they are."""
     gain = estimate.gains["prior"]
     if not estimate.resembles:
         return "the target resembles none of the domains"
-    if gain.gain < LEAST_GAIN:
-        return f"there is nothing to win: the gain over it is below {LEAST_GAIN:g} nats"
+    if gain.gain < least_gain(plan):
+        return f"there is nothing to win: the gain over it is below {least_gain(plan):g} nats"
+    if len(estimate.fit.folds) < FEWEST_CERTAIN:
+        return f"the target has fewer than {FEWEST_CERTAIN} documents, so no gain is certain"
     if gain.low <= 0:
         return "the gain over it is not certain"
     return None
@@ -473,7 +484,7 @@ def reason_for_prior(estimate: Estimate) -> str | None:
 
 def decision(plan: Plan, estimate: Estimate, takes_estimate: bool) -> list[str]:
     """Describe which weights are written, and why; with the estimate, if it is not written."""
-    reason = reason_for_prior(estimate)
+    reason = reason_for_prior(plan, estimate)
     if takes_estimate:
         return [f"written: the estimated weights{' (--accept-uncertain)' if reason else ''}"]
     names = plan.domains.names

@@ -6,12 +6,14 @@ import math
 import os
 from pathlib import Path
 
-from scipy.stats import norm
+from scipy.stats import nct
+from scipy.stats import t as student
 
 from megatron_chameleon.artifacts.files import read_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.mixmin import HeadroomOptions
 from megatron_chameleon.methods.mixmin.compute import (
+    BYTES_PER_TOKEN,
     describe,
     estimate_weights,
     make_plan,
@@ -19,7 +21,9 @@ from megatron_chameleon.methods.mixmin.compute import (
     read_target,
     reason_for_prior,
     shown_gains,
+    unit_of,
 )
+from megatron_chameleon.methods.mixmin.text import ByteCoder
 
 # Paired differences of Uniform and Chameleon in the records of examples/compare_methods.sh with
 # SIZE=small have standard deviations of 0.02 to 0.04 nats between seeds.
@@ -43,11 +47,16 @@ def print_headroom(options: HeadroomOptions) -> None:
     text = predict(plan, blocks)
     estimate = estimate_weights(plan, blocks, text)
     lines = describe(plan, text, estimate)
+    if isinstance(plan.coder, ByteCoder):
+        noise /= BYTES_PER_TOKEN
     where = "assumed" if options.seed_noise is None else f"--seed-noise {options.seed_noise}"
-    lines.append(f"standard deviation of a paired difference between seeds: {noise:g} ({where})")
+    lines.append(
+        f"standard deviation of a paired difference between seeds: {noise:g} nats per "
+        f"{unit_of(plan)} ({where})"
+    )
     for name, gain in shown_gains(plan, estimate).items():
         lines.append(f"seeds needed to see the gain over {name}: {seeds_needed(gain.gain, noise)}")
-    reason = reason_for_prior(estimate)
+    reason = reason_for_prior(plan, estimate)
     prior = options.estimate.prior
     if reason is None:
         lines.append(f"a mixture for this target is worth computing: it gains over '{prior}'")
@@ -57,12 +66,14 @@ def print_headroom(options: HeadroomOptions) -> None:
 
 
 def seeds_needed(gain: float, noise: float) -> str:
-    """Return the number of paired runs with which a test finds ``gain`` with a power of 80%."""
+    """Return the number of paired seeds with which a t-test finds ``gain`` with a power of 80%."""
     if gain <= 0:
         return "none, since no gain is predicted"
-    quantiles = float(norm.ppf(1 - LEVEL / 2) + norm.ppf(POWER))
-    count = max(2, math.ceil((quantiles * noise / gain) ** 2))
-    return f"{count:,}" if count <= MOST_SEEDS else f"more than {MOST_SEEDS:,}"
+    for count in range(2, MOST_SEEDS + 1):
+        limit = student.ppf(1 - LEVEL / 2, count - 1)
+        if nct.sf(limit, count - 1, gain / noise * math.sqrt(count)) >= POWER:
+            return f"{count:,}"
+    return f"more than {MOST_SEEDS:,}"
 
 
 def parse_noise(value: str | None) -> float:

@@ -33,7 +33,7 @@ HELD_OUT_EVERY = 20
 BLOCK_TOKENS = 2048
 # A target of fewer documents is divided into blocks that take the role of documents.
 FEWEST_DOCUMENTS, SMALL_BLOCK_TOKENS = 10, 256
-FEWEST_TARGET_TOKENS = 256
+FEWEST_TARGET_TOKENS = 2 * SMALL_BLOCK_TOKENS
 # Documents of the target that are looked up in the training text.
 MOST_LOOKED_UP = 2000
 
@@ -134,7 +134,7 @@ class RawDomains:
         store: folder of the samples.
         sample_tokens: maximum tokens of a sample.
         seed: seed of the samples.
-        holds_out: whether a part of each sample is held out.
+        held_out_from: domains of which a part of the sample is held out.
     """
 
     source: SourceOptions
@@ -143,7 +143,7 @@ class RawDomains:
     store: Path
     sample_tokens: int
     seed: int
-    holds_out: bool
+    held_out_from: frozenset[str]
     where: str = "--input"
 
     @property
@@ -166,7 +166,7 @@ class RawDomains:
 
     def sample(self, name: str, most: int) -> TokenFile:
         """Return sampled text of a domain without the documents that are held out."""
-        return _part(self._read(name), most, held_out=False, holds_out=self.holds_out)
+        return _part(self._read(name), most, held_out=False, holds_out=name in self.held_out_from)
 
     def held_out(self, name: str) -> TokenFile:
         """Return the sampled documents that are held out."""
@@ -305,7 +305,8 @@ def choose_blocks(file: TokenFile, most: int, seed: int, name: str) -> Blocks:
         )
     filled = np.flatnonzero(file.lengths > 0)
     is_short = len(filled) < FEWEST_DOCUMENTS
-    size = SMALL_BLOCK_TOKENS if is_short else BLOCK_TOKENS
+    # Blocks are so small that several of them fit.
+    size = min(SMALL_BLOCK_TOKENS if is_short else BLOCK_TOKENS, max(most // FEWEST_DOCUMENTS, 1))
     counts = -(-file.lengths[filled].astype(np.int64) // size)
     document = np.repeat(filled, counts)
     offset = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
@@ -319,6 +320,11 @@ def choose_blocks(file: TokenFile, most: int, seed: int, name: str) -> Blocks:
     )
     units = np.arange(len(kept)) if is_short else document[kept]
     numbers = np.cumsum(np.diff(units, prepend=units[0]) != 0)
+    if numbers[-1] == 0:
+        raise UserError(
+            f"--target: one document of '{name}' is chosen, but at least two are needed; raise "
+            "--target-text-tokens"
+        )
     return Blocks(tokens.astype(np.int64), np.repeat(numbers, length[kept]))
 
 

@@ -103,7 +103,7 @@ def test_limits_hold(options):
     assert weights["farm"] == pytest.approx(0.1)
 
 
-def test_a_target_that_resembles_no_domain_gets_the_prior(options, tmp_path, capsys):
+def test_a_target_that_resembles_no_domain_gets_the_prior(options, tmp_path):
     rng = np.random.default_rng(1)
     digits = [" ".join(map(str, rng.integers(0, 10**9, 40))) for _ in range(30)]
     path = write_lines(tmp_path / "digits.jsonl", digits)
@@ -112,7 +112,6 @@ def test_a_target_that_resembles_no_domain_gets_the_prior(options, tmp_path, cap
     assert list(mixture.weights.values()) == pytest.approx([1 / 3] * 3)
     assert mixture.parameters["resembles"] is False
     assert mixture.parameters["unexplained"] > 0.9
-    assert digits[0][:20] in capsys.readouterr().out or mixture.parameters["unexplained"] > 0.9
     accepting = EstimateOptions(bootstrap_resamples=10, accept_uncertain=True)
     compute(options(target=f"digits={path}", estimate=accepting))
     assert Mixture.load(options().output).parameters["written"] == "estimate"
@@ -214,7 +213,7 @@ def test_blocks_cover_documents_up_to_the_maximum():
     np.testing.assert_array_equal(everything.tokens, np.arange(lengths.sum()))
     assert len(everything.starts) == 33
     some = choose_blocks(file, 4000, 0, "some")
-    assert 1500 < len(some.tokens) <= 4000
+    assert 3000 < len(some.tokens) <= 4000
     assert np.isin(some.tokens, everything.tokens).all()
 
 
@@ -246,9 +245,11 @@ def test_headroom_reports_whether_a_mixture_is_worth_computing(headroom, options
     assert headroom(target=None)[-1].startswith("train with 'uniform'")
 
 
-@pytest.mark.parametrize(("gain", "noise", "seeds"), [(0.03, 0.03, 8), (0.3, 0.03, 2)])
-def test_seeds_needed_are_those_of_a_test_with_known_variance(gain, noise, seeds):
-    """(1.96 + 0.84)^2 (noise / gain)^2, but at least two."""
+@pytest.mark.parametrize(
+    ("gain", "noise", "seeds"), [(0.03, 0.03, 10), (0.06, 0.03, 5), (0.09, 0.03, 4)]
+)
+def test_seeds_needed_are_those_of_a_t_test(gain, noise, seeds):
+    """Tabulated sample sizes of a two-sided t-test at 5% with a power of 80%."""
     assert seeds_needed(gain, noise) == f"{seeds}"
 
 

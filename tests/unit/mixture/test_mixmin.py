@@ -40,6 +40,7 @@ def sampled_text(rng, experts, weights, *, documents=20, length=200, spread=0.0)
         np.concatenate(probabilities) + 1e-12,
         np.full(count, 1 / count),
         np.repeat(np.arange(documents), length),
+        np.zeros(documents, np.int64),
     )
 
 
@@ -119,7 +120,7 @@ def test_predicted_gains_are_not_optimistic():
             sampled_text(rng, experts, weights, documents=count, length=50, spread=0.3)
             for count in (12, 400)
         )
-        fit = choose_strength(text, unlimited(4), strengths=(0.1,), seed=seed)
+        fit = choose_strength(text, unlimited(4), strengths=(math.inf, 0.3, 0.03), seed=seed)
         found = mixmin_weights(text, unlimited(4), fit.strength)
         true = new.log_likelihood(found) - new.log_likelihood(uniform)
         gain = predicted_gain(text, fit, uniform)
@@ -150,7 +151,10 @@ def test_folds_divide_documents_evenly():
     lengths = rng.integers(1, 100, 40)
     documents = np.repeat(np.arange(40), lengths)
     text = TargetText(
-        np.ones((lengths.sum(), 2)), np.full(lengths.sum(), 1 / lengths.sum()), documents
+        np.ones((lengths.sum(), 2)),
+        np.full(lengths.sum(), 1 / lengths.sum()),
+        documents,
+        np.zeros(40, np.int64),
     )
     folds = document_folds(text, 5)
     shares = np.bincount(folds, lengths) / lengths.sum()
@@ -163,3 +167,42 @@ def test_explained_shares_are_the_weights_at_the_maximum():
     text = sampled_text(rng, models(rng, 4), np.array([0.4, 0.3, 0.2, 0.1]))
     weights = mixmin_weights(text, unlimited(4))
     np.testing.assert_allclose(explained_shares(text, weights), weights, atol=2e-3)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.1, 3.0, math.inf])
+def test_a_domain_without_weight_is_as_if_left_out(strength):
+    rng = np.random.default_rng(7)
+    text = sampled_text(rng, models(rng, 4), np.array([0.4, 0.3, 0.2, 0.1]))
+    limits = Limits(np.full(4, 0.25), np.zeros(4), np.array([1.0, 1.0, 1.0, 0.0]))
+    fewer = TargetText(text.probabilities[:, :3], text.shares, text.documents, text.parts)
+    expected = mixmin_weights(fewer, unlimited(3), strength * 0.75)
+    found = mixmin_weights(text, limits, strength)
+    np.testing.assert_allclose(found, [*expected, 0.0], atol=2e-3)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.1, math.inf])
+def test_a_prior_that_cannot_have_all_weight_leaves_the_rest_to_others(strength):
+    rng = np.random.default_rng(8)
+    text = sampled_text(rng, models(rng, 3), np.array([0.5, 0.3, 0.2]))
+    limits = Limits(np.array([1.0, 0.0, 0.0]), np.zeros(3), np.full(3, 0.5))
+    found = mixmin_weights(text, limits, strength)
+    assert found.sum() == pytest.approx(1)
+    assert found[0] == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_parts_of_a_target_keep_their_shares():
+    """Two parts, each of one domain: resamples and folds do not change the weights of 1/2."""
+    rng = np.random.default_rng(9)
+    experts = models(rng, 3)
+    one, other = (sampled_text(rng, experts, np.eye(3)[d], documents=10) for d in (0, 1))
+    text = TargetText(
+        np.concatenate([one.probabilities, other.probabilities]),
+        np.concatenate([one.shares, other.shares]) / 2,
+        np.concatenate([one.documents, other.documents + 10]),
+        np.repeat([0, 1], 10),
+    )
+    found = mixmin_weights(text, unlimited(3))
+    resampled = bootstrap_mixmin(text, unlimited(3), 0.0, found, 50)
+    assert resampled.std(axis=0).max() < 0.03
+    folds = document_folds(text, 5)
+    assert [np.bincount(folds[text.parts == part]).tolist() for part in (0, 1)] == [[2] * 5] * 2
