@@ -597,6 +597,19 @@ class TokenFile:
         )
 
 
+def in_memory(path: Location, tokens: NDArray[np.integer], lengths: NDArray[np.int32]) -> TokenFile:
+    """Return the token file of documents in memory.
+
+    Args:
+        path: location of the text, for messages.
+        tokens: [num_tokens] concatenated tokens of all documents.
+        lengths: [num_documents] tokens of each document.
+    """
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.dtype.itemsize
+    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
+    return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)
+
+
 def open_token_file(
     prefix: Location,
     expected: ExpectedTokens | None = None,

@@ -1,17 +1,23 @@
-"""``--target``: the text that a mixture is for."""
+"""``--target``: the text that a mixture is for, and reading it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megatron_chameleon.artifacts.files import sha256_of_json
+from megatron_chameleon.corpus.encode import TextEncoder, encoded_documents
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.options import SourceOptions, is_domain_name, quoted
+from megatron_chameleon.corpus.sample import sample_documents
 from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
 from megatron_chameleon.errors import UserError
 
 SYNTAX = "a,b or a=2,b=1 with shares, or NAME=PATH or NAME=PATH=2 for a text"
+# Documents in a sample of raw text, at least, and characters that are read for each token.
+SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +93,33 @@ def parse_target(value: str, names: Sequence[str], source: SourceOptions) -> Tar
         raise UserError(f"--target {value}: names nothing; pass {SYNTAX}")
     total = math.fsum(shares.values())
     return Target(value, {name: share / total for name, share in shares.items()}, texts)
+
+
+def read_target_text(
+    source: SourceOptions,
+    target: Target,
+    name: str,
+    encoder: TextEncoder,
+    max_tokens: int,
+    seed: int = 0,
+) -> TokenFile:
+    """Sample documents of a text of ``--target``, at least about ``max_tokens``, and encode them.
+
+    Args:
+        source: keys and limits of the text; its inputs are ignored.
+        target: the target that names the text.
+        name: name of the text.
+        encoder: tokenizer.
+        max_tokens: tokens to sample, if the text has as many.
+        seed: seed of the sample.
+
+    Raises:
+        UserError: if a file cannot be read or has no text.
+    """
+    characters = max_tokens * CHARACTERS_PER_TOKEN
+    sources = target.texts[name]
+    try:
+        sample = sample_documents(source, sources, name, SAMPLED_DOCUMENTS, characters, seed)
+    except UserError as error:
+        raise UserError(f"--target {target.value}: {error}") from error
+    return encoded_documents(Path(name), encoder, sample.texts)

@@ -21,7 +21,7 @@ from megatron_chameleon.checkpoint.load import (
     require_tokenizer,
 )
 from megatron_chameleon.checkpoint.options import TokenizerChoice
-from megatron_chameleon.embedding.text import TextEncoder
+from megatron_chameleon.corpus.encode import TextEncoder
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import FORWARD, TRAINING, paper_parameters

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, Split
 from megatron_chameleon.artifacts.files import sha256_of_json
-from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
+from megatron_chameleon.corpus.encode import TextEncoder, encode_in_batches, encoded_documents
+from megatron_chameleon.corpus.indexed import TokenFile, in_memory, open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import Sample, require_text, sample_documents
 from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
-from megatron_chameleon.corpus.target import Target
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer
 from megatron_chameleon.embedding.windows import (
     Windows,
     draw_windows,
-    in_memory,
     split_at_documents,
 )
 from megatron_chameleon.errors import UserError
@@ -34,23 +30,6 @@ from megatron_chameleon.parallel.layout import from_main
 # Characters per token in most text. The number decides how much raw text is read.
 _CHARACTERS_PER_TOKEN = 4
 _LONGEST_WORD = 32
-# Documents of a target text that are read, at least, if it has as many.
-_TARGET_DOCUMENTS = 256
-# Characters that are encoded at a time: tokenizers take about 100 bytes of memory per character.
-_CHARACTERS_AT_ONCE = 1 << 21
-
-
-class TextEncoder(Protocol):
-    """A tokenizer that encodes whole documents."""
-
-    @property
-    def sha256(self) -> str:
-        """Hex SHA-256 of everything that determines the ids."""
-
-    def encode_documents(
-        self, texts: Sequence[str]
-    ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
-        """Encode texts: their concatenated tokens, and the number of tokens of each, at least 1."""
 
 
 class DomainText(Protocol):
@@ -158,7 +137,7 @@ class DecodedCorpusText(CorpusText):
         for place in places:
             ids = tokens.get(*place)
             texts.append(decoder.decode(ids[ids != decoder.eod_id].tolist()))
-        ids, lengths = _encode(encoder, texts)
+        ids, lengths = encode_in_batches(encoder, texts)
         if by_document:
             firsts = np.flatnonzero(np.diff(document, prepend=-1))
             lengths = np.add.reduceat(lengths, firsts, dtype=np.int32)
@@ -297,50 +276,3 @@ def _word_start(text: str, position: int) -> int:
         space = text.find(" ", position, position + _LONGEST_WORD)
         return position if space < 0 else space
     return position
-
-
-def read_target_text(
-    source: SourceOptions,
-    target: Target,
-    name: str,
-    encoder: TextEncoder,
-    tokens: int,
-    seed: int,
-) -> TokenFile:
-    """Sample the documents of a text of ``--target``, and encode them.
-
-    Args:
-        source: keys and limits of the text.
-        target: the target that names the text.
-        name: name of the text.
-        encoder: tokenizer of the text.
-        tokens: about the number of tokens that are needed, if the text has as many.
-        seed: seed of the sample.
-
-    Raises:
-        UserError: if a file cannot be read or has no text.
-    """
-    characters = tokens * _CHARACTERS_PER_TOKEN * 2
-    try:
-        sample = sample_documents(
-            source, target.texts[name], name, _TARGET_DOCUMENTS, characters, seed
-        )
-    except UserError as error:
-        raise UserError(f"--target {target.value}: {error}") from error
-    return encoded_documents(Path(name), encoder, sample.texts)
-
-
-def encoded_documents(path: Path, encoder: TextEncoder, texts: Sequence[str]) -> TokenFile:
-    """Encode ``texts`` in memory, one document each; ``path`` is the location for messages."""
-    return in_memory(path, *_encode(encoder, texts))
-
-
-def _encode(
-    encoder: TextEncoder, texts: Sequence[str]
-) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
-    """Encode ``texts`` as ``encoder`` does, but some at a time."""
-    batches = np.cumsum([len(text) for text in texts]) // _CHARACTERS_AT_ONCE
-    grouped = itertools.groupby(zip(batches.tolist(), texts, strict=True), operator.itemgetter(0))
-    encoded = [encoder.encode_documents([text for _, text in batch]) for _, batch in grouped]
-    tokens, lengths = zip(*encoded, strict=True)
-    return np.concatenate(tokens), np.concatenate(lengths)

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.blend.token_data import DomainData
-from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
-from megatron_chameleon.storage import Location
+from megatron_chameleon.corpus.indexed import TokenFile, in_memory
 
 # Default tokens per window, as in the authors' code.
 WINDOW_LENGTH = 512
@@ -169,16 +168,3 @@ def load_windows(
     document = np.arange(len(sampled))
     file = in_memory(file.prefix, tokens, sampled.length.astype(np.int32))
     return file, Windows(document, np.zeros_like(document), sampled.length)
-
-
-def in_memory(path: Location, tokens: NDArray[np.integer], lengths: NDArray[np.int32]) -> TokenFile:
-    """Return the token file of documents in memory.
-
-    Args:
-        path: location of the text, for messages.
-        tokens: [num_tokens] concatenated tokens of all documents.
-        lengths: [num_documents] tokens of each document.
-    """
-    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.dtype.itemsize
-    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
-    return TokenFile(path, BlockTokens(path, tokens), lengths, pointers, boundaries)

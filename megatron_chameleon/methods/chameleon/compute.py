@@ -33,8 +33,9 @@ from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.options import TokenizerChoice
+from megatron_chameleon.corpus.encode import TextEncoder
 from megatron_chameleon.corpus.indexed import TokenFile
-from megatron_chameleon.corpus.target import Target, parse_target
+from megatron_chameleon.corpus.target import Target, parse_target, read_target_text
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.embedding.embed import (
     StoreEntry,
@@ -50,9 +51,7 @@ from megatron_chameleon.embedding.text import (
     DecodedCorpusText,
     DomainText,
     SampledText,
-    TextEncoder,
     find_text,
-    read_target_text,
 )
 from megatron_chameleon.embedding.windows import WINDOW_LENGTH
 from megatron_chameleon.errors import UserError

@@ -12,9 +12,13 @@ import numpy as np
 from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, provenance
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.corpus.sources import Source, find_sources
-from megatron_chameleon.corpus.target import Target, average_target, parse_target
+from megatron_chameleon.corpus.target import (
+    Target,
+    average_target,
+    parse_target,
+    read_target_text,
+)
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
-from megatron_chameleon.embedding.text import read_target_text
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.limits import bounds_within, prior_weights
 from megatron_chameleon.methods.mixmin import DomainsAndTarget, ExpertTokenizer, MixminOptions

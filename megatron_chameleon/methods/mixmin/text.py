@@ -14,18 +14,16 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import replacing, sha256_of_json, writing
-from megatron_chameleon.corpus.indexed import TokenFile, open_tokens
+from megatron_chameleon.corpus.indexed import TokenFile, in_memory, open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import sample_documents
 from megatron_chameleon.corpus.sources import Source, source_identity
-from megatron_chameleon.embedding.windows import in_memory
+from megatron_chameleon.corpus.target import CHARACTERS_PER_TOKEN, SAMPLED_DOCUMENTS
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.mixture.ngram import Ids
 
 # Places of a corpus's domain from which its sample is taken.
 PLACES = 64
-# Documents of raw text in a sample, at least, and characters that are read for each token.
-SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 5
 ENCODED_TOGETHER = 64
 # One of so many sampled documents is held out if a domain of raw text is part of the target.
 HELD_OUT_EVERY = 20

@@ -16,14 +16,15 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import EmbeddingRecipe
 from megatron_chameleon.checkpoint.options import TokenizerChoice
+from megatron_chameleon.corpus import encode
+from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.tokenizer import LONGEST_PART
-from megatron_chameleon.embedding import text
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import open_proxy
 from megatron_chameleon.embedding.transformers_proxy import (
     TransformersProxy,
 )
-from megatron_chameleon.embedding.windows import draw_windows, in_memory
+from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.readout import DEFAULT_WINDOW_LIMIT
 from megatron_chameleon.parallel.options import ParallelOptions
@@ -284,9 +285,9 @@ def test_hidden_states_of_another_shape_are_rejected(one_rank, tmp_path):
 
 def test_long_and_many_texts_are_encoded_in_parts(folders, monkeypatch):
     encoder = TransformersProxy.find(folders("llama")).open_encoder(TokenizerChoice())
-    monkeypatch.setattr(text, "_CHARACTERS_AT_ONCE", 8)
+    monkeypatch.setattr(encode, "_CHARACTERS_AT_ONCE", 8)
     repeats = 1 + LONGEST_PART // 4
-    file = text.encoded_documents(Path("text"), encoder, ["1 2 3", "7 9 " * repeats, "4 5", "6"])
+    file = encode.encoded_documents(Path("text"), encoder, ["1 2 3", "7 9 " * repeats, "4 5", "6"])
     assert file.lengths.tolist() == [3, 2 * repeats, 2, 1]
     assert file.tokens[:3].tolist() + file.tokens[-3:].tolist() == [1, 2, 3, 4, 5, 6]
     assert file.tokens[3:-3].tolist() == [7, 9] * repeats

@@ -30,9 +30,8 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import ImportOptions, SourceOptions
-from megatron_chameleon.corpus.target import parse_target
+from megatron_chameleon.corpus.target import parse_target, read_target_text
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, recorded_tokenizer_file
-from megatron_chameleon.embedding.text import read_target_text
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from megatron_chameleon.artifacts import EmbeddingRecipe, EmbeddingStore, Mixture
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus import sample as sample_module
+from megatron_chameleon.corpus.encode import encoded_documents
 from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.sources import Source
@@ -126,11 +127,11 @@ def test_a_sample_gives_the_vectors_of_the_corpus_of_the_sampled_text(
     compute, files, proxy, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(sample_module, "_FINE", (10, 1 << 10))
-    encoded, encode = {}, text_module.encoded_documents
+    encoded = {}
 
     def recorded(path, encoder, texts):
         encoded[path.name] = texts
-        return encode(path, encoder, texts)
+        return encoded_documents(path, encoder, texts)
 
     monkeypatch.setattr(text_module, "encoded_documents", recorded)
     _, store = compute(files)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Mixture, MixtureWarning
+from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import sample_documents
-from megatron_chameleon.embedding.windows import in_memory
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.mixmin import (
     EstimateOptions,
@@ -22,7 +22,6 @@ from megatron_chameleon.methods.mixmin import (
     compute,
     compute_headroom,
 )
-from megatron_chameleon.methods.mixmin import text as text_module
 from megatron_chameleon.methods.mixmin.headroom import parse_noise, seeds_needed
 from megatron_chameleon.methods.mixmin.text import ByteCoder, choose_blocks, count_leaked
 
@@ -136,13 +135,13 @@ def test_target_documents_in_the_training_text_are_counted(options, texts, tmp_p
 def test_an_added_domain_reads_only_its_own_text(options, texts, tmp_path, monkeypatch):
     compute(options(source=SourceOptions(tuple((f"{n}={texts[n]}",) for n in ("sea", "law")))))
     read = []
-    original = sample_documents
 
     def recording(source, sources, name, *rest):
         read.append(name)
-        return original(source, sources, name, *rest)
+        return sample_documents(source, sources, name, *rest)
 
-    monkeypatch.setattr(text_module, "sample_documents", recording)
+    for module in ("corpus.target", "methods.mixmin.text"):
+        monkeypatch.setattr(f"megatron_chameleon.{module}.sample_documents", recording)
     compute(options())
     assert read == ["farm"]
     first = Mixture.load(options().output)
