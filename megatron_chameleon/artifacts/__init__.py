@@ -33,6 +33,7 @@ from megatron_chameleon.artifacts.mixture import (
 )
 from megatron_chameleon.artifacts.provenance import Cost, Provenance, Stopwatch, provenance
 from megatron_chameleon.artifacts.sweep import SettingValue, Sweep, SweepPoint
+from megatron_chameleon.artifacts.target import TargetShares
 from megatron_chameleon.artifacts.training_run import SampledTokens, TrainingRun
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "Stopwatch",
     "Sweep",
     "SweepPoint",
+    "TargetShares",
     "TokenizerIdentity",
     "TrainingRun",
     "find_checkpoint",

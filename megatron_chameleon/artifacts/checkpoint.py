@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pydantic import FiniteFloat
+
 from megatron_chameleon.artifacts.files import (
     finish_replacements,
     sha256_of_files,
@@ -70,6 +72,22 @@ class HookState:
 
 
 @dataclasses.dataclass(frozen=True)
+class BestTarget:
+    """The lowest target loss of a run.
+
+    Attributes:
+        step: step of the validation with this loss.
+        loss: target loss, in nats per token.
+        measured: hash of the target and of the amount of text that is measured; losses with other
+            hashes are not comparable.
+    """
+
+    step: Count
+    loss: FiniteFloat
+    measured: str
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointRecord(HashedFolderRecord):
     """The contents of ``checkpoint.json``; ``root`` is the checkpoint's folder.
 
@@ -87,6 +105,7 @@ class CheckpointRecord(HashedFolderRecord):
             of consecutive skipped steps.
         hook: name and state of the training hook, if there is one.
         order_version: version of the sample order; a resumed run requires the same version.
+        best: the lowest target loss up to ``step``; None without a target.
     """
 
     KIND = "checkpoint"
@@ -111,6 +130,7 @@ class CheckpointRecord(HashedFolderRecord):
     guard: dict[str, Any] = dataclasses.field(default_factory=dict)
     hook: HookState | None = None
     order_version: Count = 1
+    best: BestTarget | None = None
 
     @classmethod
     def load(cls, folder: Path) -> CheckpointRecord:

@@ -23,6 +23,7 @@ from megatron_chameleon.artifacts.record import (
     Positive,
     reads_old_name,
 )
+from megatron_chameleon.artifacts.target import TargetShares
 from megatron_chameleon.errors import UserError
 
 METRICS_NAME = "metrics.jsonl"
@@ -89,6 +90,9 @@ class TrainingRun(FolderRecord):
             Runs of earlier releases do not record the layouts before their last resumption.
         order_version: version of the sample order; None in runs of earlier releases.
         tokenizer: the tokenizer of the tokens; None in runs of earlier releases.
+        target: the target whose loss validations measure, if any.
+        best_step: step of the validation with the lowest target loss.
+        best_target_loss: the target loss of that step, in nats per token.
     """
 
     KIND = "training run"
@@ -115,6 +119,9 @@ class TrainingRun(FolderRecord):
     batch_layouts: list[BatchLayout] = dataclasses.field(default_factory=list)
     order_version: Count | None = None
     tokenizer: TokenizerIdentity | None = None
+    target: TargetShares | None = None
+    best_step: Count | None = None
+    best_target_loss: FiniteFloat | None = None
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl, ordered by step."""
@@ -134,6 +141,7 @@ class _Metrics:
     loss: FiniteFloat | None = None
     domain_loss: dict[str, FiniteFloat | None] | None = None
     validation_loss: dict[str, FiniteFloat | None] | None = None
+    target_loss: FiniteFloat | None = None
     hook: dict[str, Any] | None = None  # may have any fields
     skipped: list[_SkippedStep] | None = None
 

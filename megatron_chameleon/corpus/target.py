@@ -6,7 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from megatron_chameleon.artifacts import TargetShares
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.encode import TextEncoder, encoded_documents
 from megatron_chameleon.corpus.indexed import TokenFile
@@ -35,6 +37,11 @@ class Target:
     texts: Mapping[str, Sequence[Source]] = dataclasses.field(default_factory=dict)
 
     @property
+    def record(self) -> TargetShares:
+        """Value and shares, as artifacts record them."""
+        return TargetShares(self.value, dict(self.shares))
+
+    @property
     def texts_hash(self) -> str:
         """Hex SHA-256 of the identities of the files of all texts."""
         identities = [
@@ -47,6 +54,24 @@ class Target:
 def average_target(names: Sequence[str]) -> Target:
     """Return the target of equal shares of all domains."""
     return Target(None, dict.fromkeys(names, 1.0 / len(names)))
+
+
+def recorded_target(parameters: Mapping[str, Any]) -> Target | None:
+    """Return the target that a mixture's parameters record; None if they record no shares.
+
+    The shares may be those of texts, which are not recorded.
+    """
+    found = parameters.get("target")
+    if not isinstance(found, dict):
+        return None
+    value, shares = found.get("value"), found.get("shares")
+    if not isinstance(shares, dict) or not shares:
+        return None
+    if not all(isinstance(s, int | float) and 0 < s < math.inf for s in shares.values()):
+        return None
+    total = math.fsum(shares.values())
+    named = {name: share / total for name, share in shares.items()}
+    return Target(value if isinstance(value, str) else None, named)
 
 
 def parse_target(value: str, names: Sequence[str], source: SourceOptions) -> Target:
@@ -88,7 +113,12 @@ def parse_target(value: str, names: Sequence[str], source: SourceOptions) -> Tar
             raise UserError(f"--target {value}: '{name}' is named twice; leave one out")
         shares[name] = share
         if path:
-            texts[name] = find_sources(dataclasses.replace(source, input=((f"{name}={path}",),)))
+            try:
+                texts[name] = find_sources(
+                    dataclasses.replace(source, input=((f"{name}={path}",),))
+                )
+            except UserError as error:
+                raise UserError(f"--target: {error}") from error
     if not shares:
         raise UserError(f"--target {value}: names nothing; pass {SYNTAX}")
     total = math.fsum(shares.values())

@@ -291,6 +291,7 @@ class CheckpointWriter:
                 self._in_flight = record
             else:
                 request.execute_sync()
+                self._records.best = record.best
                 # During a streak of skipped steps, no checkpoint is deleted, so that the one before
                 # the streak is kept.
                 if not record.guard.get("streak"):
@@ -319,6 +320,7 @@ class CheckpointWriter:
         except SaveError as error:
             self._report_failure(record, error)
         else:
+            self._records.best = record.best
             self._delete_old()
         self._in_flight = None
         self._records.write_run("running")
@@ -336,8 +338,10 @@ class CheckpointWriter:
     def _delete_old(self) -> None:
         if self._records.layout.is_main:
             try:
-                options = self._options.checkpointing
-                run_dir, count = self._options.run_dir, options.keep_last_checkpoints
-                keep_last(run_dir, count, options.keep_steps)
+                options, best = self._options.checkpointing, self._records.best
+                kept = [*options.keep_steps]
+                if best and self._options.target.keep_best:
+                    kept.append(best.step)
+                keep_last(self._options.run_dir, options.keep_last_checkpoints, kept)
             except OSError as error:
                 warnings.warn(f"cannot delete an old checkpoint: {error}", CheckpointWarning, 2)

@@ -248,6 +248,28 @@ class ValidationOptions(CheckedOptions):
             self.reject_changed(["eval_iters"], "has no effect with --eval-tokens")
 
 
+@dataclasses.dataclass(frozen=True)
+class TargetOptions(CheckedOptions):
+    """What the mixture is for: the loss of a target is measured at every validation."""
+
+    target: str | None = None
+    """Domains, also held-out ones, with shares, as in a,b or a=2,b=1; or text that is not in the
+    corpus, as NAME=PATH or NAME=PATH=SHARE. The target's loss is the sum of shares times losses.
+    Default: the target that --mixture records (--method mixmin), if it has domains of this corpus
+    only."""
+    target_text_key: str = "text"
+    """Key, or column, of the text in the files of --target."""
+    keep_best: bool = True
+    """Keep the checkpoint with the lowest target loss: after a validation with a new lowest loss, a
+    checkpoint is written, and kept until there is a better one. No effect without a target."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for --target-text-key without --target."""
+        super().__post_init__()
+        if self.target is None:
+            self.reject_changed(["target_text_key"], "has no effect without --target")
+
+
 DryFirstStep = Literal["auto", "on", "off"]
 
 
@@ -362,6 +384,11 @@ class TrainingOptions(ModelOptions):
         """Number of tokens that the run is trained on."""
         return self.train_iters * self.global_batch_size * self.seq_length
 
+    @property
+    def validates(self) -> bool:
+        """Whether the run has a validation."""
+        return 0 < self.validation.eval_interval <= self.train_iters
+
     def check_steps(self) -> None:
         """Raise UserError for options that do not fit the number of steps."""
         last, validation = self.train_iters, self.validation
@@ -406,6 +433,7 @@ class PretrainOptions(TrainingOptions, RunOptions):
     overwrite: bool = False
     """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
+    target: TargetOptions = dataclasses.field(default_factory=TargetOptions)
     online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)
     profiling: ProfilingOptions = dataclasses.field(default_factory=ProfilingOptions)
 
@@ -414,6 +442,11 @@ class PretrainOptions(TrainingOptions, RunOptions):
         super().__post_init__()
         self.check_steps()
         last = self.train_iters
+        if self.target.target is not None and not self.validates:
+            raise UserError(
+                f"--target {self.target.target}: its loss is measured by validations; pass an "
+                f"--eval-interval from 1 to {last}"
+            )
         if self.profiling.profile and self.profiling.profile_step_end > last:
             raise UserError(
                 f"--profile-step-end {self.profiling.profile_step_end}: must be <= --train-iters "

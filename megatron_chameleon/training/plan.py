@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_chameleon.artifacts import (
@@ -17,7 +18,7 @@ from megatron_chameleon.artifacts import (
     implied_epochs,
     provenance,
 )
-from megatron_chameleon.artifacts.files import require_writable
+from megatron_chameleon.artifacts.files import require_writable, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.dataset import BlendedTokens
@@ -30,7 +31,9 @@ from megatron_chameleon.blend.token_data import (
     data_path_splits,
 )
 from megatron_chameleon.corpus.data_path import DataPath, split_range
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.target import Target, parse_target, recorded_target
+from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.config import DEFAULT_MODEL, PRESETS, ModelConfig, name_of
@@ -61,6 +64,7 @@ class TrainingPlan:
             used for a corpus with a single domain and for a ``--data-path`` without weights.
         pretrained: initial weights of the model; None for random initialization.
         config: the model.
+        target: target whose loss is measured by validations; None without one.
         provenance: provenance of the run.
     """
 
@@ -72,6 +76,7 @@ class TrainingPlan:
     by_size: bool
     pretrained: Pretrained | None
     config: ModelConfig
+    target: Target | None
     provenance: Provenance
 
     @property
@@ -83,6 +88,25 @@ class TrainingPlan:
     def num_samples(self) -> int:
         """Number of samples in the whole run."""
         return self.options.train_iters * self.options.global_batch_size
+
+    @property
+    def target_hash(self) -> str:
+        """Hash of the target and of the amount of text on which its loss is measured."""
+        assert self.target is not None
+        amount = self.options.validation.eval_iters, self.options.validation.eval_tokens
+        return sha256_of_json([self.target.shares, self.target.texts_hash, amount])
+
+    def open_tokenizer(self) -> Tokenizer:
+        """Open the tokenizer of the training tokens.
+
+        Raises:
+            UserError: if it is missing, or is not the tokenizer of the corpus.
+        """
+        data = self.options.data
+        if data.tokenizer_model is None:
+            assert self.options.corpus is not None
+            return corpus_tokenizer(Corpus.load(self.options.corpus))
+        return load_tokenizer(data.tokenizer_model, data.eod_token, data.tiktoken_pattern)
 
     @property
     def boundaries(self) -> DocumentBoundaries:
@@ -140,6 +164,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     schedule = load_schedule(options, data, mixture, weights)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
+    target = find_target(options, splits, mixture)
     pretrained = find_pretrained(options, data)
     if pretrained:
         config = pretrained.config
@@ -164,8 +189,43 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         by_size=by_size,
         pretrained=pretrained,
         config=config,
+        target=target,
         provenance=provenance(options, inputs),
     )
+
+
+def find_target(
+    options: PretrainOptions, splits: Mapping[Split, TokenData], mixture: Mixture
+) -> Target | None:
+    """Return the target of ``--target``, or the one that the mixture records.
+
+    The target of the mixture is used only if validations measure all of its domains.
+
+    Raises:
+        UserError: for an invalid value, a domain that cannot be measured, or a text in a folder
+            that --overwrite deletes.
+    """
+    train, valid, value = splits["train"], splits.get("valid"), options.target.target
+    measured = [
+        domain.name
+        for domain in ((*valid.domains, *valid.held_out) if valid else ())
+        if domain.tokens >= 2 and options.validates
+    ]
+    if value is None:
+        recorded = recorded_target(mixture.parameters)
+        return recorded if recorded and recorded.shares.keys() <= set(measured) else None
+    names = [*train.names, *(domain.name for domain in train.held_out)]
+    source = SourceOptions((), text_key=options.target.target_text_key)
+    target = parse_target(value, names, source)
+    if missing := target.shares.keys() - target.texts.keys() - set(measured):
+        raise UserError(
+            f"--target {value}: the valid split of '{min(missing)}' is empty; name other domains, "
+            "or preprocess again with a larger valid share (--split)"
+        )
+    if options.overwrite:
+        texts = (source.path for sources in target.texts.values() for source in sources)
+        require_outside(options.run_dir, texts)
+    return target
 
 
 def check_model(config: ModelConfig, options: TrainingOptions) -> None:
@@ -325,7 +385,7 @@ def check_overwrite(options: PretrainOptions) -> None:
     """
     if not options.overwrite:
         return
-    data, folder = options.data, options.run_dir.resolve()
+    data = options.data
     inputs: list[Path | str | None] = [
         options.corpus,
         options.pretrained_checkpoint,
@@ -341,9 +401,14 @@ def check_overwrite(options: PretrainOptions) -> None:
         ),
         *(change.partition("=")[2] for change in data.mixture_changes),
     ]
-    for path in inputs:
+    require_outside(options.run_dir, inputs)
+
+
+def require_outside(run_dir: Path, paths: Iterable[Path | str | None]) -> None:
+    """Raise UserError if one of ``paths`` is in the run folder, which ``--overwrite`` deletes."""
+    folder = run_dir.resolve()
+    for path in paths:
         if path and not is_remote(path) and Path(path).resolve().is_relative_to(folder):
             raise UserError(
-                f"{path} is in {options.run_dir}, which --overwrite deletes; choose another "
-                "--run-dir"
+                f"{path} is in {run_dir}, which --overwrite deletes; choose another --run-dir"
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_chameleon.artifacts import Cost, MixturePhase, SampledTokens, Stopwatch, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import (
+    BestTarget,
     CheckpointRecord,
     HookState,
     checkpoint_folders,
@@ -22,7 +23,7 @@ from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.token_data import describe_cut
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import DENSE_BF16_PEAK, model_flops_utilization, training_flops
-from megatron_chameleon.parallel.layout import Layout, device_name
+from megatron_chameleon.parallel.layout import Layout, device_name, from_main
 from megatron_chameleon.training.guard import StepGuard
 from megatron_chameleon.training.hook import TrainingHook
 from megatron_chameleon.training.metrics import (
@@ -67,6 +68,7 @@ class RunRecords:
         guard: the guard that counts skipped steps.
         stopped_by: why the run stops before its last step, or None.
         failed_saves: failed checkpoint saves over the whole run.
+        best: the lowest target loss so far; with --keep-best, of the complete checkpoints.
         validation_flops: floating-point operations of validations since this process started.
         meter: losses and tokens since the last log.
         phases: timers of the training phases.
@@ -85,6 +87,7 @@ class RunRecords:
         self.guard = StepGuard(plan.options.guards, progress.guard)
         self.stopped_by: str | None = None
         self.failed_saves = list(progress.run.failed_saves) if progress.run else []
+        self.best = self._best_before(progress)
         self.validation_flops = 0.0
         self.meter = IntervalMeter(plan.data.names, layout)
         self.phases = PhaseTimers(layout.device)
@@ -102,6 +105,19 @@ class RunRecords:
         if [(last.data_parallel_size, last.micro_batch_size) for last in layouts[-1:]] != [sizes]:
             layouts.append(BatchLayout(progress.step, *sizes))
         return layouts
+
+    def _best_before(self, progress: Progress) -> BestTarget | None:
+        """The lowest loss of this target up to the checkpoint to resume from. Collective.
+
+        With --keep-best, it is None if its checkpoint was deleted.
+        """
+        best = progress.checkpoint.best if progress.checkpoint else None
+        if best is None or self.plan.target is None or best.measured != self.plan.target_hash:
+            return None
+        folder = step_folder(self.plan.options.run_dir, best.step)
+        if self.plan.options.target.keep_best and not from_main(folder.exists):
+            return None
+        return best
 
     def open_loggers(self) -> None:
         """Open the loggers, on rank 0."""
@@ -173,13 +189,20 @@ class RunRecords:
         self._logged_step = self.step
         return interval
 
-    def log(self, interval: Interval, lr: float, validation_loss: Mapping[str, float]) -> None:
+    def log(
+        self,
+        interval: Interval,
+        lr: float,
+        validation_loss: Mapping[str, float],
+        target_loss: float | None,
+    ) -> None:
         """Print and log an interval, on rank 0; the measured speed excludes the time for logging.
 
         Args:
             interval: measurements since the last log.
             lr: learning rate of the last step.
             validation_loss: domain -> loss; empty if this step has no validation.
+            target_loss: loss of the target, if there is one and this step has a validation.
         """
         plan, layout, guard, step = self.plan, self.layout, self.guard, self.step
         phase_seconds, skipped = self.phases.read(), guard.unlogged
@@ -198,6 +221,7 @@ class RunRecords:
             "seconds": round(self._cost_before.wall_seconds + seconds, 3),
             **dataclasses.asdict(interval),
             **({"validation_loss": dict(validation_loss)} if validation_loss else {}),
+            **({"target_loss": target_loss} if target_loss is not None else {}),
             "skipped_steps": guard.skipped,
             **({"skipped": [dataclasses.asdict(s) for s in skipped]} if skipped else {}),
             "tflops_per_second_per_device": tflops,
@@ -227,7 +251,8 @@ class RunRecords:
                 print(" | ".join(line))
                 if validation_loss:
                     losses = (f"{name} {loss:.4f}" for name, loss in validation_loss.items())
-                    print(f"validation after {done} | loss {', '.join(losses)}")
+                    target = "" if target_loss is None else f" | target loss {target_loss:.4f}"
+                    print(f"validation after {done} | loss {', '.join(losses)}{target}")
                 for logger in self._loggers:
                     try:
                         logger.log(step, figures)
@@ -275,6 +300,7 @@ class RunRecords:
             *describe_cut(options.tokens, options.target_tokens),
             f"mixture {plan.mixture.method}: {', '.join(weights)}",
             *phases,
+            *([f"target: {describe_shares(plan.target.shares)}"] if plan.target else []),
         ]
         return "\n".join(lines)
 
@@ -292,6 +318,11 @@ class RunRecords:
             f"checkpoint: {step_folder(options.run_dir, self.step)}"
             if self.guard.updates
             else f"no checkpoint: none of the {self.step} steps has updated the model",
+            *(
+                [f"lowest target loss: {self.best.loss:.4f} after step {self.best.step}"]
+                if self.best
+                else []
+            ),
             f"stopped by {self.stopped_by} at step {self.step} of {options.train_iters}; "
             "run the same command again to resume"
             if self.stopped_by
@@ -300,8 +331,13 @@ class RunRecords:
         ]
         return "\n".join(lines)
 
-    def checkpoint(self, hook: HookState | None) -> CheckpointRecord:
-        """Build the record of a checkpoint after the last step; call :meth:`read_meter` first."""
+    def checkpoint(self, hook: HookState | None, best: BestTarget | None) -> CheckpointRecord:
+        """Build the record of a checkpoint after the last step; call :meth:`read_meter` first.
+
+        Args:
+            hook: state of the hook.
+            best: the lowest target loss if this checkpoint is complete.
+        """
         plan, step, samples = self.plan, self.step, self.samples_at(self.step)
         counts = self.samples.counts(samples).tolist()
         return CheckpointRecord(
@@ -321,6 +357,7 @@ class RunRecords:
             guard=self.guard.state(),
             hook=hook,
             order_version=self.samples.order_version,
+            best=best,
         )
 
     def write_run(self, status: Status) -> None:
@@ -354,6 +391,9 @@ class RunRecords:
             batch_layouts=self._batch_layouts,
             order_version=self.samples.order_version,
             tokenizer=plan.data.tokenizer,
+            target=plan.target.record if plan.target else None,
+            best_step=self.best.step if self.best else None,
+            best_target_loss=self.best.loss if self.best else None,
         )
         try:
             run.save()
@@ -373,6 +413,11 @@ class RunRecords:
             )
             for phase in self.samples.schedule.until(self.samples_at(self.step))
         ]
+
+
+def describe_shares(shares: Mapping[str, float]) -> str:
+    """Format shares as 'news 0.750, code 0.250'."""
+    return ", ".join(f"{name} {share:.3f}" for name, share in shares.items())
 
 
 def format_duration(seconds: float) -> str:

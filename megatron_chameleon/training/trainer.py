@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from functools import partial
 import torch
 
 from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts.checkpoint import BestTarget
 from megatron_chameleon.blend.sampler import read_ahead, steps_between_changes
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import distributed, from_main, seed_dropout
@@ -252,25 +254,50 @@ class Trainer:
             step % options.validation.eval_interval == 0
             or (records.is_done and options.validation.eval_last_step)
         )
+        target_loss = None
         if save or leaving or validate or step % options.log_interval == 0:
-            self._write_log(validate=validate)
+            target_loss = self._write_log(validate=validate)
+        new_best = None
+        if target_loss is not None and not self.guard.streak:
+            new_best = self._new_best(target_loss)
+            save |= new_best is not None and options.target.keep_best
         if save:
             with self.phases.during("saving"):
-                record = records.checkpoint(self.hook.state())
+                self.checkpoints.finish()  # its checkpoint may have the lowest target loss
+                record = records.checkpoint(self.hook.state(), new_best or records.best)
                 self.checkpoints.save(self.model.state(), record, is_last=leaving)
             self.save_is_due = False
             records.meter.restart_clock()
         else:
             self.checkpoints.finish(blocking=False)
 
-    def _write_log(self, *, validate: bool) -> None:
+    def _new_best(self, target_loss: float) -> BestTarget | None:
+        """Return the target loss after this step if it is the lowest one so far.
+
+        With --keep-best, it replaces ``records.best`` when the checkpoint is complete.
+        """
+        records = self.records
+        with self.phases.during("saving"):
+            self.checkpoints.finish()  # its checkpoint may have the lowest target loss
+        if not target_loss < (records.best.loss if records.best else math.inf):
+            return None
+        best = BestTarget(records.step, target_loss, records.plan.target_hash)
+        if not self.options.target.keep_best:
+            records.best = best
+        return best
+
+    def _write_log(self, *, validate: bool) -> float | None:
+        """Log the steps since the last log; return the target's loss if it was measured."""
         interval = self.records.read_meter()
         losses: dict[str, float] = {}
+        target_loss, target = None, self.records.plan.target
         if validate and self.validation:
             with self.phases.during("validation"):
                 losses = self.validation.losses()
             self.records.validation_flops += self.validation.flops(self.records.plan.config)
-        self.records.log(interval, self.model.lr, losses)
+            target_loss = target.record.loss(losses) if target else None
+        self.records.log(interval, self.model.lr, losses, target_loss)
+        return target_loss
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import torch
 from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.blend.token_data import DomainData, DomainTokens
 from megatron_chameleon.corpus.data_path import split_range
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.target import read_target_text
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.config import ModelConfig
@@ -24,15 +26,15 @@ from megatron_chameleon.training.step import Passes, domain_sums
 
 
 class Validation:
-    """Loss on fixed windows of every domain's valid split, held-out domains included.
+    """Loss on fixed windows of every domain's valid split and of the target's texts.
 
-    Windows are numbered and batched like training samples. They ignore document boundaries, and
-    tokens are scored as in `evaluate perplexity`. Validation uses no random numbers and reads no
-    training samples.
+    Held-out domains are included. Windows are numbered and batched like training samples. They
+    ignore document boundaries, and tokens are scored as in `evaluate perplexity`. Validation uses
+    no random numbers and reads no training samples.
 
     Args:
-        texts: windows of each domain; None for a domain without text.
-        names: names of the domains.
+        texts: windows of each domain or text; None for a domain without text.
+        names: names of the domains and texts.
         passes: passes of the trained model; validation batches have the shape of training batches.
         layout: layout of the ranks.
     """
@@ -82,7 +84,7 @@ class Validation:
         return sum(reading_flops(config, text) for text in self._texts if text is not None)
 
     def losses(self) -> dict[str, float]:
-        """Domain -> mean negative log-likelihood of its tokens in nats. Collective.
+        """Name -> mean negative log-likelihood of its tokens in nats. Collective.
 
         Losses are the same in every layout, up to rounding.
         """
@@ -109,10 +111,11 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
         UserError: if files are damaged, or no domain has a valid split.
     """
     options = plan.options
-    interval = options.validation.eval_interval
-    if not 0 < interval <= options.train_iters:
+    if not options.validates:
         return None
-    # Held-out domains do not count, so that they do not change the windows of other domains.
+    interval = options.validation.eval_interval
+    # Held-out domains and texts of the target do not count, so that they do not change the windows
+    # of other domains.
     windows = options.validation.eval_iters * options.global_batch_size // len(plan.data.domains)
     if options.validation.eval_tokens is not None:
         windows = options.validation.eval_tokens // options.seq_length
@@ -131,7 +134,26 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
         warnings.warn(
             f"validation skips domains without a valid split: {', '.join(empty)}", stacklevel=2
         )
+    if plan.target and plan.target.texts:
+        names += plan.target.texts
+        texts += from_main(lambda: target_texts(plan, max(windows, 1)))
     return Validation(texts, names, passes, layout)
+
+
+def target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]:
+    """Read up to ``max_windows`` windows of each text of the plan's target.
+
+    Raises:
+        UserError: if a text or the tokenizer cannot be read.
+    """
+    assert plan.target is not None
+    tokenizer, length = plan.open_tokenizer(), plan.options.seq_length
+    source = SourceOptions((), text_key=plan.options.target.target_text_key)
+    found = []
+    for name, sources in plan.target.texts.items():
+        file = read_target_text(source, sources, name, tokenizer, max_windows * length)
+        found.append(choose_windows(file.tokens[:], length, max_windows * length))
+    return found
 
 
 def held_out_texts(

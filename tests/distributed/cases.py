@@ -25,6 +25,7 @@ from megatron_chameleon.training.options import (
     OnlineOptions,
     OptimizerOptions,
     PretrainOptions,
+    TargetOptions,
     ValidationOptions,
 )
 from tests.families import FAMILIES
@@ -200,7 +201,7 @@ RESUMED: Again = {
 TRACED, RETRACED = "one-changing", "one-changing-to-dp2"
 """A run of one rank, and its resumption on two ranks, which record the batches that they read."""
 
-# Runs with validation, in which one rank has a NaN gradient in two steps.
+# Runs with validation and a target, in which one rank has a NaN gradient in two steps.
 BAD = {f"{name}-bad": RUNS[name] for name in ("one", "vpp2", "dp2")}
 """Until its first NaN gradient, each run equals the run of the same name without "-bad"."""
 EVAL_INTERVAL = 4
@@ -509,6 +510,8 @@ def bad_options(places: Places, name: str) -> PretrainOptions:
         training_options(places, name, BAD[name]),
         guards=GuardOptions(max_consecutive_skipped_steps=3),
         validation=ValidationOptions(eval_interval=EVAL_INTERVAL, eval_iters=3),
+        target=TargetOptions("news=3,code"),
+        checkpointing=CheckpointingOptions(async_save=name != "one-bad"),
     )
 
 

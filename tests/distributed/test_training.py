@@ -176,7 +176,7 @@ def test_other_format_of_the_optimizer_state_is_rejected(results, run, case):
 
 # Validation, and NaN gradients on one rank.
 
-NEW_FIELDS = ("validation_loss", "skipped_steps", "skipped")
+NEW_FIELDS = ("validation_loss", "target_loss", "skipped_steps", "skipped")
 
 
 @pytest.mark.parametrize("name", cases.BAD)
@@ -201,8 +201,9 @@ def test_nan_gradient_on_one_rank_skips_the_step_on_all_ranks(results, name):
     assert [line["skipped_steps"] for line in lines] == [0] * 5 + [1] + [2] * 6
     run = results.run(name)
     assert (run.status, run.skipped_steps) == ("finished", 2)
-    # The checkpoint of step 6 is saved after the next step that is not skipped.
-    steps = cases.BAD_STEPS[-1] + 1, TRAIN_ITERS
+    # The checkpoint of step 6 is saved after the next step that is not skipped. Every validation
+    # has a lower target loss than the one before, so it saves a checkpoint, too.
+    steps = cases.EVAL_INTERVAL, cases.BAD_STEPS[-1] + 1, TRAIN_ITERS
     assert checkpoint_folders(run.root) == [step_folder(run.root, step) for step in steps]
     for one, other in zip(results.metrics("one-bad"), lines, strict=True):
         assert (other["sampled_tokens"], other["lr"]) == (one["sampled_tokens"], one["lr"])
@@ -212,6 +213,20 @@ def test_nan_gradient_on_one_rank_skips_the_step_on_all_ranks(results, name):
             assert other["loss"] is None
         else:
             assert other["loss"] == pytest.approx(one["loss"], rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", cases.BAD)
+def test_target_loss_is_that_of_its_domains(results, name):
+    found = {
+        line["step"]: (line["target_loss"], line["validation_loss"])
+        for line in results.metrics(name)
+        if "target_loss" in line
+    }
+    run = results.run(name)
+    for step, (loss, losses) in found.items():
+        assert loss == pytest.approx((3 * losses["news"] + losses["code"]) / 4)
+        assert results.checkpoint(name, step).best.loss == loss
+    assert (run.best_step, run.best_target_loss) == (TRAIN_ITERS, found[TRAIN_ITERS][0])
 
 
 # Asynchronous saves, and a full disk.
