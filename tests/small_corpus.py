@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from megatron_chameleon.artifacts import (
     SPLITS,
@@ -23,8 +24,9 @@ from megatron_chameleon.artifacts import (
     provenance,
 )
 from megatron_chameleon.artifacts.corpus import index_file_bytes
-from megatron_chameleon.corpus.indexed import IndexedWriter
+from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 
 # The size is odd, so that no tensor-parallel degree divides it and the last rows of the embedding
 # are padding.
@@ -116,6 +118,24 @@ def word_tokenizer(path: Path) -> Path:
     assert tokenizer.token_to_id("<|endoftext|>") == EOD
     tokenizer.save(str(path))
     return path
+
+
+def with_text(corpus: Corpus, root: Path, domain: str, split: Split) -> tuple[Corpus, Path]:
+    """Copy ``corpus`` with a tokenizer to ``root``, and write a split of a domain as text.
+
+    The key of the text is "words".
+    """
+    shutil.copytree(corpus.root, root)
+    words = Tokenizer.from_file(str(word_tokenizer(root / "tokenizer.json")))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.save(str(root / "tokenizer.json"))
+    tokenizer = load_tokenizer(root / "tokenizer.json")
+    dataclasses.replace(corpus, root=root, tokenizer=tokenizer.identity).save()
+    copy, text = Corpus.load(root), root / f"{domain}.jsonl"
+    file = open_tokens(copy, domain, split)
+    documents = (" ".join(map(str, file.get(number)[:-1])) for number in range(len(file)))
+    text.write_text("".join(f'{{"words": "{document}"}}\n' for document in documents))
+    return copy, text
 
 
 def _write_split(

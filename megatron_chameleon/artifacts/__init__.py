@@ -18,9 +18,11 @@ from megatron_chameleon.artifacts.evaluation_result import (
     DomainLoss,
     EvaluationResult,
     Protocol,
+    TargetLoss,
     loss_difference,
     mean_perplexity_difference,
     require_comparable,
+    target_difference,
 )
 from megatron_chameleon.artifacts.mixture import (
     DomainSource,
@@ -64,6 +66,7 @@ __all__ = [
     "Stopwatch",
     "Sweep",
     "SweepPoint",
+    "TargetLoss",
     "TargetShares",
     "TokenizerIdentity",
     "TrainingRun",
@@ -74,4 +77,5 @@ __all__ = [
     "normalized",
     "provenance",
     "require_comparable",
+    "target_difference",
 ]

@@ -27,6 +27,7 @@ from pydantic import Field
 from megatron_chameleon.artifacts.corpus import Split, table_label
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Count, FileRecord, Positive, differences
+from megatron_chameleon.artifacts.target import TargetShares
 from megatron_chameleon.errors import UserError
 
 Packing = Literal["packed", "documents"]
@@ -130,6 +131,16 @@ def error_of_mean(errors: Iterable[float | None]) -> float | None:
     return math.sqrt(math.fsum(squares)) / len(known)
 
 
+def error_of_sum(weights: Mapping[str, float], errors: Mapping[str, float | None]) -> float | None:
+    """Standard error of a weighted sum of independent values; None if one of them is None."""
+    products = [
+        None if (error := errors[name]) is None else weight * error
+        for name, weight in weights.items()
+    ]
+    error = error_of_mean(products)
+    return None if error is None else error * len(products)
+
+
 @dataclasses.dataclass(frozen=True)
 class DomainLoss:
     """Mean negative log-likelihood, in nats per token, over ``tokens`` predicted tokens.
@@ -190,14 +201,55 @@ class DomainLoss:
 
 
 @dataclasses.dataclass(frozen=True)
+class TargetLoss(TargetShares):
+    """A target, and the share-weighted loss of its domains and texts.
+
+    Attributes:
+        loss: nats per token.
+        error: standard error of ``loss``; None if that of a domain is unknown.
+    """
+
+    loss: float
+    error: float | None
+
+    @classmethod
+    def of(cls, target: TargetShares, domains: Mapping[str, DomainLoss]) -> TargetLoss:
+        """Compute the loss from those of ``domains``, whose errors are independent.
+
+        Raises:
+            UserError: if a domain of the target has no loss.
+        """
+        if missing := target.shares.keys() - domains.keys():
+            raise UserError(
+                f"the target's domain '{min(missing)}' has nothing to predict in this split; pass "
+                "a --target of other domains, or another --split"
+            )
+        loss = target.loss_of({name: domain.loss for name, domain in domains.items()})
+        errors = {name: domains[name].loss_error for name in target.shares}
+        return cls(target.value, target.shares, loss, error_of_sum(target.shares, errors))
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return _exp(self.loss)
+
+    @property
+    def perplexity_error(self) -> float | None:
+        """Standard error of ``perplexity``, to first order in the standard error of the loss."""
+        return None if self.error is None else self.perplexity * self.error
+
+
+@dataclasses.dataclass(frozen=True)
 class EvaluationResult(FileRecord):
     """Held-out perplexity per domain of one checkpoint.
 
     Attributes:
-        domains: domain -> loss, in the order of the corpus; held-out domains come last.
+        domains: domain -> loss, in the order of the corpus; held-out domains and the texts of the
+            target come last.
         left_out: domains to train on that have no tokens to predict in the split.
-        held_out: those of ``domains`` that the corpus holds out from training. They are not in the
-            averages.
+        held_out: those of ``domains`` that the corpus holds out from training, and the texts of the
+            target. They are not in the averages.
+        target: the target and its loss; None without a target.
     """
 
     KIND = "evaluation"
@@ -214,6 +266,7 @@ class EvaluationResult(FileRecord):
     cost: Cost
     left_out: list[str] = dataclasses.field(default_factory=list)
     held_out: list[str] = dataclasses.field(default_factory=list)
+    target: TargetLoss | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError unless a domain that is not held out has a loss."""
@@ -295,6 +348,19 @@ def mean_perplexity_difference(first: EvaluationResult, second: EvaluationResult
     pairs = [(domain, second.domains[name]) for name, domain in first.training_domains.items()]
     errors = [_paired_error(a, b, a.perplexity, b.perplexity) for a, b in pairs]
     return Difference(first.mean_perplexity - second.mean_perplexity, error_of_mean(errors))
+
+
+def target_difference(first: EvaluationResult, second: EvaluationResult) -> Difference | None:
+    """Target loss of ``first`` minus target loss of ``second``, in nats per token.
+
+    None unless both have the same target.
+    """
+    one, other = first.target, second.target
+    if one is None or other is None or one.shares != other.shares:
+        return None
+    pairs = {name: (first.domains[name], second.domains[name]) for name in one.shares}
+    errors = {name: _paired_error(a, b, 1.0, 1.0) for name, (a, b) in pairs.items()}
+    return Difference(one.loss - other.loss, error_of_sum(one.shares, errors))
 
 
 def _paired_error(

@@ -21,6 +21,6 @@ class TargetShares:
     value: str | None
     shares: dict[str, Share]
 
-    def loss(self, losses: Mapping[str, float]) -> float:
+    def loss_of(self, losses: Mapping[str, float]) -> float:
         """Sum of share times loss, in the unit of ``losses`` (name -> loss)."""
         return math.fsum(share * losses[name] for name, share in self.shares.items())

@@ -115,6 +115,22 @@ def sample_documents(
     return Sample(texts, malformed.lines - malformed.count, bytes_read, total)
 
 
+def read_documents(options: SourceOptions, sources: Sequence[Source], name: str) -> list[str]:
+    """Return the texts of all documents of ``name`` that have text, in the order of the sources.
+
+    Raises:
+        UserError: if a source cannot be read, too many of its lines are malformed, or no document
+            has text.
+    """
+    reader = DocumentReader(options, sources)
+    documents = itertools.chain.from_iterable(map(reader.read, map(Chunk, range(len(sources)))))
+    texts = [document.text for document in documents if document.text]
+    reader.malformed.check(options.max_malformed_share)
+    if not texts:
+        raise UserError(f"--input: '{name}' has no text; correct its path, or leave it out")
+    return texts
+
+
 def require_text(options: SourceOptions, sources: Sequence[Source], name: str) -> None:
     """Read the domain ``name`` up to its first document with text.
 

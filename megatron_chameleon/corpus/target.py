@@ -13,7 +13,7 @@ from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.encode import TextEncoder, encoded_documents
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.options import SourceOptions, is_domain_name, quoted
-from megatron_chameleon.corpus.sample import sample_documents
+from megatron_chameleon.corpus.sample import read_documents, sample_documents
 from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
 from megatron_chameleon.errors import UserError
 
@@ -130,26 +130,30 @@ def read_target_text(
     target: Target,
     name: str,
     encoder: TextEncoder,
-    max_tokens: int,
+    max_tokens: int | None,
     seed: int = 0,
 ) -> TokenFile:
-    """Sample documents of a text of ``--target``, at least about ``max_tokens``, and encode them.
+    """Sample documents of a text of ``--target``, about ``max_tokens`` or more, and encode them.
 
     Args:
         source: keys and limits of the text; its inputs are ignored.
         target: the target that names the text.
         name: name of the text.
         encoder: tokenizer.
-        max_tokens: tokens to sample, if the text has as many.
+        max_tokens: tokens to sample, if the text has as many; None reads all documents.
         seed: seed of the sample.
 
     Raises:
         UserError: if a file cannot be read or has no text.
     """
-    characters = max_tokens * CHARACTERS_PER_TOKEN
     sources = target.texts[name]
     try:
-        sample = sample_documents(source, sources, name, SAMPLED_DOCUMENTS, characters, seed)
+        if max_tokens is None:
+            texts = read_documents(source, sources, name)
+        else:
+            characters = max_tokens * CHARACTERS_PER_TOKEN
+            sample = sample_documents(source, sources, name, SAMPLED_DOCUMENTS, characters, seed)
+            texts = sample.texts
     except UserError as error:
         raise UserError(f"--target {target.value}: {error}") from error
-    return encoded_documents(Path(name), encoder, sample.texts)
+    return encoded_documents(Path(name), encoder, texts)

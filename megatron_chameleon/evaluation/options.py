@@ -66,6 +66,13 @@ class HeldOutOptions(CheckedOptions):
     max_tokens: LargeCount | None = None
     """Maximum number of predicted tokens per domain, in windows spread over the split; default:
     all."""
+    target: str | None = None
+    """What the mixture is for: domains, also held-out ones, with shares, as in a,b or a=2,b=1; or
+    text that is not in the corpus, as NAME=PATH or NAME=PATH=SHARE. Its loss is the sum of shares
+    times losses. Default: the target that the run of the checkpoint records, if it has domains of
+    this corpus only."""
+    target_text_key: str = "text"
+    """Key, or column, of the text in the files of --target."""
     evaluation_batch_size: Count = 32
     """Number of windows of length --window-length per forward pass and rank; shorter windows are
     batched up to the same number of tokens. The batch size does not change the result."""
@@ -77,6 +84,8 @@ class HeldOutOptions(CheckedOptions):
     def __post_init__(self) -> None:
         """Check the values that do not depend on the model, which is not loaded yet."""
         super().__post_init__()
+        if self.target is None:
+            self.reject_changed(["target_text_key"], "has no effect without --target")
         if self.first_token is not None and self.packing != "documents":
             raise UserError(
                 f"--first-token {self.first_token} is for --packing documents; remove it"

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -22,6 +24,9 @@ from megatron_chameleon.artifacts import (
     Protocol,
     Provenance,
     Stopwatch,
+    TargetLoss,
+    TokenizerIdentity,
+    TrainingRun,
     provenance,
 )
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
@@ -35,8 +40,11 @@ from megatron_chameleon.checkpoint.load import (
     recorded_tokenizer,
     require_tokenizer,
 )
-from megatron_chameleon.corpus.indexed import TokenFile, Tokens, open_tokens
+from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory, open_tokens
 from megatron_chameleon.corpus.join import token_bytes
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.sources import Source
+from megatron_chameleon.corpus.target import Target, parse_target, read_target_text
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
@@ -62,16 +70,25 @@ MAX_UNIGRAM_TOKENS = 1 << 30
 class EvaluationPlan:
     """Validated options of one evaluation and the artifacts that the options name.
 
-    ``kept`` is the existing result in ``--output`` if it has the same weights, corpus and protocol
-    and ``--overwrite`` is not set; otherwise None.
+    Attributes:
+        target: target of ``--target``, or the one that the checkpoint's run records.
+        kept: existing result in ``--output`` if it has the same weights, corpus, protocol and texts
+            and ``--overwrite`` is not set; otherwise None.
     """
 
     options: PerplexityOptions
     corpus: Corpus
     checkpoint: CheckpointRecord
     protocol: Protocol
+    target: Target | None
     provenance: Provenance
     kept: EvaluationResult | None
+
+    @property
+    def text_key(self) -> object:
+        """Equal for evaluations of the same text."""
+        texts = self.target.texts_hash if self.target and self.target.texts else None
+        return self.corpus.root, self.protocol, texts
 
 
 def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[EvaluationResult]:
@@ -92,14 +109,13 @@ def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[Eval
         plans = from_main(lambda: [plan_evaluation(options) for options in evaluations])
         texts: dict[object, dict[str, HeldOutDomain]] = {}
         for plan in plans:
-            key = plan.corpus.root, plan.protocol
-            if plan.kept is None and key not in texts:
-                texts[key] = held_out_domains(plan, layout)
+            if plan.kept is None and plan.text_key not in texts:
+                texts[plan.text_key] = held_out_domains(plan, layout)
         results = []
         for plan in plans:
             result = plan.kept
             if result is None:
-                result = _evaluate(plan, texts[plan.corpus.root, plan.protocol], layout)
+                result = _evaluate(plan, texts[plan.text_key], layout)
             elif layout.is_main:
                 print(result_table(result))
                 print(f"{plan.options.output} exists and is kept; --overwrite evaluates again")
@@ -139,15 +155,65 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
         first_token=options.first_token
         or ("after-eod" if options.packing == "documents" else "not-scored"),
     )
+    target = find_target(options, corpus, record)
+    inputs = {"corpus": corpus.hash, "checkpoint": record.hash}
+    if target and target.texts:
+        inputs["target text"] = target.texts_hash
     kept = None
     if options.output.is_file() and not options.overwrite:
         with contextlib.suppress(UserError):  # an unreadable result is evaluated again
             found = EvaluationResult.load(options.output)
             same = (record.hash, corpus.hash, protocol)
             if (found.checkpoint_hash, found.corpus_hash, found.protocol) == same:
-                kept = found
-    inputs = {"corpus": corpus.hash, "checkpoint": record.hash}
-    return EvaluationPlan(options, corpus, record, protocol, provenance(options, inputs), kept)
+                kept = _with_target(found, target, options.output)
+    made_by = provenance(options, inputs)
+    return EvaluationPlan(options, corpus, record, protocol, target, made_by, kept)
+
+
+def _with_target(
+    result: EvaluationResult, target: Target | None, path: Path
+) -> EvaluationResult | None:
+    """Return the result at ``path`` with the loss of ``target``; None if it lacks a text of it."""
+    if target is None:
+        return result
+    before = result.provenance.inputs.get("target text")
+    if target.texts and before != target.texts_hash:
+        return None
+    if not target.shares.keys() <= result.domains.keys():
+        return None
+    found = TargetLoss.of(target.record, result.domains)
+    if found != result.target:
+        result = dataclasses.replace(result, target=found)
+        result.save(path)
+    return result
+
+
+def find_target(
+    options: PerplexityOptions, corpus: Corpus, record: CheckpointRecord
+) -> Target | None:
+    """Return the target of ``--target``, or the one that the checkpoint's run records.
+
+    The recorded target is used only if all of its domains have tokens in the split.
+
+    Raises:
+        UserError: for an invalid value, or a domain without tokens in the split.
+    """
+    measured = {n for n, d in corpus.all_domains.items() if d.split(options.split).tokens >= 2}
+    if options.target is not None:
+        source = SourceOptions((), text_key=options.target_text_key)
+        target = parse_target(options.target, list(corpus.all_domains), source)
+        if missing := target.shares.keys() - target.texts.keys() - measured:
+            raise UserError(
+                f"--target {options.target}: the {options.split} split of '{min(missing)}' is "
+                "empty; name other domains, or pass another --split"
+            )
+        return target
+    run_dir = record.root.absolute().parent.parent
+    with contextlib.suppress(UserError):  # the run's record is not needed otherwise
+        recorded = TrainingRun.load(run_dir).target if TrainingRun.exists(run_dir) else None
+        if recorded is not None and recorded.shares.keys() <= measured:
+            return Target(recorded.value, recorded.shares)
+    return None
 
 
 def _evaluate(
@@ -183,7 +249,8 @@ def _evaluate(
         provenance=plan.provenance,
         cost=stopwatch.cost(flops, layout.world_size),
         left_out=[name for name in plan.corpus.names if name not in domains],
-        held_out=[name for name in plan.corpus.held_out if name in domains],
+        held_out=[name for name in domains if name not in plan.corpus.names],
+        target=TargetLoss.of(plan.target.record, losses) if plan.target else None,
     )
     if layout.is_main:
         result.save(plan.options.output)
@@ -293,10 +360,11 @@ def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutD
     """Read the held-out text of every domain under the plan's protocol. Collective.
 
     Domains with nothing to score are left out, with a warning. Domains that the corpus holds out
-    from training come last.
+    from training come last, and then the texts of the target.
 
     Raises:
-        UserError: if no domain to train on has anything to score.
+        UserError: if no domain to train on, or no domain of the target has anything to score, or if
+            a text cannot be read.
     """
     corpus, split = plan.corpus, plan.protocol.split
     domains: dict[str, HeldOutDomain] = {}
@@ -315,7 +383,34 @@ def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutD
             raise UserError(problem)
         if layout.is_main:
             warnings.warn(f"{problem} to include it", stacklevel=2)
-    return domains
+    return domains | target_texts(plan, sizes)
+
+
+def target_texts(plan: EvaluationPlan, sizes: NDArray[np.int32] | None) -> dict[str, HeldOutDomain]:
+    """Read the texts of the plan's target, on rank 0, and share them with all ranks. Collective.
+
+    Raises:
+        UserError: if a text or the tokenizer cannot be read, or a text has nothing to score.
+    """
+    if plan.target is None:
+        return {}
+    source = SourceOptions((), text_key=plan.options.target_text_key)
+    corpus, protocol, found = plan.corpus, plan.protocol, dict[str, HeldOutDomain]()
+    for name, sources in plan.target.texts.items():
+
+        def read(
+            name: str = name, sources: Sequence[Source] = sources
+        ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+            tokenizer = corpus_tokenizer(corpus)
+            file = read_target_text(source, sources, name, tokenizer, protocol.max_tokens)
+            return file.tokens[:], file.lengths.astype(np.int32)
+
+        stream = in_memory(Path(name), *from_main(read))
+        domain = _scored_domain(stream, uniform_loss, None, corpus.tokenizer, protocol, sizes)
+        if domain is None:
+            raise UserError(f"--target: the text '{name}' has nothing to predict; pass more text")
+        found[name] = domain
+    return found
 
 
 def token_sizes(corpus: Corpus, record: CheckpointRecord) -> NDArray[np.int32] | None:
@@ -345,8 +440,32 @@ def held_out_domain(
         protocol: protocol of the evaluation.
         sizes: [vocab_size] bytes of each token; None if no tokenizer was loaded.
     """
-    stream, vocab_size = open_tokens(corpus, name, protocol.split), corpus.tokenizer.vocab_size
-    text = held_out_text(stream, protocol, corpus.tokenizer.eod_id)
+    stream = open_tokens(corpus, name, protocol.split)
+    baseline = partial(unigram_loss, corpus, name, max_tokens=MAX_UNIGRAM_TOKENS)
+    recorded = corpus.all_domains[name].split(protocol.split).text_bytes
+    return _scored_domain(stream, baseline, recorded, corpus.tokenizer, protocol, sizes)
+
+
+def _scored_domain(
+    stream: TokenFile,
+    baseline: Callable[[NDArray[np.int64]], float],
+    recorded: int | None,
+    tokenizer: TokenizerIdentity,
+    protocol: Protocol,
+    sizes: NDArray[np.int32] | None,
+) -> HeldOutDomain | None:
+    """Choose the windows of a held-out text; None if nothing is scored. Collective.
+
+    Args:
+        stream: the text, one document per sequence.
+        baseline: returns the loss without context for the occurrences of each token, [vocab_size].
+        recorded: bytes of the text; None if unknown.
+        tokenizer: identity of the tokenizer.
+        protocol: protocol of the evaluation.
+        sizes: [vocab_size] bytes of each token; None if no tokenizer was loaded.
+    """
+    vocab_size = tokenizer.vocab_size
+    text = held_out_text(stream, protocol, tokenizer.eod_id)
     if text is None:
         return None
     clusters = cluster_ends(stream, text)
@@ -361,8 +480,7 @@ def held_out_domain(
             seen += np.bincount(labels, minlength=vocab_size)
             if sizes is not None:
                 counted += np.bincount(cluster, sizes[labels], minlength=count)
-        loss = unigram_loss(corpus, name, seen, MAX_UNIGRAM_TOKENS)
-        recorded = corpus.all_domains[name].split(protocol.split).text_bytes
+        loss = baseline(seen)
         if sizes is None:
             return tokens, None, loss
         if recorded is None:
@@ -378,6 +496,11 @@ def held_out_domain(
         return tokens, np.diff(ends, prepend=0), loss
 
     return HeldOutDomain(text, clusters, *from_main(statistics))
+
+
+def uniform_loss(seen: NDArray[np.int64]) -> float:
+    """Return the loss of the uniform distribution over ``len(seen)`` tokens, in nats per token."""
+    return math.log(len(seen))
 
 
 def unigram_loss(corpus: Corpus, name: str, seen: NDArray[np.int64], max_tokens: int) -> float:
@@ -433,10 +556,15 @@ def result_table(result: EvaluationResult) -> str:
             f"{domain.unigram_perplexity:.2f}",
         ]
 
+    def target_row(target: TargetLoss) -> list[str]:
+        loss = cell(target.loss, target.error, 4)
+        return ["", loss, cell(target.perplexity, target.perplexity_error, 2), "", ""]
+
     mean = cell(result.mean_perplexity, result.mean_perplexity_error, 2)
     rows = [
         *((name, row(domain)) for name, domain in result.training_domains.items()),
         ("average", ["", "", mean, "", ""]),
+        *([("target", target_row(result.target))] if result.target else []),
         *((result.label(name), row(result.domains[name])) for name in result.held_out),
     ]
     columns = ["tokens", "loss", "perplexity", "bits/byte", "unigram perplexity"]

@@ -295,7 +295,7 @@ class Trainer:
             with self.phases.during("validation"):
                 losses = self.validation.losses()
             self.records.validation_flops += self.validation.flops(self.records.plan.config)
-            target_loss = target.record.loss(losses) if target else None
+            target_loss = target.record.loss_of(losses) if target else None
         self.records.log(interval, self.model.lr, losses, target_loss)
         return target_loss
 

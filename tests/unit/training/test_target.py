@@ -9,16 +9,11 @@ import math
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from megatron_chameleon.artifacts import Corpus, TargetShares, TrainingRun
+from megatron_chameleon.artifacts import TargetShares, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, CheckpointWarning, step_folder
-from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
@@ -30,7 +25,7 @@ from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.trainer import pretrain
 from megatron_chameleon.training.validation import Validation
 from tests.full_disk import largest_file_size
-from tests.small_corpus import DOMAINS, word_tokenizer
+from tests.small_corpus import DOMAINS, with_text
 from tests.unit.training.runs import before_steps, losses, metrics, record_at
 
 EVERY_STEP = ValidationOptions(eval_interval=1)
@@ -76,23 +71,7 @@ def best_of(run_dir):
 @pytest.fixture(scope="module")
 def text_corpus(held_out_corpus, tmp_path_factory):
     """``held_out_corpus`` with its tokenizer, and the valid text of 'poems' as a file."""
-    root = Path(shutil.copytree(held_out_corpus.root, tmp_path_factory.mktemp("text") / "corpus"))
-    path = word_tokenizer(root / "tokenizer.json")
-    words = Tokenizer.from_file(str(path))
-    words.pre_tokenizer = WhitespaceSplit()
-    words.save(str(path))
-    tokenizer = load_tokenizer(path)
-    identity = dataclasses.replace(held_out_corpus.tokenizer, sha256=tokenizer.sha256)
-    dataclasses.replace(held_out_corpus, root=root, tokenizer=identity).save()
-    corpus = Corpus.load(root)
-    file = open_tokens(corpus, "poems", "valid")
-    lines = [
-        json.dumps({"words": " ".join(map(str, file.get(number)[:-1]))})
-        for number in range(len(file))
-    ]
-    text = root.parent / "poems.jsonl"
-    text.write_text("\n".join(lines) + "\n")
-    return corpus, text
+    return with_text(held_out_corpus, tmp_path_factory.mktemp("text") / "corpus", "poems", "valid")
 
 
 def test_loss_is_that_of_domains_held_out_domains_and_texts(
