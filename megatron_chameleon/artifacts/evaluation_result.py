@@ -356,7 +356,8 @@ def target_difference(first: EvaluationResult, second: EvaluationResult) -> Diff
     None unless both have the same target.
     """
     one, other = first.target, second.target
-    if one is None or other is None or one.shares != other.shares:
+    texts = {result.provenance.inputs.get("target text") for result in (first, second)}
+    if one is None or other is None or one.shares != other.shares or len(texts) > 1:
         return None
     pairs = {name: (first.domains[name], second.domains[name]) for name in one.shares}
     errors = {name: _paired_error(a, b, 1.0, 1.0) for name, (a, b) in pairs.items()}

@@ -19,6 +19,7 @@ from megatron_chameleon.artifacts import (
     loss_difference,
     mean_perplexity_difference,
     require_comparable,
+    target_difference,
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import (
@@ -43,6 +44,8 @@ from megatron_chameleon.report.weights import Columns, weight_columns
 
 # Loss differences beyond this many standard errors are called significant.
 SURE = 2.0
+# Standard errors from the estimate to the ends of a 95% interval.
+NORMAL_95 = 1.96
 HELD_OUT_NOTE = (
     "Domains marked held-out are never trained on. They are not in the averages and counts."
 )
@@ -201,7 +204,7 @@ def require_same_evaluation(results: Mapping[str, EvaluationResult]) -> None:
         if different := set(first.domains) ^ set(result.domains):
             raise UserError(
                 f"{EVALUATION}/{name}.json and {first_name}.json: only one file has the domain "
-                f"'{min(different)}'; evaluate both on all domains"
+                f"'{min(different)}'; evaluate both on all domains, with the same --target"
             )
 
 
@@ -353,6 +356,44 @@ def held_out_findings(comparison: Comparison) -> list[str]:
                 f"{math.expm1(gap):+.1%})."
             )
     return found
+
+
+def target_table(comparison: Comparison) -> Table | None:
+    """Table by run: loss and perplexity of the target, and the paired difference to the baseline.
+
+    The target is that of the first run that has one, the baseline if possible. Runs with another
+    target have no figures. The result is None if no run has a target.
+    """
+    first = next((run for run in comparison.runs if run.result.target), None)
+    if first is None:
+        return None
+    rows, baseline = [], comparison.baseline
+    for run in comparison.runs:
+        target, cells = run.result.target, [MISSING] * 4
+        if target is not None and target_difference(run.result, first.result) is not None:
+            cells[:1] = cells_of([target.loss], "{:.4f}".format, errors=[target.error])
+            error = [target.perplexity_error]
+            cells[1:2] = cells_of([target.perplexity], format_perplexity, errors=error)
+        if baseline is not None and run is not baseline:
+            gap = target_difference(run.result, baseline.result)
+            if gap is not None:
+                cells[2] = f"{gap.value:+.4f}"
+            if gap is not None and gap.error is not None:
+                ends = (gap.value + sign * NORMAL_95 * gap.error for sign in (-1, 1))
+                cells[3] = " to ".join(f"{end:+.4f}" for end in ends)
+        rows.append([run.label, *cells])
+    header = ["run", "loss", "perplexity"]
+    if baseline is not None and comparison.others:
+        header += [f"loss minus {baseline.label}", "95% interval"]
+    assert first.result.target is not None
+    shares = first.result.target.shares.items()
+    named = ", ".join(f"{first.result.label(name)} {share:.1%}" for name, share in shares)
+    notes = [
+        f"The target is {named}. Its loss is the sum of shares times losses, in nats per token, ± "
+        "the standard error over documents. Differences are paired: both models predict the same "
+        "tokens."
+    ]
+    return Table.of("Target", header, [row[: len(header)] for row in rows], notes=notes)
 
 
 def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:

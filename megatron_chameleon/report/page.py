@@ -208,6 +208,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
     if compared is not None:
         tables |= {
             "result": [
+                comparison.target_table(compared),
                 comparison.seed_table(compared),
                 comparison.perplexity_table(folder, compared),
             ],

@@ -9,7 +9,14 @@ import shutil
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import Clusters, Cost, DomainLoss, Mixture
+from megatron_chameleon.artifacts import (
+    Clusters,
+    Cost,
+    DomainLoss,
+    Mixture,
+    TargetLoss,
+    TargetShares,
+)
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import (
     Comparison,
@@ -21,7 +28,9 @@ from megatron_chameleon.report.comparison import (
     loss_table,
     perplexity_table,
     seed_table,
+    target_table,
 )
+from megatron_chameleon.report.page import load_report
 from megatron_chameleon.report.run_folder import RunFolder, merge
 from megatron_chameleon.report.tables import is_best
 from tests.unit.report.samples import (
@@ -83,6 +92,39 @@ def test_held_out_domains_are_rows_outside_averages_and_counts(root):
         assert rows_of(with_target).keys() - rows_of(without).keys() == {"target (held-out)"}
     row = rows_of(perplexity_table(folder, after))["target (held-out)"]
     assert row[-2:] == [f"{math.exp(9):.2f}", f"{math.exp(1):.2f}"]
+
+
+def test_runs_are_compared_on_the_target(root):
+    assert target_table(compare(RunFolder.load(root))) is None
+    shares = {NAMES[0]: 0.75, NAMES[1]: 0.25}
+    tokens = [20, 30, 50]
+    rates = np.random.default_rng(0).normal(3.0, 0.2, (2, 2, 3))  # run, domain, document
+    sums = rates * tokens
+    for run, losses in zip((UNIFORM, CHAMELEON), sums, strict=True):
+        domains = evaluation(NAMES, [1.0, 2.0, 3.0]).domains
+        for name, each in zip(shares, losses, strict=True):
+            clusters = Clusters(each.tolist(), tokens)
+            domains[name] = DomainLoss(each.sum() / 100, 100, 6.0, clusters=clusters)
+        target = TargetLoss.of(TargetShares("target", shares), domains)
+        edit_evaluation(root, run, domains=domains, target=target)
+    table = target_table(compare(RunFolder.load(root)))
+    assert table is not None
+    first, second = table.rows
+    losses = sums.sum(2) @ [0.75, 0.25] / 100
+    assert [row[1].split()[0] for row in (first, second)] == [f"{loss:.4f}" for loss in losses]
+    assert second[2].split()[0] == f"{math.exp(losses[1]):.2f}"
+    assert first[3:] == ["-", "-"]
+    gap = losses[1] - losses[0]
+    residuals = sums[1] - sums[0]
+    residuals = residuals - residuals.sum(1, keepdims=True) / 100 * tokens
+    errors = np.sqrt(3 / 2 * (residuals**2).sum(1)) / 100
+    half = 1.96 * math.hypot(0.75 * errors[0], 0.25 * errors[1])
+    assert second[3:] == [f"{gap:+.4f}", f"{gap - half:+.4f} to {gap + half:+.4f}"]
+    assert load_report([root]).tables[0].title == "Target"
+    edit_evaluation(root, CHAMELEON, target=None)
+    other = target_table(compare(RunFolder.load(root)))
+    assert other is not None
+    assert other.rows[1][1:] == ["-"] * 4
 
 
 @pytest.mark.parametrize("name", ["chameleon-pretrain", "chameleon-pretrain-2k-seed1"])
