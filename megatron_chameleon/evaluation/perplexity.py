@@ -43,7 +43,6 @@ from megatron_chameleon.checkpoint.load import (
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory, open_tokens
 from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.sources import Source
 from megatron_chameleon.corpus.target import Target, parse_target, read_target_text
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
@@ -394,18 +393,16 @@ def target_texts(plan: EvaluationPlan, sizes: NDArray[np.int32] | None) -> dict[
     """
     if plan.target is None:
         return {}
-    source = SourceOptions((), text_key=plan.options.target_text_key)
+    target, source = plan.target, SourceOptions((), text_key=plan.options.target_text_key)
     corpus, protocol, found = plan.corpus, plan.protocol, dict[str, HeldOutDomain]()
-    for name, sources in plan.target.texts.items():
 
-        def read(
-            name: str = name, sources: Sequence[Source] = sources
-        ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
-            tokenizer = corpus_tokenizer(corpus)
-            file = read_target_text(source, sources, name, tokenizer, protocol.max_tokens)
-            return file.tokens[:], file.lengths.astype(np.int32)
+    def read(name: str) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
+        tokenizer = corpus_tokenizer(corpus)
+        file = read_target_text(source, target, name, tokenizer, protocol.max_tokens)
+        return file.tokens[:], file.lengths.astype(np.int32)
 
-        stream = in_memory(Path(name), *from_main(read))
+    for name in target.texts:
+        stream = in_memory(Path(name), *from_main(partial(read, name)))
         domain = _scored_domain(stream, uniform_loss, None, corpus.tokenizer, protocol, sizes)
         if domain is None:
             raise UserError(f"--target: the text '{name}' has nothing to predict; pass more text")

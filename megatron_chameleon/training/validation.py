@@ -150,8 +150,8 @@ def target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]:
     tokenizer, length = plan.open_tokenizer(), plan.options.seq_length
     source = SourceOptions((), text_key=plan.options.target.target_text_key)
     found = []
-    for name, sources in plan.target.texts.items():
-        file = read_target_text(source, sources, name, tokenizer, max_windows * length)
+    for name in plan.target.texts:
+        file = read_target_text(source, plan.target, name, tokenizer, max_windows * length)
         found.append(choose_windows(file.tokens[:], length, max_windows * length))
     return found
 
