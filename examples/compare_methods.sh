@@ -42,10 +42,10 @@
 #                EXPERIMENT: the columns of its tables in the paper)
 #   TARGETS      leave-one-out, or names of domains: for each of them, a comparison in RUN/targets/NAME
 #                whose corpus holds the domain out and whose mixtures have it as their target; then one
-#                table of the targets' losses. METHODS may have mixmin, chameleon-target-pretrain and
-#                chameleon-target-finetune (uniform natural chameleon chameleon-target-pretrain
-#                chameleon-target-finetune mixmin); with SIZE=small, base models have 600 steps, and
-#                there are three seeds
+#                table of the targets' losses. METHODS may have mixmin, mixmin-experts (a trained model
+#                per domain), chameleon-target-pretrain and chameleon-target-finetune (uniform natural
+#                chameleon chameleon-target-pretrain chameleon-target-finetune mixmin); with
+#                SIZE=small, base models have 600 steps, and there are three seeds
 #   PRETRAINED   with SIZE=small, the folder of an earlier comparison: its base models of uniform are
 #                fine-tuned on CORPUS_NAME, each with its own seed, and the first one embeds the
 #                domains (METHODS: uniform chameleon-finetune chameleon-pretrain). With
@@ -222,6 +222,11 @@ find_mixture() {
       flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS" --work-dir "$REGMIX_SWARM" --prior uniform)
       ;;
     mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS") ;;
+    mixmin-experts)   # one model per domain, which all targets share
+      method=mixmin
+      flags+=(--experts "${PROXY_FLAGS[1]}" "${PROXY_FLAGS[@]:2}" --train-iters "$PROXY_STEPS"
+        --work-dir "$EXPERTS")
+      ;;
   esac
   [[ -z $TARGET || ! $method =~ ^(mixmin|doge|regmix|surrogate|mixing-laws)$ ]] ||
     flags+=(--target "$TARGET")
@@ -386,7 +391,7 @@ compare_targets() {
     [ -e "$folder/1-corpus/corpus.json" ] ||
       python -m megatron_chameleon import_corpus --corpus "$CORPUS" --held-out "$name" \
         --output "$folder/1-corpus"
-    env -u TARGETS -u RECORD TARGET="$name" RUN="$folder" CORPUS="$folder/1-corpus" \
+    env -u TARGETS -u RECORD TARGET="$name" RUN="$folder" CORPUS="$folder/1-corpus" EXPERTS="$EXPERTS" \
       METHODS="$METHODS" SEEDS="$SEEDS" BASE_STEPS="$BASE_STEPS" \
       bash "$0" ${EXTRA:+-- "${EXTRA[@]}"} || exit
   done

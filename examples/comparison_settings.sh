@@ -151,6 +151,7 @@ finish_small_settings() {
   EVALUATE+=(--corpus "$CORPUS")
   BUDGET=$((BASE_STEPS * SEQ_LENGTH * BATCH))
   PROXY=${PROXY:-$RUN/2-proxy/nano-seed$PROXY_SEED}
+  EXPERTS=${EXPERTS:-$RUN/2-proxy/experts}
 }
 
 # Print the approximate seconds of a job: in the paper's experiments on an H100, otherwise on one CPU
@@ -182,6 +183,7 @@ seconds_for() {
     doge-2k) echo $((PROXY_STEPS * 14 / STEPS_IN_10_S + 20)) ;;
     regmix) echo $((MEMBER_STEPS * REGMIX_MEMBERS * 10 / STEPS_IN_10_S + 20)) ;;
     mixing-laws) echo $((MEMBER_STEPS * LAWS_MEMBERS * 10 / STEPS_IN_10_S + 20)) ;;
+    mixmin-experts) echo $((PROXY_STEPS * 80 / STEPS_IN_10_S + 20)) ;;   # of eight domains
     base) echo $((BASE_STEPS * 10 / STEPS_IN_10_S + 10)) ;;
     evaluation) echo 45 ;;
     *) echo 15 ;;

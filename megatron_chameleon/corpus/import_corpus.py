@@ -10,7 +10,7 @@ import math
 import os
 import shlex
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from megatron_chameleon.artifacts import (
     DomainSplit,
     ImportedFile,
     Mixture,
+    Provenance,
     Stopwatch,
     provenance,
 )
@@ -116,20 +117,48 @@ def import_corpus(options: ImportOptions) -> None:
 def hold_out(options: ImportOptions, corpus: Corpus) -> None:
     """Write a corpus with the domains of ``corpus``, some of them held out, and print a table.
 
-    The held-out domains keep their valid and test splits, and the other domains all splits. Token
-    files are linked. A corpus of preprocess_data has removed the text of every valid and test split
-    from the train splits of all domains, so the new corpus does not train on held-out text either.
-
     Raises:
         UserError: for a mistake in the options, or if the disk is full.
     """
-    stopwatch = Stopwatch()
     names = _held_out_names(options, corpus.names)
     if options.output.resolve() == corpus.root.resolve():
         raise UserError(f"--output {options.output} is --corpus; choose another folder")
+    train = [name for name in corpus.names if name not in names]
+    held_out = [*corpus.held_out, *names]
+    made_by = provenance(options, {"corpus": corpus.hash})
+    new = link_corpus(corpus, options.output, train, held_out, made_by, options.overwrite)
+    print(_summary(new, options, has_weights=False))
+
+
+def link_corpus(
+    corpus: Corpus,
+    output: Path,
+    train: Sequence[str],
+    held_out: Sequence[str],
+    made_by: Provenance,
+    overwrite: bool = False,
+) -> Corpus:
+    """Write a corpus of some domains of ``corpus``, whose token files it links.
+
+    Domains that become held out keep their valid and test splits, and the other domains all splits.
+    A corpus of preprocess_data has removed the text of every valid and test split from the train
+    splits of all domains, so the new corpus does not train on held-out text either.
+
+    Args:
+        corpus: the existing corpus.
+        output: folder of the new corpus.
+        train: domains to train on.
+        held_out: domains that are held out.
+        made_by: provenance of the new corpus.
+        overwrite: whether ``output`` may hold a corpus already.
+
+    Raises:
+        UserError: if ``output`` cannot be written, or holds token files of ``corpus``.
+    """
+    stopwatch = Stopwatch()
     prefixes = [str(corpus.prefix(n, split)) for n in corpus.all_domains for split in SPLITS]
-    _check_outside_output(prefixes, options.output)
-    with corpus_folder(options.output, options.overwrite, shared=False) as folder:
+    _check_outside_output(prefixes, output)
+    with corpus_folder(output, overwrite, shared=False) as folder:
         made = folder.staging / "corpus"
         with writing(made):
             (made / TOKENS_NAME).mkdir(parents=True)
@@ -138,17 +167,20 @@ def hold_out(options: ImportOptions, corpus: Corpus) -> None:
         new = dataclasses.replace(
             corpus,
             root=made,
-            domains={n: link_domain(corpus, n, made) for n in corpus.names if n not in names},
+            domains={name: link_domain(corpus, name, made) for name in train},
             held_out={
-                **{n: link_domain(corpus, n, made) for n in corpus.held_out},
-                **{n: hold_out_domain(corpus, n, made) for n in names},
+                name: (link_domain if name in corpus.held_out else hold_out_domain)(
+                    corpus, name, made
+                )
+                for name in held_out
             },
-            provenance=provenance(options, {"corpus": corpus.hash}),
+            not_written={n: c for n, c in corpus.not_written.items() if n in {*train, *held_out}},
+            provenance=made_by,
             cost=stopwatch.cost(),
         )
         new.save()
         folder.publish(made)
-    print(_summary(new, options, has_weights=False))
+    return dataclasses.replace(new, root=output)
 
 
 def _held_out_names(options: ImportOptions, names: Iterable[str]) -> list[str]:

@@ -309,7 +309,7 @@ class HeldOutDomain:
             batch_size: windows of the full window length per forward pass and rank.
             progress: updated by the number of scored tokens.
         """
-        sums = self._cluster_losses(reader, batch_size, progress)
+        sums = cluster_losses(self.text, self.clusters, reader, batch_size, progress)
         tokens, sizes, used = int(self.tokens.sum()), self.text_bytes, self.tokens > 0
         clusters = Clusters(
             losses=sums[used].tolist(),
@@ -319,40 +319,52 @@ class HeldOutDomain:
         total = None if sizes is None else int(sizes.sum())
         return DomainLoss(math.fsum(sums) / tokens, tokens, self.unigram_loss, total, clusters)
 
-    def _cluster_losses(
-        self, reader: Reader, batch_size: int, progress: tqdm
-    ) -> NDArray[np.float64]:
-        """Sum the negative log-likelihoods of each cluster's scored tokens, [c], in nats.
 
-        Batches are assigned to data-parallel ranks in turn. The sums are in float64. Except for
-        rounding in the forward pass, they do not depend on the layout or the batch size.
-        """
-        layout, text, count = reader.layout, self.text.longest_first(), len(self.clusters)
-        longest, multiple = text.window_length, length_multiple(layout)
-        lengths = text.windows.lengths.tolist()
-        all_batches = list(length_batches(lengths, batch_size * longest, multiple, longest))
+def cluster_losses(
+    text: HeldOutText,
+    ends: NDArray[np.int64],
+    reader: Reader,
+    batch_size: int,
+    progress: tqdm,
+) -> NDArray[np.float64]:
+    """Sum the negative log-likelihoods of each cluster's scored tokens, [c], in nats. Collective.
 
-        def read_batch(first: int, last: int, width: int) -> Batch:
-            tokens, labels, is_scored, positions = text.arrays(first, last, width)
-            cluster = np.searchsorted(self.clusters, positions, side="right")
-            cluster[~is_scored] = count
-            arrays = {"tokens": tokens, "labels": labels, "clusters": cluster}
-            return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    Batches are assigned to data-parallel ranks in turn. The sums are in float64. Except for
+    rounding in the forward pass, they do not depend on the layout or the batch size.
 
-        # The additional last element collects labels that are not scored.
-        sums = torch.zeros(count + 1, dtype=torch.float64, device=layout.device)
-        own = (read_batch(*each) for each in all_batches[layout.data_rank :: layout.data_size])
-        with read_ahead(own, layout.device) as ahead:
-            for number, (first, last, _) in enumerate(all_batches):
-                progress.update(int(text.windows.num_scored[first:last].sum()))
-                if number % layout.data_size != layout.data_rank:
-                    continue
-                batch = next(ahead)
-                losses = reader.token_losses(batch["tokens"], batch["labels"])
-                if losses is not None:
-                    sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
-        summed = reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
-        return summed[:-1].cpu().numpy()
+    Args:
+        text: windows over the text.
+        ends: [c] position after the last token of each cluster, ascending.
+        reader: reads the model's outputs.
+        batch_size: windows of the full window length per forward pass and rank.
+        progress: updated by the number of scored tokens.
+    """
+    layout, text, count = reader.layout, text.longest_first(), len(ends)
+    longest, multiple = text.window_length, length_multiple(layout)
+    lengths = text.windows.lengths.tolist()
+    all_batches = list(length_batches(lengths, batch_size * longest, multiple, longest))
+
+    def read_batch(first: int, last: int, width: int) -> Batch:
+        tokens, labels, is_scored, positions = text.arrays(first, last, width)
+        cluster = np.searchsorted(ends, positions, side="right")
+        cluster[~is_scored] = count
+        arrays = {"tokens": tokens, "labels": labels, "clusters": cluster}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    # The additional last element collects labels that are not scored.
+    sums = torch.zeros(count + 1, dtype=torch.float64, device=layout.device)
+    own = (read_batch(*each) for each in all_batches[layout.data_rank :: layout.data_size])
+    with read_ahead(own, layout.device) as ahead:
+        for number, (first, last, _) in enumerate(all_batches):
+            progress.update(int(text.windows.num_scored[first:last].sum()))
+            if number % layout.data_size != layout.data_rank:
+                continue
+            batch = next(ahead)
+            losses = reader.token_losses(batch["tokens"], batch["labels"])
+            if losses is not None:
+                sums.index_add_(0, batch["clusters"].flatten(), losses.double().flatten())
+    summed = reader.sum_over_ranks(sums, has_result=layout.is_last_stage)
+    return summed[:-1].cpu().numpy()
 
 
 def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutDomain]:

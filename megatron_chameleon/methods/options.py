@@ -56,8 +56,8 @@ class ProxyOptions(TrainingOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingMethodOptions(MethodOptions):
-    """Options of a method that trains proxies."""
+class WorkFolderOptions(OutputOptions):
+    """Options of a method that may train models."""
 
     work_dir: Path | None = None
     """Folder of the method's runs; default: --output without .json."""
@@ -74,6 +74,11 @@ class TrainingMethodOptions(MethodOptions):
         if self.output.suffix != ".json":
             raise UserError(f"--output {self.output}: must end with .json")
         return self.output.with_suffix("")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingMethodOptions(WorkFolderOptions, MethodOptions):
+    """Options of a method that trains proxies."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ REFERENCES = ("chameleon", "chameleon-pretrain")
 # proxies trained for fewer steps, and Chameleon's modes and recipes.
 VARIANTS = {"doremi-2k", "doge-2k", "chameleon-finetune", "chameleon-pretrain"}
 VARIANTS |= {"chameleon-paper", "chameleon-scaled"}
-VARIANTS |= {"chameleon-target-pretrain", "chameleon-target-finetune"}
+VARIANTS |= {"chameleon-target-pretrain", "chameleon-target-finetune", "mixmin-experts"}
 # Start of the names of columns whose weights are printed in the paper, written by
 # examples/baselines/manual.sh.
 PRINTED = "printed-"

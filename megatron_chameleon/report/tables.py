@@ -30,6 +30,7 @@ METHOD_LABELS = {
     "regmix": "RegMix",
     "mixing-laws": "Mixing laws",
     "mixmin": "MixMin",
+    "mixmin-experts": "MixMin (trained models)",
     "surrogate": "Surrogate",
     "odm": "ODM",
     "ado": "ADO",

@@ -60,3 +60,15 @@ def test_proxies_find_the_weights_of_the_cpu(tools: Tools, method: str, layout: 
         for waits in found.synchronizations():
             counts = waits.of_step(step)
             assert sum(counts.values()) <= WAITS_OF_A_STEP[method], (step, dict(counts))
+
+
+@pytest.mark.parametrize("layout", ["one", "tensor", "pipeline"])
+def test_trained_experts_of_mixmin_find_the_weights_of_the_cpu(tools: Tools, layout: str) -> None:
+    flags, ranks = LAYOUTS[layout]
+    flags = ("--experts", "nano", "--target", "news=3,code=1", "--accept-uncertain", *flags)
+    name = f"mixmin-{layout}"
+    found, expected = tools.concurrently(
+        lambda: compute(tools, "cuda", name, "mixmin", *PRETRAINING_FLAGS, *flags, ranks=ranks),
+        lambda: compute(tools, "cpu", name, "mixmin", *PRETRAINING_FLAGS, *flags, ranks=ranks),
+    )
+    assert weights(found) == pytest.approx(weights(expected), abs=1e-3)

@@ -9,9 +9,9 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.method import Method
-from megatron_chameleon.methods.options import OutputOptions
+from megatron_chameleon.methods.options import ProxyOptions, WorkFolderOptions
 from megatron_chameleon.ranges import (
     CheckedOptions,
     Count,
@@ -20,6 +20,8 @@ from megatron_chameleon.ranges import (
     Seed,
     SeveralRepetitions,
 )
+
+NGRAM = "ngram"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ class DomainsAndTarget(CheckedOptions):
     store: Path | None = None
     """Folder that keeps the samples of --input; default: the folder 'samples' next to the
     output."""
-    experts: ExpertOptions = dataclasses.field(default_factory=ExpertOptions)
+    models: ExpertOptions = dataclasses.field(default_factory=ExpertOptions)
     estimate: EstimateOptions = dataclasses.field(default_factory=EstimateOptions)
 
     def __post_init__(self) -> None:
@@ -108,19 +110,56 @@ class DomainsAndTarget(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixminOptions(DomainsAndTarget, OutputOptions):
-    """Choose the weights under which the domains' n-gram models predict a target text best.
+class MixminOptions(DomainsAndTarget, WorkFolderOptions):
+    """Choose the weights under which the domains' models predict a target text best.
 
     The domains are those of a corpus (--corpus), or raw text (--input NAME=PATH ...), of which only
-    a sample is read. No model is trained, and no GPU is used.
+    a sample is read. By default the models are n-grams, so no model is trained, and no GPU is used.
     """
+
+    experts: tuple[str, ...] = (NGRAM,)
+    """Models of the domains: 'ngram'; a name of --model, such as 60m, to train one model per domain
+    of --corpus in --work-dir; or NAME=PATH for each domain, trained checkpoints."""
+    training: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other or have no effect."""
         super().__post_init__()
+        self._check_experts()
         if self.corpus is None:
             reason = "requires token counts, which --input does not have; preprocess the text"
             self.reject_changed(["token_budget"], reason)
+
+    @property
+    def trains_experts(self) -> bool:
+        """Whether a model is trained on each domain."""
+        return self.experts != (NGRAM,) and "=" not in self.experts[0]
+
+    def _check_experts(self) -> None:
+        """Raise UserError for invalid experts, or options without effect on them."""
+        if not self.experts or (len(self.experts) > 1 and not all("=" in e for e in self.experts)):
+            raise UserError(
+                f"--experts {' '.join(self.experts)}: pass ngram, one model name, or NAME=PATH for "
+                "each domain"
+            )
+        if self.trains_experts:
+            if self.training.model != self.experts[0]:
+                self.training.reject_changed(["model"], f"the model is --experts {self.experts[0]}")
+            if self.corpus is None:
+                raise UserError(
+                    f"--experts {self.experts[0]} trains on the tokens of a corpus; preprocess the "
+                    "text and pass --corpus, or leave --experts out"
+                )
+        else:
+            why = f"--experts {' '.join(self.experts)} trains nothing"
+            names = [field.name for field in dataclasses.fields(self.training)]
+            self.training.reject_changed([n for n in names if n != "parallel"], why)
+            self.reject_changed(["work_dir"], why)
+        if self.experts == (NGRAM,):
+            self.training.reject_changed(["parallel"], "n-gram models use one process")
+        else:
+            sampling = ["ngram_order", "sample_tokens"]
+            self.models.reject_changed(sampling, "applies only to --experts ngram")
 
     @property
     def samples_folder(self) -> Path:
@@ -142,20 +181,21 @@ class HeadroomOptions(DomainsAndTarget):
     models of 0.5 million parameters trained on 2 million tokens."""
 
 
-def compute(options: MixminOptions) -> None:
-    """Fit the models and write the mixture."""
+def run(options: MixminOptions) -> int | None:
+    """Fit or train the models, and write the mixture."""
     from megatron_chameleon.methods.mixmin.compute import compute_mixture
 
-    compute_mixture(options)
+    return None if compute_mixture(options) else STOPPED_STATUS
 
 
 METHOD = Method(
     name="mixmin",
     options=MixminOptions,
-    compute=compute,
-    summary="the weights under which the domains' n-gram models predict a target text best",
-    needs="text of the target (--target); no model and no GPU",
-    cost="seconds of one CPU core: a sample of each domain is read once",
+    compute=run,
+    summary="the weights under which the domains' models predict a target text best",
+    needs="text of the target (--target); no model and no GPU, or one model per domain (--experts)",
+    cost="seconds of one CPU core: a sample of each domain is read once; with --experts SIZE, one "
+    "small run per domain",
     good_for="a target: text like that the model will be used on; knowing whether a mixture can "
     "gain anything",
     source="Thudi et al.: MixMin, arXiv 2502.10510",

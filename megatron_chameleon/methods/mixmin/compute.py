@@ -6,10 +6,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, provenance
+from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, TrainingRun, provenance
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.corpus.sources import Source, find_sources
 from megatron_chameleon.corpus.target import (
@@ -21,7 +24,12 @@ from megatron_chameleon.corpus.target import (
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.limits import bounds_within, prior_weights
-from megatron_chameleon.methods.mixmin import DomainsAndTarget, ExpertTokenizer, MixminOptions
+from megatron_chameleon.methods.mixmin import (
+    NGRAM,
+    DomainsAndTarget,
+    ExpertTokenizer,
+    MixminOptions,
+)
 from megatron_chameleon.methods.mixmin.text import (
     Blocks,
     ByteCoder,
@@ -36,6 +44,7 @@ from megatron_chameleon.methods.output import (
     EpochLimit,
     align_columns,
     by_name,
+    cost_totals,
     epoch_limit,
     format_names,
     format_weight,
@@ -44,6 +53,7 @@ from megatron_chameleon.methods.output import (
     warn,
     write_and_print,
 )
+from megatron_chameleon.methods.proxy import forward_only, on_rank_0, train_proxy
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.mixmin import (
     NUM_FOLDS,
@@ -60,7 +70,11 @@ from megatron_chameleon.mixture.mixmin import (
 )
 from megatron_chameleon.mixture.ngram import NgramModel
 from megatron_chameleon.mixture.weights import natural_weights
+from megatron_chameleon.model.flops import paper_flops
+from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.stopping import StopRequests
 
 TOKEN_ORDER, BYTE_ORDER = 3, 6
 SAMPLE_TOKENS, SAMPLE_BYTES = 1_000_000, 3_000_000
@@ -106,6 +120,57 @@ class Plan:
     sample_tokens: int
     target_tokens: int
 
+    @property
+    def tokenizer_hash(self) -> str:
+        """Hash of the tokenizer of domains and target."""
+        if self.corpus is not None:
+            return self.corpus.tokenizer.sha256
+        assert self.coder is not None
+        return self.coder.sha256
+
+    @property
+    def eod_id(self) -> int:
+        """The end-of-document token."""
+        if self.corpus is not None:
+            return self.corpus.tokenizer.eod_id
+        assert self.coder is not None
+        return self.coder.eod_id
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """The value of ``--experts``."""
+        return self.options.experts if isinstance(self.options, MixminOptions) else (NGRAM,)
+
+    @property
+    def uses_ngrams(self) -> bool:
+        """Whether the domains' models are n-grams."""
+        return self.experts == (NGRAM,)
+
+    @property
+    def models(self) -> str:
+        """The domains' models, in words."""
+        if self.uses_ngrams:
+            return f"{self.order}-gram models"
+        size = self.experts[0]
+        return "the models of --experts" if "=" in size else f"a {size} model per domain"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelsUsed:
+    """The trained models that predicted a target.
+
+    Attributes:
+        hashes: name for the provenance -> hash of the checkpoint.
+        runs: folders of the runs that the method trained.
+        flops: floating-point operations of the predictions.
+        num_devices: number of ranks.
+    """
+
+    hashes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    runs: Sequence[Path] = ()
+    flops: float = 0.0
+    num_devices: int = 1
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Estimate:
@@ -132,21 +197,77 @@ class Estimate:
     examples: Sequence[str]
 
 
-def compute_mixture(options: MixminOptions) -> None:
-    """Fit the models of the domains, estimate the weights and write the mixture, on rank 0.
+def compute_mixture(options: MixminOptions, stops: StopRequests | None = None) -> bool:
+    """Fit or train the models, estimate the weights and write the mixture. Called on every rank.
+
+    Returns:
+        Whether the mixture was written; False after a stop signal.
 
     Raises:
-        UserError: for a mistake in the options or in the files that they name.
+        UserError: for a mistake in the options or in the files that they name; later, for errors of
+            the training.
     """
-    if int(os.environ.get("RANK", "0")) != 0:
-        return
-    stopwatch = Stopwatch()
-    check_output(options.output, Mixture.KIND)
-    plan = make_plan(options)
-    blocks = read_target(plan)
-    text = predict(plan, blocks)
-    estimate = estimate_weights(plan, blocks, text)
-    write(options, plan, blocks, text, estimate, stopwatch)
+    if options.experts != (NGRAM,):
+        return _compute_with_models(options, stops or StopRequests(options.training.stopping))
+    if int(os.environ.get("RANK", "0")) == 0:
+        stopwatch = Stopwatch()
+        check_output(options.output, Mixture.KIND)
+        plan = make_plan(options)
+        blocks = read_target(plan)
+        text = target_text(plan, blocks, predict(plan, blocks))
+        write(options, plan, blocks, text, stopwatch)
+    return True
+
+
+def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
+    """Train the models of ``--experts``, if it names one, and predict the target with them."""
+    from megatron_chameleon.methods.mixmin import experts
+
+    parallel = options.training.parallel
+
+    def check() -> tuple[list[str], list[PretrainOptions]]:
+        check_output(options.output, Mixture.KIND)
+        plan = make_plan(options)
+        names, runs = plan.domains.names, list[PretrainOptions]()
+        if options.trains_experts:
+            assert plan.corpus is not None
+            runs = experts.plan_runs(options, plan.corpus, names)
+        else:
+            opened = experts.passed_experts(options.experts, names)
+            experts.check_experts(opened, plan.tokenizer_hash, plan.domains.where, parallel)
+        read_target(plan)  # its mistakes are found before the training
+        return names, runs
+
+    names, runs = on_rank_0(parallel, check)
+    for number, run in enumerate(runs):
+        title = f"the expert of '{names[number]}', {number + 1} of {len(runs)}"
+        if not train_proxy(run, stops, name=title):
+            return False
+    with distributed(forward_only(parallel), seed=0) as layout:
+        stopwatch = Stopwatch()
+
+        def read() -> tuple[Plan, dict[str, Blocks], dict[str, CheckpointRecord], int]:
+            plan = make_plan(options)
+            if runs:
+                found = experts.trained_experts(names, runs)
+            else:
+                found = experts.passed_experts(options.experts, names)
+            window = experts.check_experts(found, plan.tokenizer_hash, plan.domains.where, parallel)
+            return plan, read_target(plan), found, window
+
+        plan, blocks, found, window = from_main(read)
+        probabilities, flops = experts.expert_probabilities(
+            found, list(blocks.values()), window, plan.eod_id, layout
+        )
+        made_with = ModelsUsed(
+            {f"expert {name}": record.hash for name, record in found.items()},
+            [run.run_dir for run in runs],
+            flops,
+            layout.world_size,
+        )
+        text = target_text(plan, blocks, probabilities)
+        from_main(lambda: write(options, plan, blocks, text, stopwatch, made_with))
+    return True
 
 
 def make_plan(options: DomainsAndTarget) -> Plan:
@@ -155,10 +276,10 @@ def make_plan(options: DomainsAndTarget) -> Plan:
     Raises:
         UserError: for the first mistake found.
     """
-    estimate, experts = options.estimate, options.experts
+    estimate, models = options.estimate, options.models
     corpus = None if options.corpus is None else Corpus.load(options.corpus)
     is_bytes = corpus is None and options.tokenizer.tokenizer_model is None
-    sample_tokens = experts.sample_tokens or (SAMPLE_BYTES if is_bytes else SAMPLE_TOKENS)
+    sample_tokens = models.sample_tokens or (SAMPLE_BYTES if is_bytes else SAMPLE_TOKENS)
     coder: TextCoder | None
     domains: Domains
     if corpus is not None:
@@ -191,9 +312,9 @@ def make_plan(options: DomainsAndTarget) -> Plan:
         target=target,
         limits=Limits(prior, *bounds_within(*bounds, caps)),
         without_epochs=Limits(prior, *bounds_within(*bounds, [])),
-        order=experts.ngram_order or (BYTE_ORDER if is_bytes else TOKEN_ORDER),
+        order=models.ngram_order or (BYTE_ORDER if is_bytes else TOKEN_ORDER),
         sample_tokens=sample_tokens,
-        target_tokens=experts.target_text_tokens or (TARGET_BYTES if is_bytes else TARGET_TOKENS),
+        target_tokens=models.target_text_tokens or (TARGET_BYTES if is_bytes else TARGET_TOKENS),
     )
 
 
@@ -269,8 +390,8 @@ def read_target(plan: Plan) -> dict[str, Blocks]:
     return blocks
 
 
-def predict(plan: Plan, blocks: Mapping[str, Blocks]) -> TargetText:
-    """Fit a model to a sample of each domain, and predict the target with it."""
+def predict(plan: Plan, blocks: Mapping[str, Blocks]) -> Array:
+    """Fit an n-gram model to a sample of each domain; return the target's probabilities [n, k]."""
     streams = [block.tokens for block in blocks.values()]
     ends = np.cumsum([len(stream) for stream in streams])[:-1]
     names = plan.domains.names
@@ -282,6 +403,11 @@ def predict(plan: Plan, blocks: Mapping[str, Blocks]) -> TargetText:
             for part, stream in zip(np.split(probabilities[:, number], ends), streams, strict=True):
                 part[:] = model.probabilities(stream)
             bar.update()
+    return probabilities
+
+
+def target_text(plan: Plan, blocks: Mapping[str, Blocks], probabilities: Array) -> TargetText:
+    """Return the target's text with the ``probabilities`` [n, k] of its tokens."""
     shares = [
         np.full(len(block.tokens), plan.target.shares[name] / len(block.tokens))
         for name, block in blocks.items()
@@ -371,10 +497,11 @@ def write(
     plan: Plan,
     blocks: Mapping[str, Blocks],
     text: TargetText,
-    estimate: Estimate,
     stopwatch: Stopwatch,
+    made_with: ModelsUsed = ModelsUsed(),
 ) -> None:
-    """Write the weights, or the prior if they are not certain to be better; print the result."""
+    """Estimate the weights; write them, or the prior if they are not certain to be better."""
+    estimate = estimate_weights(plan, blocks, text)
     names, settings, limits = plan.domains.names, options.estimate, plan.limits
     takes_estimate = settings.accept_uncertain or reason_for_prior(plan, estimate) is None
     weights = estimate.weights if takes_estimate else limits.placed_prior
@@ -392,18 +519,27 @@ def write(
     if takes_estimate:
         ends = np.quantile(estimate.resampled, [tail, 1 - tail], axis=0).T
         intervals = by_name(names, ends)
-    inputs = {"corpus" if plan.corpus else "text": plan.domains.hash}
+    inputs = {"corpus" if plan.corpus else "text": plan.domains.hash, **made_with.hashes}
     if plan.target.texts:
         inputs["target text"] = plan.target.texts_hash
     strength = estimate.fit.strength
+    own = stopwatch.cost(made_with.flops, made_with.num_devices)
+    trained = [TrainingRun.load(folder) for folder in made_with.runs]
+    settings_of_models: dict[str, Any] = {"experts": " ".join(options.experts)}
+    if options.experts == (NGRAM,):
+        settings_of_models |= {"ngram_order": plan.order, "sample_tokens": plan.sample_tokens}
+    if trained:
+        settings_of_models |= {
+            "train_iters": options.training.train_iters,
+            "made_from": [os.path.relpath(run.root, options.output.parent) for run in trained],
+            "total_cost": cost_totals(sum((run.cost for run in trained), own)),
+        }
     mixture = Mixture(
         **fields,
         method="mixmin",
         parameters={
             "target": {"value": plan.target.value, "shares": dict(plan.target.shares)},
-            "experts": "ngram",
-            "ngram_order": plan.order,
-            "sample_tokens": plan.sample_tokens,
+            **settings_of_models,
             "target_tokens": {name: len(block.tokens) for name, block in blocks.items()},
             "target_documents": text.num_documents,
             "prior": by_name(names, limits.prior),
@@ -418,12 +554,14 @@ def write(
             "explained": by_name(names, estimate.explained),
             "unexplained": estimate.unexplained,
             "resembles": estimate.resembles,
-            "paper_flops": 0.0,
+            "paper_flops": sum(
+                paper_flops(options.experts[0], trained_tokens=run.tokens) for run in trained
+            ),
         },
         intervals=intervals,
         confidence=None if intervals is None else settings.confidence,
         provenance=provenance(options, inputs),
-        cost=stopwatch.cost(),
+        cost=own,
     )
     lines = [*describe(plan, text, estimate), *decision(plan, estimate, takes_estimate)]
     write_and_print(mixture, options, plan.corpus, "\n".join(lines))
@@ -435,7 +573,7 @@ def describe(plan: Plan, text: TargetText, estimate: Estimate) -> list[str]:
     parts = [f"{name} ({share:.0%})" for name, share in target.shares.items()]
     what = "the average over the domains" if target.value is None else format_names(parts)
     lines = [
-        f"MixMin with {plan.order}-gram models; target: {what}; "
+        f"MixMin with {plan.models}; target: {what}; "
         f"{len(text.shares):,} {unit}s of {text.num_documents:,} documents"
     ]
     for name, gain in shown_gains(plan, estimate).items():
@@ -476,7 +614,10 @@ def reason_for_prior(plan: Plan, estimate: Estimate) -> str | None:
     """Return why the weights are not worth more than the prior; None if they are."""
     gain = estimate.gains["prior"]
     if not estimate.resembles:
-        return "the target resembles none of the domains"
+        reason = "the target resembles none of the domains"
+        if plan.uses_ngrams:
+            return reason
+        return f"{reason}, or their models are hardly trained"
     if gain.gain < least_gain(plan):
         return f"there is nothing to win: the gain over it is below {least_gain(plan):g} nats"
     if len(estimate.fit.folds) < FEWEST_CERTAIN:

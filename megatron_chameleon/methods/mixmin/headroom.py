@@ -21,6 +21,7 @@ from megatron_chameleon.methods.mixmin.compute import (
     read_target,
     reason_for_prior,
     shown_gains,
+    target_text,
     unit_of,
 )
 from megatron_chameleon.methods.mixmin.text import ByteCoder
@@ -44,7 +45,7 @@ def print_headroom(options: HeadroomOptions) -> None:
     noise = parse_noise(options.seed_noise)
     plan = make_plan(options)
     blocks = read_target(plan)
-    text = predict(plan, blocks)
+    text = target_text(plan, blocks, predict(plan, blocks))
     estimate = estimate_weights(plan, blocks, text)
     lines = describe(plan, text, estimate)
     if isinstance(plan.coder, ByteCoder):

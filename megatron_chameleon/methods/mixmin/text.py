@@ -47,6 +47,10 @@ class TextCoder(Protocol):
     def vocab_size(self) -> int:
         """The largest id plus one."""
 
+    @property
+    def eod_id(self) -> int:
+        """Id of the end-of-document token."""
+
     def encode_documents(
         self, texts: Sequence[str]
     ) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
@@ -60,7 +64,7 @@ class ByteCoder:
     """The bytes of UTF-8 as tokens; id 256 ends a document."""
 
     sha256 = sha256_of_json("bytes")
-    vocab_size = 257
+    vocab_size, eod_id = 257, 256
 
     def encode_documents(
         self, texts: Sequence[str]

@@ -19,9 +19,9 @@ from megatron_chameleon.methods.mixmin import (
     ExpertTokenizer,
     HeadroomOptions,
     MixminOptions,
-    compute,
     compute_headroom,
 )
+from megatron_chameleon.methods.mixmin.compute import compute_mixture as compute
 from megatron_chameleon.methods.mixmin.headroom import parse_noise, seeds_needed
 from megatron_chameleon.methods.mixmin.text import ByteCoder, choose_blocks, count_leaked
 
@@ -188,7 +188,7 @@ def test_a_corpus_domain_is_a_target(corpus, tmp_path):
             output=output,
             target=names[0],
             estimate=EstimateOptions(bootstrap_resamples=5, accept_uncertain=True),
-            experts=ExpertOptions(ngram_order=2),
+            models=ExpertOptions(ngram_order=2),
         )
     )
     mixture = Mixture.load(output)

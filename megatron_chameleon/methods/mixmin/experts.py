@@ -1,0 +1,183 @@
+"""Trained models as MixMin's experts: a run of pretrain_gpt per domain, or passed checkpoints.
+
+WORK_DIR/NAME/corpus    the domain alone; its token files are those of the corpus
+WORK_DIR/NAME/run       the run (run.json, metrics.jsonl, checkpoints)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_chameleon.artifacts import Corpus, Protocol, provenance
+from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
+from megatron_chameleon.artifacts.corpus import file_name_of
+from megatron_chameleon.checkpoint.load import config_of, open_checkpoint, open_reader
+from megatron_chameleon.corpus.import_corpus import link_corpus
+from megatron_chameleon.corpus.indexed import in_memory
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.held_out import held_out_text, reading_flops
+from megatron_chameleon.evaluation.perplexity import cluster_losses
+from megatron_chameleon.methods.mixmin import MixminOptions
+from megatron_chameleon.methods.mixmin.text import Blocks
+from megatron_chameleon.methods.output import format_names
+from megatron_chameleon.methods.proxy import is_finished, training_options
+from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.model.gpt import check_model_layout
+from megatron_chameleon.model.readout import default_window
+from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.training.checkpointing import check_run_folder
+from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.plan import plan_training
+
+# Windows of the full length in a forward pass of a rank.
+WINDOWS_AT_ONCE = 32
+# Probabilities are logarithms of sums, so none may be 0.
+SMALLEST_PROBABILITY = float(np.finfo(np.float64).tiny)
+
+
+def plan_runs(
+    options: MixminOptions, corpus: Corpus, names: Sequence[str]
+) -> list[PretrainOptions]:
+    """Return the options of each expert's run, after checking them and linking its corpus.
+
+    An expert's run depends on its own domain only, so an added domain trains one more expert, and
+    the others are finished.
+
+    Raises:
+        UserError: for invalid options, or a folder whose run is of other text or options.
+    """
+    proxy = dataclasses.replace(options.training, model=options.experts[0])
+    # Checks the options before anything is written.
+    plan_training(training_options(proxy, corpus.root, options.runs_folder / "run"))
+    runs = []
+    for name in names:
+        folder = options.runs_folder / file_name_of(name)
+        alone = dataclasses.replace(corpus, domains={name: corpus.domains[name]}, held_out={})
+        if Corpus.exists(folder / "corpus"):
+            if Corpus.load(folder / "corpus").hash != alone.hash:
+                raise UserError(
+                    f"{folder} is the expert of other text than that of '{name}' in {corpus.root}; "
+                    "delete the folder to train it again, or choose another --work-dir"
+                )
+        else:
+            made_by = provenance(options, {"corpus": corpus.hash})
+            link_corpus(corpus, folder / "corpus", [name], [], made_by)
+        run = training_options(proxy, folder / "corpus", folder / "run")
+        check_run_folder(plan_training(run))
+        runs.append(run)
+    return runs
+
+
+def trained_experts(
+    names: Sequence[str], runs: Sequence[PretrainOptions]
+) -> dict[str, CheckpointRecord]:
+    """Return domain -> last checkpoint of its finished run."""
+    assert all(is_finished(run.run_dir) for run in runs)
+    return {
+        name: CheckpointRecord.load(find_checkpoint(run.run_dir))
+        for name, run in zip(names, runs, strict=True)
+    }
+
+
+def passed_experts(values: Sequence[str], names: Sequence[str]) -> dict[str, CheckpointRecord]:
+    """Open the checkpoints NAME=PATH of ``--experts``, one for each of ``names``, in their order.
+
+    Raises:
+        UserError: for a name that is unknown, repeated or missing, or a path without a checkpoint.
+    """
+    paths = dict[str, Path]()
+    for value in values:
+        # A name or a path may contain an equals sign.
+        known = [name for name in names if value.startswith(f"{name}=")]
+        name = max(known, key=len, default=value.partition("=")[0])
+        if name not in names:
+            raise UserError(
+                f"--experts {value}: there is no domain '{name}' to weigh; pass NAME=PATH for each "
+                f"of {format_names(names)}"
+            )
+        if name in paths:
+            raise UserError(f"--experts: '{name}' is named twice; leave one out")
+        paths[name] = Path(value[len(name) + 1 :])
+    if missing := [name for name in names if name not in paths]:
+        raise UserError(
+            f"--experts: pass NAME=PATH for '{missing[0]}' too, or leave it out with --domains"
+        )
+    return {name: open_checkpoint(paths[name], "--experts") for name in names}
+
+
+def check_experts(
+    experts: Mapping[str, CheckpointRecord],
+    tokenizer_hash: str,
+    where: str,
+    options: ParallelOptions,
+) -> int:
+    """Check that all experts read the target's tokens; return the window length of all of them.
+
+    Raises:
+        UserError: for an expert of another tokenizer, or a model that cannot be partitioned.
+    """
+    for name, record in experts.items():
+        if record.tokenizer_hash != tokenizer_hash:
+            raise UserError(
+                f"--experts: {record.root}, the expert of '{name}', was trained with another "
+                f"tokenizer than that of {where}; pass a corpus made with its tokenizer, or with "
+                "--input, its --tokenizer-model"
+            )
+    configs = [config_of(record) for record in experts.values()]
+    window = min(map(default_window, configs))
+    for config in configs:
+        check_model_layout(config, options, window)
+    return window
+
+
+def expert_probabilities(
+    experts: Mapping[str, CheckpointRecord],
+    blocks: Sequence[Blocks],
+    window_length: int,
+    eod_id: int,
+    layout: Layout,
+) -> tuple[Array, float]:
+    """Predict the target with each expert. Collective.
+
+    Each document of the target is predicted separately, in windows without overlap; its first token
+    is predicted from the end-of-document token.
+
+    Args:
+        experts: domain -> checkpoint.
+        blocks: text of each part of the target.
+        window_length: tokens that a forward pass predicts.
+        eod_id: id of the end-of-document token.
+        layout: layout of the ranks.
+
+    Returns:
+        Probabilities [n, k] of the n tokens of all blocks, above 0, and the FLOPs.
+
+    Raises:
+        UserError: if an expert's loss is not finite.
+    """
+    tokens = np.concatenate([block.tokens for block in blocks])
+    lengths = np.concatenate([np.bincount(block.documents) for block in blocks])
+    file = in_memory(Path("target"), tokens, lengths.astype(np.int32))
+    protocol = Protocol("valid", window_length, "documents", first_token="after-eod")
+    text = held_out_text(file, protocol, eod_id)
+    assert text is not None
+    ends, columns, flops = np.arange(1, len(tokens) + 1), [], 0.0
+    total = len(tokens) * len(experts)
+    with progress_bar(total, " tokens", "experts", quiet=not layout.is_main) as bar:
+        for name, record in experts.items():
+            reader = open_reader(record, layout)
+            losses = cluster_losses(text, ends, reader, WINDOWS_AT_ONCE, bar)
+            flops += reading_flops(reader.config, text)
+            if not np.isfinite(losses).all():
+                raise UserError(
+                    f"{record.root}: the expert of '{name}' has a loss that is not finite; train "
+                    "it again with a lower --lr, or pass an earlier checkpoint"
+                )
+            columns.append(np.maximum(np.exp(-losses), SMALLEST_PROBABILITY))
+    return np.column_stack(columns), flops
