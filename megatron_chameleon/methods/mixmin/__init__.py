@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
+from megatron_chameleon.evaluation.options import TaskOptions
 from megatron_chameleon.methods.method import Method
 from megatron_chameleon.methods.options import ProxyOptions, WorkFolderOptions
 from megatron_chameleon.ranges import (
@@ -75,6 +76,15 @@ class EstimateOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetTaskOptions(TaskOptions):
+    """Tasks that a target may name."""
+
+    tasks: tuple[str, ...] = ()
+    """lm-eval tasks that --target may name; their text is that of the gold answers after the
+    questions. Without --target, the target is these tasks with equal shares."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DomainsAndTarget(CheckedOptions):
     """The domains to weigh, the target, and how the weights are estimated."""
 
@@ -87,8 +97,10 @@ class DomainsAndTarget(CheckedOptions):
     """Domains to weigh, such as a,b,c; all other domains get weight 0. Default: all domains."""
     target: str | None = None
     """What the mixture is for: domains such as a,b, or a=2,b=1 with their shares, and texts such as
-    NAME=PATH or NAME=PATH=2, in the format of --input. Domains are represented by their validation
-    text; they may be held out of training. Default: all domains with equal shares."""
+    NAME=PATH or NAME=PATH=2, in the format of --input; and --tasks. Domains are represented by
+    their validation text; they may be held out of training. Default: all domains with equal
+    shares."""
+    downstream: TargetTaskOptions = dataclasses.field(default_factory=TargetTaskOptions)
     store: Path | None = None
     """Folder that keeps the samples of --input; default: the folder 'samples' next to the
     output."""

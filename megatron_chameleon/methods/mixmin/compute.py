@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, TrainingRun, provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.corpus.sources import Source, find_sources
 from megatron_chameleon.corpus.target import (
@@ -23,6 +24,7 @@ from megatron_chameleon.corpus.target import (
 )
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.gold_answers import gold_answers
 from megatron_chameleon.methods.limits import bounds_within, prior_weights
 from megatron_chameleon.methods.mixmin import (
     NGRAM,
@@ -37,6 +39,7 @@ from megatron_chameleon.methods.mixmin.text import (
     Domains,
     RawDomains,
     TextCoder,
+    answer_blocks,
     choose_blocks,
     count_leaked,
 )
@@ -79,6 +82,8 @@ from megatron_chameleon.training.stopping import StopRequests
 TOKEN_ORDER, BYTE_ORDER = 3, 6
 SAMPLE_TOKENS, SAMPLE_BYTES = 1_000_000, 3_000_000
 TARGET_TOKENS, TARGET_BYTES = 1 << 17, 1 << 19
+# Tokens of a task's answer with its context that n-gram models read; trained models read windows.
+ANSWER_TOKENS = 64
 # A smaller predicted gain, in nats per token, is not worth another mixture: 1% of perplexity, and
 # within the differences between the seeds of small models.
 LEAST_GAIN = 0.01
@@ -235,7 +240,7 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
         else:
             opened = experts.passed_experts(options.experts, names)
             experts.check_experts(opened, plan.tokenizer_hash, plan.domains.where, parallel)
-        read_target(plan)  # its mistakes are found before the training
+        read_target(plan)  # finds its mistakes before the training
         return names, runs
 
     names, runs = on_rank_0(parallel, check)
@@ -253,7 +258,7 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
             else:
                 found = experts.passed_experts(options.experts, names)
             window = experts.check_experts(found, plan.tokenizer_hash, plan.domains.where, parallel)
-            return plan, read_target(plan), found, window
+            return plan, read_target(plan, window), found, window
 
         plan, blocks, found, window = from_main(read)
         probabilities, flops = experts.expert_probabilities(
@@ -287,7 +292,8 @@ def make_plan(options: DomainsAndTarget) -> Plan:
         require_training_tokens(corpus, names, "to fit a model to")
         domains, vocab_size = CorpusDomains(corpus, names), corpus.tokenizer.vocab_size
         target = _target(options, list(corpus.all_domains), names)
-        coder, limit = _coder_of(corpus, target), EpochLimit({}, None, None)
+        encodes = bool(target.texts or options.downstream.tasks)
+        coder, limit = _coder_of(corpus, encodes=encodes), EpochLimit({}, None, None)
         if isinstance(options, MixminOptions):
             limit = epoch_limit(options, corpus, names)
     else:
@@ -319,18 +325,31 @@ def make_plan(options: DomainsAndTarget) -> Plan:
 
 
 def _target(options: DomainsAndTarget, known: Sequence[str], weighed: Sequence[str]) -> Target:
-    """Parse ``--target`` with domains of ``known``; default: the average of ``weighed``."""
+    """Parse ``--target`` with domains of ``known`` and tasks.
+
+    The default is the average of the tasks, or without tasks, that of the domains ``weighed``.
+    """
+    tasks = options.downstream.tasks
+    if both := set(tasks).intersection(known):
+        raise UserError(f"--tasks {min(both)}: a domain has the same name; rename the domain")
     if options.target is None:
-        return average_target(weighed)
-    return parse_target(options.target, known, options.source)
+        return (
+            parse_target(",".join(tasks), tasks, options.source)
+            if tasks
+            else average_target(weighed)
+        )
+    target = parse_target(options.target, [*known, *tasks], options.source)
+    if unused := [task for task in tasks if task not in target.shares]:
+        raise UserError(f"--tasks {unused[0]}: --target does not name it; leave it out")
+    return target
 
 
-def _coder_of(corpus: Corpus, target: Target) -> TextCoder | None:
-    """Return the corpus's tokenizer; None if it is missing, unless the target has texts."""
+def _coder_of(corpus: Corpus, *, encodes: bool) -> TextCoder | None:
+    """Return the corpus's tokenizer; None if it is missing, unless it ``encodes`` a target."""
     try:
         return corpus_tokenizer(corpus)
     except UserError:
-        if target.texts:
+        if encodes:
             raise
         return None
 
@@ -362,14 +381,24 @@ def _raw_domains(options: DomainsAndTarget, coder: TextCoder, sample_tokens: int
     )
 
 
-def read_target(plan: Plan) -> dict[str, Blocks]:
+def read_target(plan: Plan, longest: int = ANSWER_TOKENS) -> dict[str, Blocks]:
     """Return the chosen text of each part of the target; warn about text that is trained on.
 
+    Args:
+        plan: the plan.
+        longest: maximum tokens of a task's answer with its context.
+
     Raises:
-        UserError: if a text cannot be read, or is too short.
+        UserError: if a text or task cannot be read, or is too short.
     """
     seed, blocks = plan.options.estimate.estimate_seed, dict[str, Blocks]()
+    share, tasks = max(plan.target_tokens // len(plan.target.shares), 1), plan.options.downstream
+    answers = gold_answers(tasks) if tasks.tasks else {}
     for name in plan.target.shares:
+        if name in answers:
+            assert plan.coder is not None, "a target with tasks requires a tokenizer"
+            blocks[name] = answer_blocks(answers[name], plan.coder, share, longest, seed, name)
+            continue
         if name in plan.target.texts:
             assert plan.coder is not None, "a target with texts requires a tokenizer"
             file = read_target_text(
@@ -385,7 +414,6 @@ def read_target(plan: Plan) -> dict[str, Blocks]:
                     )
         else:
             file = plan.domains.held_out(name)
-        share = max(plan.target_tokens // len(plan.target.shares), 1)
         blocks[name] = choose_blocks(file, share, seed, name)
     return blocks
 
@@ -408,16 +436,21 @@ def predict(plan: Plan, blocks: Mapping[str, Blocks]) -> Array:
 
 def target_text(plan: Plan, blocks: Mapping[str, Blocks], probabilities: Array) -> TargetText:
     """Return the target's text with the ``probabilities`` [n, k] of its tokens."""
-    shares = [
-        np.full(len(block.tokens), plan.target.shares[name] / len(block.tokens))
-        for name, block in blocks.items()
-    ]
+    shares = np.concatenate(
+        [
+            plan.target.shares[name] * block.weights / block.weights.sum()
+            for name, block in blocks.items()
+        ]
+    )
     counts = np.cumsum([0, *(len(block.starts) for block in blocks.values())])[:-1]
     documents = [
         first + block.documents for first, block in zip(counts, blocks.values(), strict=True)
     ]
     parts = np.repeat(np.arange(len(blocks)), [len(block.starts) for block in blocks.values()])
-    return TargetText(probabilities, np.concatenate(shares), np.concatenate(documents), parts)
+    is_scored = shares > 0
+    return TargetText(
+        probabilities[is_scored], shares[is_scored], np.concatenate(documents)[is_scored], parts
+    )
 
 
 def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText) -> Estimate:
@@ -460,15 +493,16 @@ def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText)
 
 
 def _frequency_likelihoods(block: Blocks, vocab_size: int, seed: int) -> Array:
-    """Return log p(x_t) [n] of each token by the token frequencies of other documents."""
-    count = int(block.documents[-1]) + 1
+    """Return log p(x_t) [n] of the n scored tokens by the token frequencies of other documents."""
+    tokens, documents = block.tokens[block.is_scored], block.documents[block.is_scored]
+    count = int(documents[-1]) + 1
     folds = np.random.default_rng(seed).permutation(count) % min(NUM_FOLDS, count)
-    of_token, found = folds[block.documents], np.empty(len(block.tokens))
+    of_token, found = folds[documents], np.empty(len(tokens))
     for fold in range(int(folds.max()) + 1):
         chosen = of_token == fold
-        rest = block.tokens[~chosen] if (~chosen).any() else block.tokens
+        rest = tokens[~chosen] if (~chosen).any() else tokens
         model = NgramModel.fit(rest, vocab_size, order=1)
-        found[chosen] = np.log(model.probabilities(block.tokens[chosen]))
+        found[chosen] = np.log(model.probabilities(tokens[chosen]))
     return found
 
 
@@ -522,6 +556,9 @@ def write(
     inputs = {"corpus" if plan.corpus else "text": plan.domains.hash, **made_with.hashes}
     if plan.target.texts:
         inputs["target text"] = plan.target.texts_hash
+    if tasks := options.downstream.tasks:
+        streams = {name: blocks[name].tokens.tolist() for name in tasks}
+        inputs["target tasks"] = sha256_of_json(streams)
     strength = estimate.fit.strength
     own = stopwatch.cost(made_with.flops, made_with.num_devices)
     trained = [TrainingRun.load(folder) for folder in made_with.runs]
@@ -540,7 +577,7 @@ def write(
         parameters={
             "target": {"value": plan.target.value, "shares": dict(plan.target.shares)},
             **settings_of_models,
-            "target_tokens": {name: len(block.tokens) for name, block in blocks.items()},
+            "target_tokens": {name: int(block.is_scored.sum()) for name, block in blocks.items()},
             "target_documents": text.num_documents,
             "prior": by_name(names, limits.prior),
             "bounds": by_name(names, np.column_stack([limits.low, limits.high])),

@@ -20,6 +20,7 @@ from megatron_chameleon.corpus.sample import sample_documents
 from megatron_chameleon.corpus.sources import Source, source_identity
 from megatron_chameleon.corpus.target import CHARACTERS_PER_TOKEN, SAMPLED_DOCUMENTS
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.gold_answers import GoldAnswer
 from megatron_chameleon.mixture.ngram import Ids
 
 # Places of a corpus's domain from which its sample is taken.
@@ -276,10 +277,18 @@ class Blocks:
         documents: [n] number of the document of each token, ascending from 0 without gaps; a target
             of few documents has blocks in their place.
         starts: [documents] position in ``tokens`` of the first token of each document.
+        weights: [n] relative weight of each token in the likelihood; 0 for tokens that are context
+            only.
     """
 
     tokens: Ids
     documents: NDArray[np.int64]
+    weights: NDArray[np.float64]
+
+    @property
+    def is_scored(self) -> NDArray[np.bool_]:
+        """[n] whether the token has a weight."""
+        return self.weights > 0
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -327,7 +336,64 @@ def choose_blocks(file: TokenFile, most: int, seed: int, name: str) -> Blocks:
             f"--target: one document of '{name}' is chosen, but at least two are needed; raise "
             "--target-text-tokens"
         )
-    return Blocks(tokens.astype(np.int64), np.repeat(numbers, length[kept]))
+    documents = np.repeat(numbers, length[kept])
+    return Blocks(tokens.astype(np.int64), documents, np.ones(len(tokens)))
+
+
+def answer_blocks(
+    answers: Sequence[GoldAnswer],
+    coder: TextCoder,
+    most: int,
+    longest: int,
+    seed: int,
+    name: str,
+) -> Blocks:
+    """Encode gold answers of a task with their contexts, of questions in random order.
+
+    Each question is a document, and each answer has a weight of 1, divided among its bytes, as in
+    bits per byte. Contexts are encoded as by lm-eval.
+
+    Args:
+        answers: answers of the task.
+        coder: tokenizer.
+        most: maximum number of tokens, contexts included.
+        longest: maximum tokens of an answer with its context, which is truncated on the left.
+        seed: random seed.
+        name: name of the task, for messages.
+
+    Raises:
+        UserError: if fewer than two questions are chosen.
+    """
+    pairs = []
+    for answer in answers:
+        space = len(answer.context) - len(answer.context.rstrip())
+        split = len(answer.context) - space
+        pairs.append((answer.context[:split], answer.context[split:] + answer.continuation))
+    texts = list(dict.fromkeys(each for c, a in pairs for each in (c, c + a)))
+    encoded, lengths = coder.encode_documents(texts)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    # Each text ends with the end-of-document token, which is not part of it.
+    of = {
+        text: encoded[end - length : end - 1].astype(np.int64)
+        for text, length, end in zip(texts, lengths.tolist(), ends.tolist(), strict=True)
+    }
+    tokens, weights, total = list[Ids](), list[NDArray[np.float64]](), 0
+    for number in np.random.default_rng(seed).permutation(len(answers)).tolist():
+        context, whole = (of[each] for each in (pairs[number][0], "".join(pairs[number])))
+        is_answer = np.arange(len(whole)) >= len(context)
+        if not is_answer.any():  # the tokenizer merges the answer into the context
+            continue
+        tokens.append(whole[-longest:])
+        weights.append(is_answer[-longest:] / answers[number].num_bytes)
+        total += len(tokens[-1])
+        if total >= most:
+            break
+    if len(tokens) < 2:
+        raise UserError(
+            f"--target: '{name}' has {len(tokens)} answers to predict, but at least two are needed"
+        )
+    documents = np.repeat(np.arange(len(tokens)), list(map(len, tokens)))
+    return Blocks(np.concatenate(tokens), documents, np.concatenate(weights))
 
 
 def count_leaked(target: TokenFile, training: TokenFile) -> tuple[int, int]:

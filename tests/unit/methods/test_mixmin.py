@@ -13,17 +13,25 @@ from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import sample_documents
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.gold_answers import gold_answers
 from megatron_chameleon.methods.mixmin import (
     EstimateOptions,
     ExpertOptions,
     ExpertTokenizer,
     HeadroomOptions,
     MixminOptions,
+    TargetTaskOptions,
     compute_headroom,
 )
 from megatron_chameleon.methods.mixmin.compute import compute_mixture as compute
 from megatron_chameleon.methods.mixmin.headroom import parse_noise, seeds_needed
-from megatron_chameleon.methods.mixmin.text import ByteCoder, choose_blocks, count_leaked
+from megatron_chameleon.methods.mixmin.text import (
+    ByteCoder,
+    answer_blocks,
+    choose_blocks,
+    count_leaked,
+)
+from tests.fixtures.task_data import write_task_data
 
 QUICK = EstimateOptions(bootstrap_resamples=10)
 WORDS = {
@@ -278,3 +286,30 @@ def test_seed_noise_is_read_from_a_comparison(tmp_path):
     path.write_text("{}")
     with pytest.raises(UserError):
         parse_noise(str(path))
+
+
+def test_tasks_are_a_target(options, tmp_path):
+    data = write_task_data(tmp_path / "data", 24)
+    tasks = TargetTaskOptions(tasks=("sciq",), data_dir=data)
+    answers = gold_answers(tasks)["sciq"]
+    assert len(answers) == 24
+    rng = np.random.default_rng(0)
+    words = " ".join(answer.continuation for answer in answers).split()
+    like = write_lines(tmp_path / "like.jsonl", [sentence(rng, words) for _ in range(60)])
+    domains = SourceOptions(((f"like={like}",), (f"sea={options().source.input[0][0][4:]}",)))
+    compute(options(source=domains, target=None, downstream=tasks))
+    mixture = Mixture.load(options().output)
+    assert mixture.parameters["target"]["shares"] == {"sciq": 1.0}
+    assert mixture.parameters["target_documents"] == 24
+    assert mixture.weights["like"] > 0.9
+    # The likelihood is that of the answers' bytes, and of nothing before them.
+    blocks = answer_blocks(answers, ByteCoder(), 1 << 20, 1 << 20, 0, "sciq")
+    assert blocks.is_scored.sum() == sum(len(each.continuation.encode()) for each in answers)
+    sums = np.bincount(blocks.documents, blocks.weights)
+    np.testing.assert_allclose(sums, 1.0)
+    for number, start in enumerate(blocks.starts):
+        stop = [*blocks.starts, len(blocks.tokens)][number + 1]
+        whole = ByteCoder().decode(blocks.tokens[start:stop].tolist())
+        assert whole in {each.context + each.continuation for each in answers}
+    with pytest.raises(UserError, match="does not name it"):
+        compute(options(source=domains, target="sea", downstream=tasks))

@@ -89,7 +89,7 @@ def test_probabilities_are_those_of_evaluate_perplexity(trained, tmp_path):
     (result,) = evaluate_perplexities([options])
     file = open_tokens(corpus, "news", "valid")
     documents = np.repeat(np.arange(len(file)), file.lengths)
-    block = Blocks(file.tokens[:].astype(np.int64), documents)
+    block = Blocks(file.tokens[:].astype(np.int64), documents, np.ones(len(documents)))
     with distributed(ParallelOptions(), seed=0) as layout:
         found, flops = expert_probabilities(
             {"code": record, "again": record}, [block], 32, corpus.tokenizer.eod_id, layout
@@ -102,7 +102,8 @@ def test_probabilities_are_those_of_evaluate_perplexity(trained, tmp_path):
     assert clusters is not None
     np.testing.assert_allclose(sums, clusters.losses, rtol=1e-6)
     # Tokens are predicted from the tokens before them in their document, and from no others.
-    cut = Blocks(block.tokens[documents < 2], documents[documents < 2])
+    kept = documents < 2
+    cut = Blocks(block.tokens[kept], documents[kept], block.weights[kept])
     with distributed(ParallelOptions(), seed=0) as layout:
         first, _ = expert_probabilities(
             {"code": record}, [cut], 32, corpus.tokenizer.eod_id, layout
