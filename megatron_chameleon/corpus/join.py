@@ -440,11 +440,33 @@ def hold_out_domain(corpus: Corpus, name: str, folder: Path) -> Domain:
             domain.train, documents=0, tokens=0, sha256=sha256, sequences=(0, 0)
         )
         return dataclasses.replace(domain, train=none)
-    prefix = _prefix(name, "train")
-    writer = IndexedWriter(folder / prefix, corpus.dtype)
-    none = DomainSplit(prefix, 0, 0, 0, writer.finish(), writer.block_checksums)
+    none = write_split(name, "train", folder, corpus.dtype)
     valid, test = (_link_split(corpus, name, split, folder) for split in SPLITS[1:])
     return Domain(none, valid, test)
+
+
+def write_split(
+    name: str, split: Split, folder: Path, dtype: TokenType, text: TokenFile | None = None
+) -> DomainSplit:
+    """Write the documents of ``text``, one per sequence, as a split of a domain; None writes none.
+
+    Raises:
+        UserError: if the disk is full.
+    """
+    prefix = _prefix(name, split)
+    writer = IndexedWriter(folder / prefix, dtype)
+    text_bytes = 0 if text is None else None
+    if text is not None:
+        for number in range(len(text)):
+            writer.add(text.get(number))
+    return DomainSplit(
+        prefix=prefix,
+        documents=writer.documents,
+        tokens=writer.tokens,
+        text_bytes=text_bytes,
+        sha256=writer.finish(),
+        block_checksums=writer.block_checksums,
+    )
 
 
 def _prefix(domain: str, split: Split) -> str:

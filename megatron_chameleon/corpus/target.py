@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_chameleon.artifacts import TargetShares
+import numpy as np
+
+from megatron_chameleon.artifacts import MixtureWarning, TargetShares
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.encode import TextEncoder, encoded_documents
 from megatron_chameleon.corpus.indexed import TokenFile
@@ -20,6 +23,8 @@ from megatron_chameleon.errors import UserError
 SYNTAX = "a,b or a=2,b=1 with shares, or NAME=PATH or NAME=PATH=2 for a text"
 # Documents in a sample of raw text, at least, and characters that are read for each token.
 SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 5
+# Documents of a text that are looked up in the training text.
+MOST_LOOKED_UP = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +79,12 @@ def recorded_target(parameters: Mapping[str, Any]) -> Target | None:
     return Target(value if isinstance(value, str) else None, named)
 
 
-def parse_target(value: str, names: Sequence[str], source: SourceOptions) -> Target:
+def parse_target(
+    value: str,
+    names: Sequence[str],
+    source: SourceOptions,
+    match: Callable[[str], str | None] = lambda name: None,
+) -> Target:
     """Parse the value of ``--target``, and find the files of its texts without reading them.
 
     Args:
@@ -82,6 +92,7 @@ def parse_target(value: str, names: Sequence[str], source: SourceOptions) -> Tar
             domain may contain an equals sign.
         names: domains that may be named.
         source: keys and limits of the texts; its inputs are ignored.
+        match: maps another spelling of a name to one of ``names``, or any other text to None.
 
     Raises:
         UserError: for an unknown or repeated name, a share that is not finite and > 0, or a path
@@ -99,16 +110,17 @@ def parse_target(value: str, names: Sequence[str], source: SourceOptions) -> Tar
                 name = item
         if not 0 < share < math.inf:
             raise UserError(f"--target {value}: the share of '{name}' must be finite and > 0")
-        path = ""
-        if name not in names:
+        path, known = "", name if name in names else match(name)
+        if known is None:
             name, _, path = name.partition("=")
             if not path:
                 raise UserError(
-                    f"--target {value}: unknown domain '{name}'; pass {SYNTAX}; the domains are "
+                    f"--target {value}: unknown name '{name}'; pass {SYNTAX}; choose from "
                     f"{quoted(names)}"
                 )
-            if name in names or not is_domain_name(name):
+            if name in names or match(name) is not None or not is_domain_name(name):
                 raise UserError(f"--target {value}: '{name}' is a domain; name the text otherwise")
+        name = known or name
         if name in shares:
             raise UserError(f"--target {value}: '{name}' is named twice; leave one out")
         shares[name] = share
@@ -157,3 +169,60 @@ def read_target_text(
     except UserError as error:
         raise UserError(f"--target {target.value}: {error}") from error
     return encoded_documents(Path(name), encoder, texts)
+
+
+def warn_leaked(
+    name: str, text: TokenFile, domains: Iterable[str], open_training: Callable[[str], TokenFile]
+) -> bool:
+    """Warn about documents of a target's text that are in the training text of a domain.
+
+    Args:
+        name: name of the text.
+        text: its documents.
+        domains: domains to look them up in.
+        open_training: returns the training text of a domain.
+
+    Returns:
+        Whether there are any.
+    """
+    found = False
+    for domain in domains:
+        leaked, looked_up = count_leaked(text, open_training(domain))
+        if leaked:
+            found = True
+            warnings.warn(
+                f"--target: {leaked:,} of {looked_up:,} documents of '{name}' are in the training "
+                f"text of '{domain}': gains are overestimated; leave them out of one of the two",
+                MixtureWarning,
+                stacklevel=2,
+            )
+    return found
+
+
+def count_leaked(target: TokenFile, training: TokenFile) -> tuple[int, int]:
+    """Count documents of a target that occur, token by token, in the training text of a domain.
+
+    Only documents of the same length are compared.
+
+    Returns:
+        The number of documents that occur, and the number of documents looked up: the longest.
+    """
+    looked_up = np.argsort(-target.lengths.astype(np.int64), kind="stable")[:MOST_LOOKED_UP]
+    looked_up = looked_up[target.lengths[looked_up] >= 16]
+    wanted: dict[int, dict[bytes, int]] = {}
+    for number in looked_up.tolist():
+        tokens = target.get(number).astype(np.int64)
+        same = wanted.setdefault(len(tokens), {})
+        same[tokens.tobytes()] = same.get(tokens.tobytes(), 0) + 1
+    found = 0
+    heads = {
+        length: {np.frombuffer(key[:64], np.int64).tobytes() for key in same}
+        for length, same in wanted.items()
+    }
+    for number in np.flatnonzero(np.isin(training.lengths, list(wanted))).tolist():
+        length = int(training.lengths[number])
+        head = training.get(number, 0, 8).astype(np.int64).tobytes()
+        if head in heads[length]:
+            key = training.get(number).astype(np.int64).tobytes()
+            found += wanted[length].pop(key, 0)
+    return found, len(looked_up)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shlex
 import warnings
@@ -100,49 +99,6 @@ def require_training_tokens(corpus: Corpus, names: Iterable[str], purpose: str) 
                 f"domain '{name}' of {corpus.root} has no training tokens {purpose}; exclude it "
                 "with --domains, or preprocess the corpus again, with text for it or without it"
             )
-
-
-def parse_shares(
-    target: str, names: Sequence[str], match: Callable[[str], str | None], hint: str = ""
-) -> Array:
-    """Parse a ``--target`` such as ``a`` or ``a=2,b=1``; return the shares [k] of all ``names``.
-
-    Names that are not in the target have share 0.
-
-    Args:
-        target: value of the option; the share of an item without a number is 1.
-        names: the k names to choose from, which may contain an equals sign.
-        match: maps the user's name to one of ``names``, or an unknown name to None.
-        hint: end of the message on a name that is unknown or repeated.
-
-    Raises:
-        UserError: for an unknown or repeated name, no name, or a share that is not finite and > 0.
-    """
-    shares = dict.fromkeys(names, 0.0)
-    for item in filter(None, map(str.strip, target.split(","))):
-        name, number = item, "1"
-        if item not in names and "=" in item:
-            name, _, number = map(str.strip, item.rpartition("="))
-        try:
-            share = float(number)
-        except ValueError:
-            share = math.nan
-        if not 0 < share < math.inf:
-            raise UserError(
-                f"--target {target}: share '{number}' of '{name}' must be finite and > 0"
-            )
-        known = match(name)
-        if known is None or shares[known]:
-            problem = "unknown name" if known is None else "duplicate name"
-            raise UserError(
-                f"--target {target}: {problem} '{name}'; choose from {format_names(names)}{hint}"
-            )
-        shares[known] = share
-    if not any(shares.values()):
-        raise UserError(
-            f"--target {target}: it contains no name; choose from {format_names(names)}"
-        )
-    return np.array(list(shares.values()))
 
 
 @dataclasses.dataclass(frozen=True)

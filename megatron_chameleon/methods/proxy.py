@@ -180,8 +180,13 @@ class MeanWeightsHook(TrainingHook, Generic[State]):
 class ProxyMethod(abc.ABC, Generic[Options, State]):
     """Base class of methods whose mixture is the mean of the weights in a proxy's training hook.
 
-    The constructor validates the options and the files that they name, and writes nothing. The
+    The constructor validates the options and the files that they name, and trains nothing. The
     constructor of a subclass calls :meth:`check_proxy`.
+
+    Args:
+        options: options of the method.
+        trained_on: folder of the proxy's corpus, if it is not ``--corpus``; it has the same domains
+            to train on.
 
     Attributes:
         options: options of the method.
@@ -200,11 +205,13 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
 
     step: int | None = None
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, trained_on: Path | None = None) -> None:
         self.options, self.corpus = options, Corpus.load(options.corpus)
         check_output(options.output, Mixture.KIND)
         self.work_dir = options.runs_folder
-        self.run = training_options(options.proxy, options.corpus, self.work_dir / PROXY)
+        self.run = training_options(
+            options.proxy, trained_on or options.corpus, self.work_dir / PROXY
+        )
         self.plan = plan_training(self.run)
 
     @classmethod

@@ -51,10 +51,18 @@ class DogeRecipe:
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Positions of the training domains (those with weights) and of the target domains."""
+    """Positions of the training domains (those with weights) and of the target domains.
+
+    Attributes:
+        train: positions of the training domains.
+        target: positions of the target domains.
+        target_factors: factor of the gradient of each target domain in the gradient of the target;
+            empty if all are 1.
+    """
 
     train: tuple[int, ...]
     target: tuple[int, ...]
+    target_factors: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +139,10 @@ def clip_factors(products: Array, max_norm: float) -> Array:
 
 
 def alignments(products: Array, roles: Roles) -> Array:
-    """Compute alignments [k], <g_i, sum_{j in target} g_j> / (mean norm + 1e-6) for domain i.
+    """Compute alignments [k], <g_i, sum_{j in target} f_j g_j> / (mean norm + 1e-6) for domain i.
 
-    The mean norm is over the training domains that have been sampled.
+    The factors f_j are those of ``roles``. The mean norm is over the training domains that have
+    been sampled.
 
     Args:
         products: [k, k] inner products.
@@ -142,7 +151,10 @@ def alignments(products: Array, roles: Roles) -> Array:
     norms = np.sqrt(np.diagonal(products)[list(roles.train)])
     seen = norms[norms > 0]
     mean_norm = float(seen.mean()) if seen.size else 0.0
-    return products[:, list(roles.target)].sum(axis=1) / (mean_norm + NORM_EPS)
+    of_target = products[:, list(roles.target)]
+    if roles.target_factors:
+        of_target = of_target * roles.target_factors
+    return of_target.sum(axis=1) / (mean_norm + NORM_EPS)
 
 
 def gradient_weights(

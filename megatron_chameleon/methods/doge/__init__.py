@@ -75,10 +75,14 @@ class DogeOptions(ProxyMethodOptions):
     held-out domains) is Algorithm 1: the sum of the target domains' gradients on the training
     batch."""
     target: str | None = None
-    """Target domains of the corpus, such as a,b. Target domains are sampled like other domains, but
-    are not trained on and get no weight. If they are held-out domains of the corpus, the target is
-    the gradient of their valid text, in equal parts, and all other domains are trained on. By
-    default all domains are the target, and all are trained on."""
+    """Domains, also held-out ones, such as a,b or a=2,b=1 with their shares; or text that is not in
+    the corpus, as NAME=PATH or NAME=PATH=SHARE in the format of preprocess_data --input. Domains of
+    the target are not trained on and get no weight. The target is the sum of their gradients on the
+    training batch. With held-out domains or texts in it, it is the gradient of the texts and of the
+    valid text of all of its domains. By default all domains are the target, and all are trained
+    on."""
+    target_text_key: str = "text"
+    """Key, or column, of the text in the files of --target."""
     train_on_target: bool = False
     """Also train on the domains of --target, and give them weights."""
     rule: DogeRule = dataclasses.field(default_factory=DogeRule)
@@ -86,6 +90,8 @@ class DogeOptions(ProxyMethodOptions):
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other."""
         super().__post_init__()
+        if self.target is None:
+            self.reject_changed(["target_text_key"], "has no effect without --target")
         if self.train_on_target and self.target is None:
             raise UserError("--train-on-target requires --target; leave it out, or add --target")
         if self.algorithm == HELD_OUT and self.target is not None:

@@ -7,20 +7,24 @@ afterwards, by pretrain_gpt.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts import Corpus, Mixture
+from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.sampler import Batch, SampleSource
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.blend.token_data import TokenData
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.target import Target, parse_target
+from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge import HELD_OUT, MU, MU_OUT_OF_DOMAIN, PAPER, DogeOptions
-from megatron_chameleon.methods.output import by_name, epoch_limit, select_domains
+from megatron_chameleon.methods.output import by_name, epoch_limit
 from megatron_chameleon.methods.proxy import MeanWeightsHook, ProxyMethod
 from megatron_chameleon.mixture.doge import (
     DogeRecipe,
@@ -49,6 +53,7 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         held_out: samples of the held-out mix, if it is the target.
         target_batch_size: number of these samples in each step.
         mixed: names of the domains in the held-out mix; default: all k domains.
+        shares: name -> share of each target domain, if they are not equal.
     """
 
     combines_gradients = True
@@ -61,6 +66,7 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         held_out: SampleSource | None = None,
         target_batch_size: int = 0,
         mixed: Sequence[str] = (),
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         held = held_out is not None
         settings = {
@@ -68,6 +74,7 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
             "algorithm": HELD_OUT if held else PAPER,
             "trained_on": [names[position] for position in roles.train],
             "target_domains": list(mixed or names) if held else [names[i] for i in roles.target],
+            "target_shares": None if shares is None else dict(shares),
         }
         first = DogeState.first(len(names) + int(held), roles)
         super().__init__(names, roles.train, first, settings)
@@ -119,15 +126,26 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
     name, title = "doge", "DoGE"
 
     def __init__(self, options: DogeOptions) -> None:
-        super().__init__(options)
-        self.mix = held_out_text(self.plan, mixed_domains(options, self.corpus))
-        self.roles = roles_of(options, self.corpus, targets_mix=self.mix is not None)
+        corpus, trained_on = Corpus.load(options.corpus), None
+        check_output(options.output, Mixture.KIND)
+        self.target: Target | None = None
+        if options.target is not None:
+            source = SourceOptions((), text_key=options.target_text_key)
+            self.target = parse_target(options.target, list(corpus.all_domains), source)
+        mixed = mixed_domains(options, corpus, self.target)
+        self.roles = roles_of(options, corpus, self.target, targets_mix=bool(mixed))
+        if self.target and self.target.texts:
+            folder = options.runs_folder / FOLDER_NAME
+            trained_on = corpus_with_texts(corpus, self.target, source, folder).root
+        super().__init__(options, trained_on)
+        self.mix = held_out_text(self.plan, mixed)
         is_trained_on = set(self.roles.target) <= set(self.roles.train)
         in_domain = is_trained_on or options.uses_held_out
         self.recipe = options.rule.resolve(MU if in_domain else MU_OUT_OF_DOMAIN)
         self.target_batch_size = 0
         if self.mix is not None:
-            check_held_out(self.mix, self.run.seq_length)
+            texts = self.target.texts if self.target else ()
+            check_held_out(self.mix, self.run.seq_length, texts)
             counts = len(self.corpus.names), len(self.mix.domains)
             self.target_batch_size = held_out_batch_size(self.run.global_batch_size, *counts)
         # A target that is not trained on gets no weight, so its tokens do not help to fill the
@@ -139,27 +157,35 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> GradientAlignment:
         """Construct the hook of the proxy's run."""
         names, size, mix = self.corpus.names, self.target_batch_size, self.mix
+        shares = unequal_shares(self.target)
         if mix is None:
-            return GradientAlignment(names, self.recipe, self.roles)
-        samples = held_out_mix(plan, mix, size)
-        return GradientAlignment(names, self.recipe, self.roles, samples, size, mix.names)
+            return GradientAlignment(names, self.recipe, self.roles, shares=shares)
+        samples = held_out_mix(plan, mix, size, shares)
+        return GradientAlignment(names, self.recipe, self.roles, samples, size, mix.names, shares)
 
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
         options, recipe, size = self.options, self.recipe, self.target_batch_size
         run, hook, inputs = self.finished()
         target = f"{size} held-out samples per step" if size else "all domains"
-        if options.target is not None and self.mix is not None:
-            target = f"{', '.join(self.mix.names)} (held out, {size} samples per step)"
-        elif options.target is not None:
-            names = ", ".join(self.corpus.names[position] for position in self.roles.target)
-            target = f"{names} ({'' if options.train_on_target else 'not '}trained on)"
+        settings = dict(hook.settings)
+        if self.target is not None:
+            settings["target"] = dataclasses.asdict(self.target.record)
+            names = hook.settings["target_domains"]
+            if shares := unequal_shares(self.target):
+                names = [f"{name} {shares[name]:.0%}" for name in names]
+            how = f"{'' if options.train_on_target else 'not '}trained on"
+            if self.mix is not None:
+                how = f"held-out text, {size} samples per step"
+            target = f"{', '.join(names)} ({how})"
+            if self.target.texts:
+                inputs["target text"] = self.target.texts_hash
         computed = run.tokens + run.step * size * self.run.seq_length
         self.write_mean_weights(
             hook,
             hook.state.counted,
             [run],
-            settings=hook.settings,
+            settings=settings,
             scores=hook.state.mean_alignment[: len(self.corpus.names)],
             inputs=inputs,
             paper_flops=paper_flops(self.plan.config, trained_tokens=computed),
@@ -169,27 +195,33 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         )
 
 
-def mixed_domains(options: DogeOptions, corpus: Corpus) -> list[str]:
+def unequal_shares(target: Target | None) -> Mapping[str, float] | None:
+    """Return the shares of the target's domains; None if there is no target, or they are equal."""
+    if target is None or len(set(target.shares.values())) == 1:
+        return None
+    return target.shares
+
+
+def mixed_domains(options: DogeOptions, corpus: Corpus, target: Target | None) -> list[str]:
     """Return the names of the domains in the held-out mix; none if it is not the target.
 
-    These are all domains by default, or the held-out domains in ``--target``.
+    These are all domains by default, and all of ``--target`` if it names a held-out domain or a
+    text, which have no gradients on the training batch.
 
     Raises:
-        UserError: for an unknown domain, or options that do not apply to held-out domains.
+        UserError: for options that do not apply to held-out text.
     """
-    if options.target is None:
+    if target is None:
         return corpus.names if options.uses_held_out else []
-    named = select_domains(options.target, list(corpus.all_domains), corpus.root, "--target")
-    held_out = [name for name in named if name in corpus.held_out]
+    held_out = [name for name in target.shares if name not in corpus.domains]
     if not held_out:
         return []
-    subject = f"--target {options.target}: '{held_out[0]}' is held out from training"
-    if held_out != named:
-        raise UserError(f"{subject}, but '{named[0]}' is not; name domains of one kind")
-    if options.train_on_target or options.algorithm == PAPER:
-        flag = "--train-on-target" if options.train_on_target else f"--algorithm {PAPER}"
-        raise UserError(f"{subject}; leave out {flag}")
-    return held_out
+    subject = f"--target {options.target}: '{held_out[0]}' is not trained on"
+    if options.algorithm == PAPER:
+        raise UserError(f"{subject}; leave out --algorithm {PAPER}")
+    if options.train_on_target and len(held_out) == len(target.shares):
+        raise UserError(f"{subject}; leave out --train-on-target")
+    return list(target.shares)
 
 
 def held_out_text(plan: TrainingPlan, names: Sequence[str]) -> TokenData | None:
@@ -214,31 +246,44 @@ def held_out_batch_size(global_batch_size: int, num_domains: int, num_mixed: int
     return num_mixed * max(1, round(global_batch_size / (num_domains * num_mixed)))
 
 
-def check_held_out(mix: TokenData, seq_length: int) -> None:
-    """Check that each domain of the held-out mix has enough text.
+def check_held_out(mix: TokenData, seq_length: int, texts: Container[str] = ()) -> None:
+    """Check that each domain of the held-out mix, also each of ``texts``, has enough text.
 
     Raises:
         UserError: if it is shorter than one sample.
     """
     for domain in mix.domains:
-        if domain.tokens < seq_length + 1:
+        if domain.tokens >= seq_length + 1:
+            continue
+        if domain.name in texts:
             raise UserError(
-                f"{mix.where}: DoGE's target is held-out text, but the valid split of "
-                f"'{domain.name}' has {domain.tokens} tokens, fewer than one sample of "
-                f"{seq_length + 1}; preprocess it with a larger valid share (--split), or pass "
-                "--algorithm paper"
+                f"--target: the text of '{domain.name}' has {domain.tokens} tokens, fewer than one "
+                f"sample of {seq_length + 1}; pass more text, or a smaller --seq-length"
             )
+        raise UserError(
+            f"{mix.where}: DoGE's target is held-out text, but the valid split of "
+            f"'{domain.name}' has {domain.tokens} tokens, fewer than one sample of "
+            f"{seq_length + 1}; preprocess it with a larger valid share (--split), or pass "
+            "--algorithm paper"
+        )
 
 
-def held_out_mix(plan: TrainingPlan, mix: TokenData, samples_per_step: int) -> BlendedTokens:
+def held_out_mix(
+    plan: TrainingPlan,
+    mix: TokenData,
+    samples_per_step: int,
+    shares: Mapping[str, float] | None = None,
+) -> BlendedTokens:
     """Return the samples of the held-out mix for the whole run, in order.
 
-    They are equal parts of each domain of ``mix``, also within each step. The order depends only on
-    the seed. Text is repeated, in another order, once all of it has been read.
+    They are equal parts of each domain of ``mix``, also within each step. With ``shares``, they are
+    in proportion to these, in each step only approximately. The order depends only on the seed.
+    Text is repeated, in another order, once all of it has been read.
     """
+    weights = [shares[name] if shares else 1.0 for name in mix.names]
     return BlendedTokens(
         data=mix,
-        schedule=MixtureSchedule.fixed([1.0] * len(mix.domains)),
+        schedule=MixtureSchedule.fixed(weights),
         num_samples=plan.options.train_iters * samples_per_step,
         seq_length=plan.options.seq_length,
         seed=plan.options.seed,
@@ -247,24 +292,30 @@ def held_out_mix(plan: TrainingPlan, mix: TokenData, samples_per_step: int) -> B
     )
 
 
-def roles_of(options: DogeOptions, corpus: Corpus, *, targets_mix: bool) -> Roles:
+def roles_of(
+    options: DogeOptions, corpus: Corpus, target: Target | None, *, targets_mix: bool
+) -> Roles:
     """Return the positions of the training domains and of the target domains.
 
     The held-out mix, which is the target with ``targets_mix``, has position k.
 
     Raises:
-        UserError: for an unknown domain, or fewer than two training domains.
+        UserError: if there are fewer than two training domains.
     """
     everything = tuple(range(len(corpus.names)))
+    shares = target.shares if target else {}
+    named = tuple(i for i in everything if corpus.names[i] in shares)
+    others = tuple(i for i in everything if i not in named)
+    trained = everything if options.train_on_target else others
     if targets_mix:
-        roles = Roles(everything, (len(everything),))
-    elif options.target is None:
+        roles = Roles(trained, (len(everything),))
+    elif target is None:
         roles = Roles(everything, everything)
     else:
-        named = set(select_domains(options.target, corpus.names, corpus.root, "--target"))
-        target = tuple(i for i, name in enumerate(corpus.names) if name in named)
-        others = tuple(i for i in everything if i not in target)
-        roles = Roles(everything if options.train_on_target else others, target)
+        factors: tuple[float, ...] = ()
+        if unequal_shares(target):  # their mean is 1, as the factor of equal shares
+            factors = tuple(len(named) * shares[corpus.names[i]] for i in named)
+        roles = Roles(trained, named, factors)
     if len(roles.train) < 2:
         subject = f"--target {options.target}" if options.target else f"{corpus.root}"
         fix = "name fewer target domains, or add --train-on-target"

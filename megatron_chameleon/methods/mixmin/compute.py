@@ -21,6 +21,7 @@ from megatron_chameleon.corpus.target import (
     average_target,
     parse_target,
     read_target_text,
+    warn_leaked,
 )
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
@@ -41,7 +42,6 @@ from megatron_chameleon.methods.mixmin.text import (
     TextCoder,
     answer_blocks,
     choose_blocks,
-    count_leaked,
 )
 from megatron_chameleon.methods.output import (
     EpochLimit,
@@ -53,7 +53,6 @@ from megatron_chameleon.methods.output import (
     format_weight,
     require_training_tokens,
     select_domains,
-    warn,
     write_and_print,
 )
 from megatron_chameleon.methods.proxy import forward_only, on_rank_0, train_proxy
@@ -404,14 +403,7 @@ def read_target(plan: Plan, longest: int = ANSWER_TOKENS) -> dict[str, Blocks]:
             file = read_target_text(
                 plan.options.source, plan.target, name, plan.coder, plan.target_tokens, seed
             )
-            for domain in plan.domains.names:
-                leaked, looked_up = count_leaked(file, plan.domains.training_text(domain))
-                if leaked:
-                    warn(
-                        f"--target: {leaked:,} of {looked_up:,} documents of '{name}' are in the "
-                        f"training text of '{domain}': gains are overestimated; leave them out of "
-                        "one of the two"
-                    )
+            warn_leaked(name, file, plan.domains.names, plan.domains.training_text)
         else:
             file = plan.domains.held_out(name)
         blocks[name] = choose_blocks(file, share, seed, name)

@@ -33,8 +33,6 @@ BLOCK_TOKENS = 2048
 # A target of fewer documents is divided into blocks that take the role of documents.
 FEWEST_DOCUMENTS, SMALL_BLOCK_TOKENS = 10, 256
 FEWEST_TARGET_TOKENS = 2 * SMALL_BLOCK_TOKENS
-# Documents of the target that are looked up in the training text.
-MOST_LOOKED_UP = 2000
 
 
 class TextCoder(Protocol):
@@ -394,32 +392,3 @@ def answer_blocks(
         )
     documents = np.repeat(np.arange(len(tokens)), list(map(len, tokens)))
     return Blocks(np.concatenate(tokens), documents, np.concatenate(weights))
-
-
-def count_leaked(target: TokenFile, training: TokenFile) -> tuple[int, int]:
-    """Count documents of a target that occur, token by token, in the training text of a domain.
-
-    Only documents of the same length are compared.
-
-    Returns:
-        The number of documents that occur, and the number of documents looked up: the longest.
-    """
-    looked_up = np.argsort(-target.lengths.astype(np.int64), kind="stable")[:MOST_LOOKED_UP]
-    looked_up = looked_up[target.lengths[looked_up] >= 16]
-    wanted: dict[int, dict[bytes, int]] = {}
-    for number in looked_up.tolist():
-        tokens = target.get(number).astype(np.int64)
-        same = wanted.setdefault(len(tokens), {})
-        same[tokens.tobytes()] = same.get(tokens.tobytes(), 0) + 1
-    found = 0
-    heads = {
-        length: {np.frombuffer(key[:64], np.int64).tobytes() for key in same}
-        for length, same in wanted.items()
-    }
-    for number in np.flatnonzero(np.isin(training.lengths, list(wanted))).tolist():
-        length = int(training.lengths[number])
-        head = training.get(number, 0, 8).astype(np.int64).tobytes()
-        if head in heads[length]:
-            key = training.get(number).astype(np.int64).tobytes()
-            found += wanted[length].pop(key, 0)
-    return found, len(looked_up)

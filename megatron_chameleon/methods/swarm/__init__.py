@@ -186,9 +186,13 @@ class FitOptions(TrainingMethodOptions):
     """CSV table of the results of the runs in --ratios, with the same run names, and one column per
     loss or other metric to be minimized."""
     target: str | None = None
-    """Losses to minimize: names of domains (also held-out ones), of --tasks, or of columns of
-    --metrics, such as a,b, or a=2,b=1 with weights; default: the mean over --tasks, or without
-    --tasks, the mean of all losses but those of held-out domains."""
+    """Losses to minimize, such as a,b or a=2,b=1 with their shares: domains (also held-out ones),
+    --tasks, or columns of --metrics; or text that is not in the corpus, as NAME=PATH or
+    NAME=PATH=SHARE in the format of preprocess_data --input, on which all proxies are measured.
+    Default: the mean over --tasks, or without --tasks, the mean of all losses but those of held-out
+    domains."""
+    target_text_key: str = "text"
+    """Key, or column, of the text in the files of --target."""
     sampling: MixtureSamplingOptions = dataclasses.field(default_factory=MixtureSamplingOptions)
     swarm: SwarmOptions = dataclasses.field(default_factory=SwarmOptions)
 
@@ -197,6 +201,8 @@ class FitOptions(TrainingMethodOptions):
         super().__post_init__()
         if (self.ratios is None) != (self.metrics is None):
             raise UserError("--ratios and --metrics must be used together; pass both tables")
+        if self.target is None:
+            self.reject_changed(["target_text_key"], "has no effect without --target")
         if self.ratios is not None:
             unused = ["num_proxies", "work_dir", "sampling", "swarm"]
             self.reject_changed(unused, "nothing is trained with --ratios")

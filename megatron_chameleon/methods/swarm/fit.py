@@ -22,6 +22,9 @@ from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, matched, read
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.artifacts.swarm import SwarmRecord
 from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.options import SourceOptions
+from megatron_chameleon.corpus.target import Target, parse_target
+from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import token_counts, unigram_loss
 from megatron_chameleon.methods.output import (
@@ -31,10 +34,10 @@ from megatron_chameleon.methods.output import (
     epoch_limit,
     format_names,
     format_weight,
-    parse_shares,
     warn,
     write_and_print,
 )
+from megatron_chameleon.methods.proxy import on_rank_0
 from megatron_chameleon.methods.swarm import (
     FitOptions,
     GenerateOptions,
@@ -56,6 +59,7 @@ from megatron_chameleon.mixture.regmix import SamplingRule, sample_mixtures
 from megatron_chameleon.mixture.surrogate import FEWEST_RUNS, fit_surrogate
 from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.model.options import resolve_model
+from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.progress import progress_bar
 
 SECONDS_WITHOUT_BAR = 2.0
@@ -130,7 +134,14 @@ class Fitted:
 
 
 class FitMethod(abc.ABC, Generic[Options]):
-    """Base class of methods that fit the losses of runs; ``--method`` calls :meth:`compute`."""
+    """Base class of methods that fit the losses of runs; ``--method`` calls :meth:`compute`.
+
+    Attributes:
+        options: options of the method.
+        corpus: corpus whose domains are weighed.
+        measured: corpus of the proxies, in which the texts of the target are held-out domains.
+        target: target of the mixture; None stands for the mean of all losses.
+    """
 
     name: ClassVar[str]
     # Folder of a swarm in --work-dir; {} stands for its model size.
@@ -138,6 +149,11 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     def __init__(self, options: Options) -> None:
         self.options, self.corpus = options, Corpus.load(options.corpus)
+        self.measured = self.corpus
+        self.target: Target | None = None
+        if options.ratios is None:  # a table's losses are known when it is read
+            losses = [*self.corpus.all_domains, *options.swarm.downstream.tasks]
+            self.target = parse_objective(options, losses)
 
     @abc.abstractmethod
     def check_number_of_runs(self, count: int) -> None:
@@ -186,12 +202,20 @@ class FitMethod(abc.ABC, Generic[Options]):
         if options.ratios is not None and options.metrics is not None:
             if is_main:
                 runs = existing_runs(options.ratios, options.metrics, corpus)
+                self.target = parse_objective(options, runs.table.metrics)
+                if self.target and self.target.texts:
+                    raise UserError(
+                        f"--target {options.target}: the runs of {options.metrics} are not "
+                        f"measured on the text '{next(iter(self.target.texts))}'; name columns of "
+                        "this table, or train proxies without --ratios and --metrics"
+                    )
                 shares = self.target_shares(runs.table)
                 warn_mixed_scales(options.objective, shares, runs.table, str(options.metrics))
                 self.fit_and_write(runs)
             return True
-        check_target(options.objective, corpus, options.swarm.downstream.tasks)
         self.check_number_of_runs(options.num_proxies)
+        self.measured = self.corpus_to_measure()
+        check_target(self.target, self.measured, options.swarm.downstream.tasks)
         trained = self.train()
         if trained is not None and is_main:
             warn_untrained(self.target_shares(trained.table), corpus, trained.table)
@@ -200,7 +224,20 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     def target_shares(self, table: MixtureRuns) -> Array:
         """Return the share [m] of each metric of ``table`` in ``--target``."""
-        return target_shares(self.options.objective, table.metrics, self.corpus.held_out)
+        return target_shares(self.target, table.metrics, self.measured.held_out)
+
+    def corpus_to_measure(self) -> Corpus:
+        """Return the corpus of the proxies, the same on every rank."""
+        if self.target is None or not self.target.texts:
+            return self.corpus
+        target, options = self.target, self.options
+        minutes = options.swarm.distributed_timeout_minutes
+        source = SourceOptions((), text_key=options.target_text_key)
+        folder = options.runs_folder / FOLDER_NAME
+        return on_rank_0(
+            TrainingParallelOptions(distributed_timeout_minutes=minutes),
+            lambda: corpus_with_texts(self.corpus, target, source, folder),
+        )
 
     def train(self) -> FitRuns | None:
         """Train the swarms; return None after a stop request. Called on every rank."""
@@ -216,7 +253,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         while True:
             for size, folder in folders.items():
                 settings = dataclasses.replace(options.swarm, model=size)
-                result = train_swarm(settings, self.corpus, mixtures, folder)
+                result = train_swarm(settings, self.measured, mixtures, folder)
                 if result is None:
                     return None
                 swarms[size] = result
@@ -312,6 +349,9 @@ class FitMethod(abc.ABC, Generic[Options]):
     def fit_and_write(self, runs: FitRuns) -> None:
         """Fit the runs, cross-validate this fit and a linear baseline, and write the mixture."""
         stopwatch, options, table = Stopwatch(), self.options, runs.table
+        target, inputs = self.target, {"corpus": self.corpus.hash, **runs.inputs}
+        if target and target.texts:
+            inputs["target text"] = target.texts_hash
         names, count = list(self.corpus.names), len(runs.table.keys)
         self.check_number_of_runs(count)
         shares = self.target_shares(table)
@@ -360,6 +400,7 @@ class FitMethod(abc.ABC, Generic[Options]):
             method=self.name,
             parameters={
                 **fitted.parameters,
+                **({} if target is None else {"target": dataclasses.asdict(target.record)}),
                 "target_shares": by_name(table.metrics, shares),
                 "predicted_losses": by_name(table.metrics, predicted),
                 "fit": {
@@ -380,7 +421,7 @@ class FitMethod(abc.ABC, Generic[Options]):
                 **({} if runs.cost is None else {"total_cost": cost_totals(cost)}),
                 **runs.parameters,
             },
-            provenance=provenance(options, {"corpus": self.corpus.hash, **runs.inputs}),
+            provenance=provenance(options, inputs),
             cost=spent,
             **limit.mixture_fields(fitted.weights, weights),
         )
@@ -604,29 +645,51 @@ def warn_rare_domains(
         warn(f"{where}: {'; '.join(problems)}{remedy}")
 
 
+def parse_objective(options: FitOptions, names: Sequence[str]) -> Target | None:
+    """Parse ``--target``, or its default; None stands for the mean of all losses.
+
+    Args:
+        options: options of the method.
+        names: losses that may be named, in any spelling.
+
+    Raises:
+        UserError: for an invalid target.
+    """
+    if options.objective is None:
+        return None
+    source = SourceOptions((), text_key=options.target_text_key)
+    return parse_target(
+        options.objective, names, source, lambda name: matched([name], names).get(name)
+    )
+
+
 def target_shares(
-    target: str | None, metrics: Sequence[str], held_out: Container[str] = ()
+    target: Target | None, metrics: Sequence[str], held_out: Container[str] = ()
 ) -> Array:
     """Return the share [m] of each metric in the target.
 
-    Without ``--target``, all metrics but the losses of ``held_out`` domains have equal shares. The
+    Without a target, all metrics but the losses of ``held_out`` domains have equal shares. The
     shares sum to 1.
 
     Raises:
-        UserError: for an unknown or repeated name, a share that is not finite and > 0, or if
-            nothing but held-out domains is measured and there is no target.
+        UserError: if a name of the target is not measured, or nothing but held-out domains is
+            measured and there is no target.
     """
     if target is None:
         measured = np.array([metric not in held_out for metric in metrics], np.float64)
         if not measured.any():
             raise UserError(f"the losses are those of held-out domains; pass --target {metrics[0]}")
         return measured / measured.sum()
-    shares = parse_shares(target, metrics, lambda name: matched([name], metrics).get(name))
-    return shares / shares.sum()
+    if missing := target.shares.keys() - set(metrics):
+        raise UserError(
+            f"--target {target.value}: no run is measured on '{min(missing)}'; choose from "
+            f"{format_names(metrics)}"
+        )
+    return np.array([target.shares.get(metric, 0.0) for metric in metrics])
 
 
-def check_target(target: str | None, corpus: Corpus, tasks: Sequence[str]) -> None:
-    """Raise UserError for a target that is unknown or has no held-out text in ``corpus``."""
+def check_target(target: Target | None, corpus: Corpus, tasks: Sequence[str]) -> None:
+    """Raise UserError for a task with a domain's name, or a target without held-out text."""
     if both := [task for task in tasks if task in corpus.all_domains]:
         raise UserError(
             f"--tasks {both[0]}: {corpus.root} has a domain of that name; leave the task out, or "

@@ -12,6 +12,7 @@ from megatron_chameleon.artifacts import Mixture, MixtureWarning
 from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import sample_documents
+from megatron_chameleon.corpus.target import count_leaked
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.gold_answers import gold_answers
 from megatron_chameleon.methods.mixmin import (
@@ -25,12 +26,7 @@ from megatron_chameleon.methods.mixmin import (
 )
 from megatron_chameleon.methods.mixmin.compute import compute_mixture as compute
 from megatron_chameleon.methods.mixmin.headroom import parse_noise, seeds_needed
-from megatron_chameleon.methods.mixmin.text import (
-    ByteCoder,
-    answer_blocks,
-    choose_blocks,
-    count_leaked,
-)
+from megatron_chameleon.methods.mixmin.text import ByteCoder, answer_blocks, choose_blocks
 from tests.fixtures.task_data import write_task_data
 
 QUICK = EstimateOptions(bootstrap_resamples=10)

@@ -574,7 +574,7 @@ def test_a_held_out_domain_may_be_the_target(options, held_out_corpus):
     for wrong, flag in (
         ({"train_on_target": True}, "--train-on-target"),
         ({"algorithm": "paper"}, "--algorithm paper"),
-        ({"target": "news,poems"}, "'news'"),
+        ({"target": "news,poems"}, "--target news,poems"),  # a single domain is left to train on
     ):
         with pytest.raises(UserError, match=flag):
             Doge(options(**{"target": "poems", **changes, **wrong}))
