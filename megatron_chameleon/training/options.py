@@ -255,6 +255,7 @@ class TargetOptions(CheckedOptions):
     target: str | None = None
     """Domains, also held-out ones, with shares, as in a,b or a=2,b=1; or text that is not in the
     corpus, as NAME=PATH or NAME=PATH=SHARE. The target's loss is the sum of shares times losses.
+    Only --online aioli changes the training for it: its mixture lowers this loss.
     Default: the target that --mixture records (--method mixmin), if it has domains of this corpus
     only."""
     target_text_key: str = "text"
@@ -451,6 +452,12 @@ class PretrainOptions(TrainingOptions, RunOptions):
             raise UserError(
                 f"--profile-step-end {self.profiling.profile_step_end}: must be <= --train-iters "
                 f"{last}"
+            )
+        if self.online.online in ("odm", "ado") and self.target.target is not None:
+            raise UserError(
+                f"--target {self.target.target}: --online {self.online.online} has no target, "
+                "since it follows the domains' training losses; use --online aioli, the --mixture "
+                "of compute_mixture --method mixmin --target, or evaluate perplexity --target later"
             )
         if self.online.online:
             interval = self.online.setting("online_interval")

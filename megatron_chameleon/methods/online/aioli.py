@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.evaluation.held_out import HeldOutText
 from megatron_chameleon.methods.online.hook import OnlineHook
 from megatron_chameleon.methods.output import by_name, format_names, warn
 from megatron_chameleon.mixture.aioli import (
@@ -22,7 +23,7 @@ from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.step import BatchShape, Passes
-from megatron_chameleon.training.validation import Validation, held_out_texts
+from megatron_chameleon.training.validation import Validation, held_out_texts, target_texts
 
 
 class Aioli(OnlineHook):
@@ -34,6 +35,9 @@ class Aioli(OnlineHook):
     law's matrix. The next round uses the new mixture. In the authors' code, the sweeps are at the
     beginning of a round; here they are at the end, so that the first matrix is not that of an
     untrained model. A last round without steps after it has no sweeps.
+
+    The losses are those of the domains in the mixture, in equal parts. With ``--target``, they are
+    those of its domains and texts. A target that only the mixture records is not used.
 
     Args:
         plan: plan of the run.
@@ -66,24 +70,35 @@ class Aioli(OnlineHook):
             )
         self._plan, self._mixture = plan, self.initial
         self._windows: int = self.online.setting("online_windows")
-        texts = held_out_texts(plan, self._windows)
-        active = self.active.tolist()
-        self._texts = [text if on else None for text, on in zip(texts, active, strict=True)]
-        missing = [
-            name
-            for name, text, on in zip(plan.data.names, self._texts, active, strict=True)
-            if on and text is None
-        ]
-        if missing:
+        self._target = plan.target if options.target.target is not None else None
+        self._shares: Array | None = None
+        self._measured = self.names
+        if self._target is not None:
+            self._shares = np.array(list(self._target.shares.values()))
+            self._measured = list(self._target.shares)
+        self._texts = self._read_texts()
+        self._validation: Validation | None = None
+        self._gains: Array | None = None
+        self._before: Array | None = None
+        """Losses [m] before the current mixture of a sweep; None outside of sweeps."""
+        self._drops = np.zeros((len(self._measured), count))
+
+    def _read_texts(self) -> list[HeldOutText]:
+        """Return the windows of each domain or text whose loss is measured. Collective."""
+        plan, names, has_target = self._plan, list(self._plan.data.names), self._target is not None
+        found = held_out_texts(plan, self._windows, held_out=has_target)
+        if has_target:
+            names += [domain.name for domain in plan.data.held_out]
+        texts = {name: text for name, text in zip(names, found, strict=True) if text is not None}
+        if self._target is not None and self._target.texts:
+            read = from_main(lambda: target_texts(plan, self._windows))
+            texts |= zip(self._target.texts, read, strict=True)
+        if missing := [name for name in self._measured if name not in texts]:
             raise UserError(
                 f"--online aioli: these domains of {plan.data.where} have no valid split: "
                 f"{format_names(missing)}; change --split, or leave out these domains"
             )
-        self._validation: Validation | None = None
-        self._gains: Array | None = None
-        self._before: Array | None = None
-        """Losses [K] before the current mixture of a sweep; None outside of sweeps."""
-        self._drops = np.zeros((count, count))
+        return [texts[name] for name in self._measured]
 
     def new_mixture(self, step: int, model: Sequence[torch.nn.Module]) -> list[float] | None:
         """Return the weights to use from ``step`` on; None if they are unchanged."""
@@ -121,7 +136,8 @@ class Aioli(OnlineHook):
         """Compute the next round's mixture from the drops of this round's losses."""
 
         def compute() -> tuple[Array, Array]:
-            gains = normalized_gains(mixing_matrix(self._drops, self._emphasis))
+            matrix = mixing_matrix(self._drops, self._emphasis)
+            gains = normalized_gains(matrix, self._shares)
             if self._gains is not None:  # the first round has no average
                 kept = self.online.setting("online_smoothing")
                 gains = kept * self._gains + (1 - kept) * gains
@@ -133,15 +149,14 @@ class Aioli(OnlineHook):
         return self.change(step, self._mixture) or list(self._rounded().values())
 
     def _losses(self, model: Sequence[torch.nn.Module]) -> Array:
-        """Compute the mean loss of each domain's windows of the valid split: [K], in nats."""
+        """Compute the mean loss of the windows of each measured domain or text: [m], in nats."""
         if self._validation is None:
             shape = BatchShape.of(self._plan.options, self.layout.data_size)
-            names = self._plan.data.names
-            passes = Passes(model, shape, len(names))
-            self._validation = Validation(self._texts, names, passes, self.layout)
+            passes = Passes(model, shape, len(self._measured))
+            self._validation = Validation(self._texts, self._measured, passes, self.layout)
         losses = self._validation.losses()
         self.flops += self._validation.flops(self._plan.config)
-        return np.array([losses[name] for name in self.names])
+        return np.array([losses[name] for name in self._measured])
 
     def metrics(self) -> dict[str, Any]:
         """Return the weights in use, and each domain's effect on all losses."""
@@ -149,9 +164,13 @@ class Aioli(OnlineHook):
         return {**super().metrics(), **gains}
 
     @property
-    def _schedule(self) -> dict[str, float]:
+    def _schedule(self) -> dict[str, Any]:
         """Flags that must not change within a round: its lengths, mixtures and losses."""
+        value = self._plan.options.target.target
+        if self._target is not None and self._target.texts:
+            value = f"{value} (files {self._target.texts_hash[:8]})"
         return {
+            "--target": value,
             "--online-interval": self._round,
             "--online-windows": self._windows,
             "--aioli-steps": self._steps,
@@ -173,7 +192,8 @@ class Aioli(OnlineHook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``; raise UserError if a round would change in its middle."""
         for flag, value in self._schedule.items():
-            if (before := state["schedule"][flag]) != value:
+            # Runs of earlier releases have no --target.
+            if (before := state["schedule"].get(flag)) != value:
                 raise UserError(
                     f"the run was started with {flag} {before}, not {value}; {FRESH_START}"
                 )

@@ -26,10 +26,11 @@ from megatron_chameleon.training.options import (
     ONLINE_DEFAULTS,
     OnlineMethod,
     OnlineOptions,
+    TargetOptions,
     ValidationOptions,
 )
 from megatron_chameleon.training.trainer import pretrain
-from tests.small_corpus import DOMAINS
+from tests.small_corpus import DOMAINS, with_text
 from tests.unit.training.runs import before_steps, poison
 
 INTERVAL = 2
@@ -199,6 +200,36 @@ def test_aioli_follows_the_validation_losses(options):
     )
 
 
+def test_aioli_follows_the_losses_of_a_target(options, corpus, tmp_path, monkeypatch):
+    """The log has the target's losses, of a text that is no domain. Resuming is exact."""
+    copy, text = with_text(corpus, tmp_path / "corpus", "poems", "valid")
+    settings: dict[str, Any] = {
+        "corpus": copy.root,
+        "validation": ValidationOptions(eval_interval=1, eval_tokens=3 * 32),
+        "target": TargetOptions(f"mine={text}=3,code", "words", keep_best=False),
+    }
+    whole = train(options("aioli", **settings))
+    losses = [
+        np.array([line["validation_loss"][name] for name in ("mine", "code")])
+        for line in whole.metrics()
+    ]
+    weights = [each for _start, each in weights_of(whole)]
+    drops = np.zeros((2, 3))
+    for number in (1, 2, 3):
+        drops[:, np.argmax(weights[number])] = losses[number - 1] - losses[number]
+    gains = normalized_gains(mixing_matrix(drops, 0.75), np.array([0.75, 0.25]))
+    np.testing.assert_allclose(weights[4], aioli_weights(np.full(3, 1 / 3), gains, 20), atol=2e-6)
+    parts = options("aioli", "parts", **settings)
+    with monkeypatch.context() as patched:
+        before_steps(patched, {6: kill})
+        with pytest.raises(RuntimeError, match="killed"):
+            train(parts)
+    other = dataclasses.replace(parts, target=TargetOptions("code", keep_best=False))
+    with pytest.raises(UserError, match="--target"):
+        train(other)
+    assert weights_of(train(parts)) == weights_of(whole)
+
+
 def test_aioli_keeps_the_mixture_if_a_validation_loss_is_not_finite(options, monkeypatch):
     """The model's loss is NaN in the validation after step 2 alone."""
 
@@ -222,11 +253,14 @@ def train_plain(options):
 
 
 def test_mistakes_write_nothing(options):
+    measured = {"validation": ValidationOptions(eval_interval=2), "target": TargetOptions("news")}
     for method, changes, named in (
         ("odm", {"data": DataOptions()}, "--permutation epoch"),
         ("aioli", {"train_iters": 4}, "--online-interval 4: must be < --train-iters"),
         ("aioli", {"online": dataclasses.replace(ONLINE["aioli"], aioli_steps=2)}, "above 6"),
         ("aioli", {"online": dataclasses.replace(ONLINE["aioli"], aioli_emphasis=0.3)}, "1 / 3"),
+        ("odm", measured, "--online odm has no target"),
+        ("ado", measured, "--online ado has no target"),
     ):
         with pytest.raises(UserError, match=named):
             train(dataclasses.replace(options(method, "other"), **changes))

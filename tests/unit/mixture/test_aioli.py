@@ -22,6 +22,12 @@ def test_one_round_by_hand():
     # The smallest entry, -1, is subtracted: [[2, 1], [0, 2]].
     np.testing.assert_allclose(normalized_gains(np.array([[1.0, 0], [-1, 1]])), [0.4, 0.6])
     np.testing.assert_allclose(normalized_gains(np.zeros((2, 2))), [0.5, 0.5])
+    # One loss of a target; two losses with shares: 0.75 [1, 3] + 0.25 [2, 0].
+    np.testing.assert_allclose(mixing_matrix(np.array([[0.5, 0.5]]), 0.75), [[0.5, 0.5]])
+    shares = np.array([0.75, 0.25])
+    found = normalized_gains(np.array([[1.0, 3], [2, 0]]), shares)
+    np.testing.assert_allclose(found, [1.25 / 3.5, 2.25 / 3.5])
+    np.testing.assert_allclose(normalized_gains(np.zeros((1, 2)), np.ones(1)), [0.5, 0.5])
     weights = aioli_weights(np.array([0.8, 0.2]), np.array([0.25, 0.75]), 2.0)
     expected = 0.2 * np.e / (0.8 + 0.2 * np.e)
     np.testing.assert_allclose(weights, [1 - expected, expected])
