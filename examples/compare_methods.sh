@@ -11,6 +11,8 @@
 #   METHODS="uniform chameleon doremi" SEEDS="1 2 3 4 5" bash examples/compare_methods.sh
 #   TARGETS=leave-one-out SIZE=small CORPUS_NAME=registers bash examples/compare_methods.sh
 #                        # mixtures for a target that is not trained on, for each domain in turn
+#   STOP_AT=$(($(date +%s) + 540)) TARGETS=leave-one-out SIZE=gpu bash examples/compare_methods.sh
+#                        # the same on a GPU, in pieces of at most 10 minutes
 #
 # The paper's experiments, on every GPU, in this order; pile uses the proxy of slimpajama, and wiki40b
 # and stack fine-tune a model of pile:
@@ -26,17 +28,19 @@
 # the models of all mixtures start from the same weights and sample with the same seed. Mixtures are
 # computed once, with PROXY_SEED. A mixture that equals uniform shares the models of uniform.
 #
-#   SIZE         mini: real text of the installed packages, nano models; small: longer; paper: an
-#                EXPERIMENT at full size; tiny: a smoke test (mini; with EXPERIMENT: paper)
+#   SIZE         mini: real text of the installed packages, nano models; small: longer; gpu: the text of
+#                small and models of 30 million parameters, on one GPU; paper: an EXPERIMENT at full
+#                size; tiny: a smoke test (mini; with EXPERIMENT: paper)
 #   EXPERIMENT   slimpajama, slimpajama-1.2b, pile, wiki40b or stack (with SIZE=paper: slimpajama)
 #   VARIANT      2k: DoReMi and DoGE with proxies of 2,000 steps, next to uniform and Chameleon
-#   BASE         model size of the base models of mini, small and tiny (nano)
-#   CORPUS_NAME  text of SIZE=small: installed, registers or code (installed)
+#   BASE         model size of the base models of mini, small, gpu and tiny (nano; gpu: llama-30m)
+#   PROXY_MODEL  model size of the proxies of mini, small, gpu and tiny (nano; gpu: llama-30m)
+#   CORPUS_NAME  text of SIZE=small and gpu: installed, registers or code (installed)
 #   METHODS      columns of the table, named as by compute_mixture --list-methods;
 #                doremi-2k and doge-2k use proxies with Chameleon's number of steps;
 #                chameleon-pretrain, -finetune, -paper and -scaled use that mode or recipe;
 #                odm, chameleon-online and other online methods train base models with
-#                --online, and need SIZE=small; printed-COLUMN is a column of the paper's tables of
+#                --online, and need SIZE=small or gpu; printed-COLUMN is a column of the paper's tables of
 #                weights, and needs EXPERIMENT (mini: uniform natural unimax chameleon doremi doge
 #                regmix surrogate mixing-laws; small: uniform natural chameleon doremi surrogate odm;
 #                EXPERIMENT: the columns of its tables in the paper)
@@ -45,12 +49,13 @@
 #                table of the targets' losses. METHODS may have mixmin, mixmin-experts (a trained model
 #                per domain), chameleon-target-pretrain and chameleon-target-finetune (uniform natural
 #                chameleon chameleon-target-pretrain chameleon-target-finetune mixmin); with
-#                SIZE=small, base models have 600 steps, and there are three seeds
+#                SIZE=small, base models have 600 steps (gpu: 1200), and there are three seeds
 #   PRETRAINED   with SIZE=small, the folder of an earlier comparison: its base models of uniform are
 #                fine-tuned on CORPUS_NAME, each with its own seed, and the first one embeds the
-#                domains (METHODS: uniform chameleon-finetune chameleon-pretrain). With
-#                EXPERIMENT=wiki40b and stack, the run or checkpoint that is fine-tuned with every
-#                seed and embeds the domains (runs/pile/5-base/chameleon-pretrain-seed1)
+#                domains (METHODS: uniform chameleon-finetune chameleon-pretrain; with TARGETS:
+#                uniform chameleon-target-finetune mixmin). With EXPERIMENT=wiki40b and stack, the run
+#                or checkpoint that is fine-tuned with every seed and embeds the domains
+#                (runs/pile/5-base/chameleon-pretrain-seed1)
 #   PROXY        with EXPERIMENT=pile, the run or checkpoint that embeds the domains
 #                (runs/slimpajama/2-proxy/82m-seed1)
 #   SEEDS        seeds of the base models, at least three ("1 2 3"; small: "1 2 3 4 5")
@@ -77,8 +82,8 @@ SIZE=${SIZE:-${EXPERIMENT:+paper}}
 SIZE=${SIZE:-mini}
 [ "$SIZE" != paper ] || EXPERIMENT=${EXPERIMENT:-slimpajama}
 COMMAND_LINE=
-for choice in SIZE EXPERIMENT VARIANT SETTINGS CORPUS_NAME TARGETS PRETRAINED PROXY BASE METHODS SEEDS \
-  BASELINE PROXY_SEED RUN CORPUS MAX_BYTES VOCAB_SIZE TOKENIZER TASKS DATA_DIR JOBS_AT_ONCE \
+for choice in SIZE EXPERIMENT VARIANT SETTINGS CORPUS_NAME TARGETS PRETRAINED PROXY PROXY_MODEL BASE \
+  METHODS SEEDS BASELINE PROXY_SEED RUN CORPUS MAX_BYTES VOCAB_SIZE TOKENIZER TASKS DATA_DIR JOBS_AT_ONCE \
   BASE_STEPS PROXY_STEPS LONG_PROXY_STEPS MEMBER_STEPS REGMIX_MEMBERS TP PP NPROC; do
   [ -z "${!choice:-}" ] || printf -v COMMAND_LINE '%s%s=%q ' "$COMMAND_LINE" "$choice" "${!choice}"
 done
@@ -96,7 +101,7 @@ check_choice() {
   comparison --check choice || exit
   for name in $METHODS; do
     [ -z "$(online_method "$name")" ] || [[ " ${BASE_FLAGS[*]} ${EXTRA[*]} " == *" --permutation "* ]] ||
-      refuse "METHODS: $name requires SIZE=small, or -- --permutation epoch"
+      refuse "METHODS: $name requires SIZE=small or gpu, or -- --permutation epoch"
     [[ $name != printed-* || -n $EXPERIMENT ]] || refuse "METHODS: $name requires EXPERIMENT"
     ! uses_proxy "$name" || is_found "$name" || [ "$EXPERIMENT" != pile ] || [ -d "$PROXY" ] ||
       refuse "no run at $PROXY; create it with 'EXPERIMENT=slimpajama bash $0', or set PROXY"
@@ -147,21 +152,21 @@ BASE_FLAGS=()
   refuse "VARIANT=$VARIANT: must be unset, or 2k with EXPERIMENT=slimpajama"
 [[ -z $PRETRAINED || $SIZE = small || $EXPERIMENT =~ ^(wiki40b|stack)$ ]] ||
   refuse "PRETRAINED: requires SIZE=small, EXPERIMENT=wiki40b or EXPERIMENT=stack"
-[[ -z $TARGETS || -z $EXPERIMENT && -z $PRETRAINED ]] ||
-  refuse "TARGETS: requires SIZE=mini, small or tiny without PRETRAINED"
+[[ -z $TARGETS || -z $EXPERIMENT ]] || refuse "TARGETS: requires SIZE=mini, small, gpu or tiny"
 [[ -z ${PROXY:-} || $EXPERIMENT = pile ]] || refuse "PROXY: requires EXPERIMENT=pile"
 [[ -z ${BASE:-} || -z $EXPERIMENT ]] ||
-  refuse "BASE: requires SIZE=mini, small or tiny; the larger model is EXPERIMENT=slimpajama-1.2b"
+  refuse "BASE: requires SIZE=mini, small, gpu or tiny; the larger model is EXPERIMENT=slimpajama-1.2b"
 [[ -z ${BASE_STEPS:-} || ! $EXPERIMENT =~ ^(wiki40b|stack)$ ]] ||
   refuse "BASE_STEPS: does not apply to EXPERIMENT=$EXPERIMENT, whose steps the paper states"
 [[ -z ${TASKS:-} || -n $EXPERIMENT && $TASKS =~ ^(yes|no)$ ]] ||
   refuse "TASKS=$TASKS: must be unset, or yes or no with an EXPERIMENT"
 case $EXPERIMENT:$SIZE in
+  :gpu) gpu ;;
   :mini | :small | :tiny)
     export CUDA_VISIBLE_DEVICES= TORCHDYNAMO_DISABLE=1   # models too small for a GPU
     "$SIZE"
     ;;
-  :*) refuse "SIZE=$SIZE: must be mini, small, paper or tiny" ;;
+  :*) refuse "SIZE=$SIZE: must be mini, small, gpu, paper or tiny" ;;
   *:paper | *:tiny) papers_experiment ;;
   *) refuse "SIZE=$SIZE: must be paper or tiny with an EXPERIMENT" ;;
 esac

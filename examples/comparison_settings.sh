@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# compare_methods.sh sources this file after launch.sh. It holds the settings of SIZE=mini, small and
-# tiny, and those of the paper's experiments.
+# compare_methods.sh sources this file after launch.sh. It holds the settings of SIZE=mini, small, gpu
+# and tiny, and those of the paper's experiments.
 #
 # Each function sets RUN, CORPUS, METHODS, SEEDS, BASELINE, JOBS_AT_ONCE, the flags TRAIN, EMBED and
 # EVALUATE, and how Chameleon's mixtures are computed: PROXY embeds the domains. The job "proxy"
@@ -60,16 +60,16 @@ papers_experiment() {
 
 # The small settings, whose models train on CPUs
 
-# Settings that SIZE=mini, small and tiny share.
+# Settings that SIZE=mini, small, gpu and tiny share.
 mini() {
   [ -z "$TARGETS$TARGET" ] ||
     METHODS=${METHODS:-uniform natural chameleon chameleon-target-pretrain chameleon-target-finetune mixmin}
   RUN=${RUN:-runs/compare-mini}
-  BASE=${BASE:-nano}
+  BASE=${BASE:-nano} PROXY_MODEL=${PROXY_MODEL:-nano}
   STEPS_IN_10_S=${STEPS_IN_10_S:-62}   # nano steps of a core
   JOBS_AT_ONCE=${JOBS_AT_ONCE:-2}      # 1.8 times as fast as one job at a time with two ranks
   METHODS=${METHODS:-uniform natural unimax chameleon doremi doge regmix surrogate mixing-laws}
-  SEQ_LENGTH=128 BATCH=8 WARMUP=160 SWARM_WARMUP=40
+  SEQ_LENGTH=128 BATCH=8 WARMUP=160 SWARM_WARMUP=40 LR=4e-3 MIN_LR=1e-3 SWARM_LR=1e-2 PRECISION=()
   BASE_STEPS=${BASE_STEPS:-800}
   PROXY_STEPS=${PROXY_STEPS:-1000}             # for Chameleon; a third of these steps is too few
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # for DoReMi and DoGE
@@ -96,6 +96,7 @@ small() {
   STEPS_IN_10_S=${STEPS_IN_10_S:-110}
   SEEDS=${SEEDS:-1 2 3 4 5}
   if [ -n "$PRETRAINED" ]; then
+    [ -z "$TARGETS$TARGET" ] || METHODS=${METHODS:-uniform chameleon-target-finetune mixmin}
     METHODS=${METHODS:-uniform chameleon-finetune chameleon-pretrain}
     BASE_STEPS=${BASE_STEPS:-1000}
     export TOKENIZER=${TOKENIZER:-$PRETRAINED/tokenizer.json}
@@ -113,6 +114,24 @@ small() {
   MEMBER_STEPS=${MEMBER_STEPS:-400} REGMIX_MEMBERS=${REGMIX_MEMBERS:-32}
   BASE_FLAGS=(--permutation epoch --eval-interval $((BASE_STEPS / 10)) --eval-tokens 4096)
   mini
+}
+
+# The text of SIZE=small and models of 30 million parameters, trained on 39 million tokens on one GPU.
+gpu() {
+  [[ -z $PRETRAINED ]] || refuse "PRETRAINED: requires SIZE=small"
+  CORPUS_NAME=${CORPUS_NAME:-installed}
+  RUN=${RUN:-runs/compare-gpu/$CORPUS_NAME}
+  BASE=${BASE:-llama-30m} PROXY_MODEL=${PROXY_MODEL:-llama-30m}
+  SEEDS=${SEEDS:-1 2 3}
+  BASE_STEPS=${BASE_STEPS:-1200} PROXY_STEPS=${PROXY_STEPS:-1200}
+  LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1200}
+  STEPS_IN_10_S=${STEPS_IN_10_S:-150}
+  small
+  SEQ_LENGTH=512 BATCH=64 LR=2e-3 MIN_LR=2e-4 SWARM_LR=2e-3 PRECISION=(--bf16)
+  WARMUP=$((BASE_STEPS / 10)) SWARM_WARMUP=$((MEMBER_STEPS / 10))
+  EMBED=(--num-windows 1024)
+  EVALUATE=(--max-tokens 100000)
+  EVAL_TOKENS=65536
 }
 
 # A smoke test, in which models learn nothing.
@@ -136,21 +155,21 @@ finish_small_settings() {
     OUTPUT=$CORPUS bash "$HERE/data/${CORPUS_NAME}_text.sh"
   fi
   [ -e "$CORPUS/corpus.json" ] || refuse "no corpus at $CORPUS; $(corpus_hint installed_text.sh)"
-  local batches=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH")
+  local batches=(--seq-length "$SEQ_LENGTH" --global-batch-size "$BATCH" "${PRECISION[@]}")
   # These settings were chosen for small differences between seeds. At a learning rate of 1e-2, one
   # model in twenty lagged far behind. With half the warm-up and beta2 0.95, the mean losses of
   # seeds differed by up to 0.3; with these settings, they differ by 0.07.
-  local run=("${batches[@]}" --micro-batch-size "$BATCH" --lr-warmup-iters "$WARMUP" --lr 4e-3
-    --min-lr 1e-3 --adam-beta2 0.99 --log-interval 50 --save-interval 200)
-  PROXY_FLAGS=(--model nano "${run[@]}" --seed "$PROXY_SEED")
-  SWARM=(--model nano "${batches[@]}" --lr-warmup-iters "$SWARM_WARMUP" --lr 1e-2
+  local run=("${batches[@]}" --micro-batch-size "$BATCH" --lr-warmup-iters "$WARMUP" --lr "$LR"
+    --min-lr "$MIN_LR" --adam-beta2 0.99 --log-interval 50 --save-interval 200)
+  PROXY_FLAGS=(--model "$PROXY_MODEL" "${run[@]}" --seed "$PROXY_SEED")
+  SWARM=(--model "$PROXY_MODEL" "${batches[@]}" --lr-warmup-iters "$SWARM_WARMUP" --lr "$SWARM_LR"
     --seed "$PROXY_SEED" --train-iters "$MEMBER_STEPS" --eval-tokens "$EVAL_TOKENS")
   TRAIN=(--model "$BASE" "${run[@]}" --train-iters "$BASE_STEPS" --corpus "$CORPUS"
     "${BASE_FLAGS[@]}")
   EMBED+=(--corpus "$CORPUS")
   EVALUATE+=(--corpus "$CORPUS")
   BUDGET=$((BASE_STEPS * SEQ_LENGTH * BATCH))
-  PROXY=${PROXY:-$RUN/2-proxy/nano-seed$PROXY_SEED}
+  PROXY=${PROXY:-$RUN/2-proxy/$PROXY_MODEL-seed$PROXY_SEED}
   EXPERTS=${EXPERTS:-$RUN/2-proxy/experts}
 }
 
