@@ -14,11 +14,11 @@ from megatron_chameleon.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class QuickstartOptions:
-    """Run the whole pipeline: text, tokens, proxy, mixture, two models, perplexity, report.
+    """Run the whole pipeline: text, tokens, proxy, mixtures, three models, perplexity, report.
 
     The text comes from the installed packages, so nothing is downloaded. The same command resumes
-    after an interruption. Sizes and steps are environment variables: SIZE (nano), PROXY_STEPS
-    (500), BASE_STEPS (650), WARMUP (160) and SEED (1).
+    after an interruption. Sizes and steps are environment variables: TARGET (reference_prose), SIZE
+    (nano), STEPS (400), WARMUP (160) and SEED (1).
     """
 
     run_dir: Path | None = None

@@ -9,10 +9,9 @@ set -euo pipefail
 
 RUN=${RUN:-runs/quickstart}            # output folder
 TARGET=${TARGET:-reference_prose}      # the domain that is held out as the target
-SIZE=${SIZE:-nano}                     # model size of the proxy and the three models
-PROXY_STEPS=${PROXY_STEPS:-400}
-BASE_STEPS=${BASE_STEPS:-400}
-WARMUP=${WARMUP:-160}                  # must be less than the numbers of steps
+SIZE=${SIZE:-nano}                     # size of the proxy and the models
+STEPS=${STEPS:-400}                    # of the proxy and the models
+WARMUP=${WARMUP:-160}                  # must be less than the number of steps
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread per process, since two processes run at a time
@@ -22,8 +21,8 @@ CORPUS=$RUN/1-corpus
 PROXY=$RUN/2-proxy/$SIZE-seed$SEED
 STORE=$RUN/3-embeddings
 MIXTURES=$RUN/4-mixture
-BUDGET=$((BASE_STEPS * 8 * 128))       # training tokens of each model
-TRAIN=(--corpus "$CORPUS" --model "$SIZE" --seed "$SEED" --seq-length 128
+BUDGET=$((STEPS * 8 * 128))       # training tokens of each model
+TRAIN=(--corpus "$CORPUS" --model "$SIZE" --train-iters "$STEPS" --seed "$SEED" --seq-length 128
   --global-batch-size 8 --micro-batch-size 4 --lr 4e-3 --min-lr 1e-3 --lr-warmup-iters "$WARMUP"
   --adam-beta2 0.99 --log-interval 50 --save-interval 1000)
 
@@ -55,35 +54,37 @@ megatron-chameleon compute_mixture --method mixmin --corpus "$CORPUS" --target "
   --output "$MIXTURES/mixmin.json" --token-budget "$BUDGET"
 
 say "4/7 Weights without a target: a proxy, its embeddings of the domains, and Chameleon"
-torchrun "${RANKS[@]}" pretrain_gpt "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY" \
-  --train-iters "$PROXY_STEPS"
+torchrun "${RANKS[@]}" pretrain_gpt "${TRAIN[@]}" --mixture uniform --run-dir "$PROXY"
 torchrun "${RANKS[@]}" compute_mixture --corpus "$CORPUS" --checkpoint "$PROXY" --store "$STORE" \
   --num-windows 512 --tensor-model-parallel-size 2 --token-budget "$BUDGET" \
   --output "$MIXTURES/chameleon-pretrain.json"
 
-say "5/7 Three models that differ only in their mixture, trained concurrently on one rank each"
-BASE=("$PYTHON" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}" --train-iters "$BASE_STEPS")
+say "5/7 Models that differ only in their mixture, trained concurrently on one rank each"
+# The proxy has the size and the steps of the models, so it is also the model with uniform weights.
+if [ ! -e "$RUN/5-base/uniform-seed$SEED" ]; then
+  mkdir -p "$RUN/5-base"
+  rm -rf "$RUN/5-base/.uniform"   # of an interrupted copy
+  cp -r "$PROXY" "$RUN/5-base/.uniform"
+  mv "$RUN/5-base/.uniform" "$RUN/5-base/uniform-seed$SEED"
+fi
+echo "The proxy is also the model with uniform weights."
+BASE=("$PYTHON" -m megatron_chameleon pretrain_gpt "${TRAIN[@]}")
 mkdir -p "$RUN/logs"
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT   # Ctrl-C does not reach background processes
-declare -A LOGS=()
-for name in mixmin chameleon-pretrain; do
-  log=$RUN/logs/$name-seed$SEED.log
-  "${BASE[@]}" --mixture "$MIXTURES/$name.json" --run-dir "$RUN/5-base/$name-seed$SEED" \
-    > "$log" 2>&1 &
-  LOGS[$!]=$log
-  echo "The model of $name.json logs to $log."
-done
-"${BASE[@]}" --mixture uniform --run-dir "$RUN/5-base/uniform-seed$SEED"
-for process in "${!LOGS[@]}"; do
-  wait "$process" || { tail -n 3 "${LOGS[$process]}" >&2; exit 1; }
-done
+LOG=$RUN/logs/chameleon-pretrain-seed$SEED.log
+"${BASE[@]}" --mixture "$MIXTURES/chameleon-pretrain.json" \
+  --run-dir "$RUN/5-base/chameleon-pretrain-seed$SEED" > "$LOG" 2>&1 &
+echo "The model of chameleon-pretrain.json logs to $LOG."
+"${BASE[@]}" --mixture "$MIXTURES/mixmin.json" --run-dir "$RUN/5-base/mixmin-seed$SEED"
+wait $! || { tail -n 3 "$LOG" >&2; exit 1; }
 
 say "6/7 Held-out perplexity"
 MODELS=()
 for name in uniform chameleon-pretrain mixmin; do
   MODELS+=(--checkpoint "$RUN/5-base/$name-seed$SEED" --output "$RUN/6-evaluation/$name-seed$SEED.json")
 done
-torchrun "${RANKS[@]}" evaluate perplexity --corpus "$CORPUS" --max-tokens 25000 "${MODELS[@]}"
+torchrun "${RANKS[@]}" evaluate perplexity --corpus "$CORPUS" --target "$TARGET" \
+  --max-tokens 25000 "${MODELS[@]}"
 
 say "7/7 Tables and figures"
 megatron-chameleon make_report "$RUN"
@@ -91,9 +92,9 @@ megatron-chameleon make_report "$RUN"
 say "Written to $RUN"
 cat << END
   1-corpus      the text as tokens, in named domains
-  2-proxy       the proxy model, trained with uniform weights
+  2-proxy       the proxy, trained with uniform weights
   4-mixture     the weights: mixmin.json (for the target), chameleon-pretrain.json
-  5-base        three models, trained with uniform weights and with these
+  5-base        three models: the proxy, and those trained with these weights
   7-report      report.html: tables and figures
 
 Next, weights for a target of your own, without any model:

@@ -104,7 +104,7 @@ class Launchers:
 
 @pytest.mark.slow
 def test_quickstart_runs_from_an_empty_folder(tmp_path):
-    steps = {"PROXY_STEPS": "4", "BASE_STEPS": "4", "WARMUP": "2", "PYTHONPATH": str(REPOSITORY)}
+    steps = {"STEPS": "4", "WARMUP": "2", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "megatron_chameleon", "quickstart", "--run-dir", "first"]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, **steps}, check=True)
     assert (tmp_path / "first/7-report/report.html").is_file()

@@ -12,7 +12,8 @@ import pytest
 from megatron_chameleon.artifacts import Mixture
 from tests.simulated_cuda.conftest import Tools
 
-pytestmark = pytest.mark.slow
+# Twenty processes import torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 REPOSITORY = Path(__file__).parents[2]
 # The scripts' python: runs the commands of the package on the device.
@@ -40,7 +41,7 @@ def test_small_models_are_compared_on_the_device(tools: Tools, tmp_path: Path) -
         "PROXY_MODEL": "nano",
         "BASE_STEPS": "10",
         "PROXY_STEPS": "10",
-        "METHODS": "uniform mixmin mixmin-experts chameleon-target-pretrain",
+        "METHODS": "uniform mixmin-experts",
         "RUN": str(tmp_path / "run"),
         "CORPUS": str(tools.corpus),
         "TORCHDYNAMO_DISABLE": "1",
@@ -57,4 +58,4 @@ def test_small_models_are_compared_on_the_device(tools: Tools, tmp_path: Path) -
     log = (folder / "logs/uniform-seed1.log").read_text()
     assert "step 10/10" in log
     assert "x cpu" not in log
-    assert "chameleon-target-pretrain" in done.stdout
+    assert "MixMin" in done.stdout
