@@ -28,7 +28,7 @@ from megatron_chameleon.artifacts import (
     provenance,
 )
 from megatron_chameleon.artifacts.corpus import hash_range, hash_token_file, table_label
-from megatron_chameleon.artifacts.files import link_or_copy, writing
+from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.corpus.data_path import (
     DataPath,
     sequence_range,
@@ -36,7 +36,7 @@ from megatron_chameleon.corpus.data_path import (
     split_ranges,
 )
 from megatron_chameleon.corpus.indexed import TokenFile, open_token_file, require_token_type
-from megatron_chameleon.corpus.join import hold_out_domain, link_domain
+from megatron_chameleon.corpus.join import link_domains
 from megatron_chameleon.corpus.options import ImportOptions, quoted
 from megatron_chameleon.corpus.staging import TOKENS_NAME, WEIGHTS_NAME, corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
@@ -140,10 +140,6 @@ def link_corpus(
 ) -> Corpus:
     """Write a corpus of some domains of ``corpus``, whose token files it links.
 
-    Domains that become held out keep their valid and test splits, and the other domains all splits.
-    A corpus of preprocess_data has removed the text of every valid and test split from the train
-    splits of all domains, so the new corpus does not train on held-out text either.
-
     Args:
         corpus: the existing corpus.
         output: folder of the new corpus.
@@ -159,27 +155,10 @@ def link_corpus(
     prefixes = [str(corpus.prefix(n, split)) for n in corpus.all_domains for split in SPLITS]
     _check_outside_output(prefixes, output)
     with corpus_folder(output, overwrite, shared=False) as folder:
-        made = folder.staging / "corpus"
-        with writing(made):
-            (made / TOKENS_NAME).mkdir(parents=True)
-        if (tokenizer := corpus.root / corpus.tokenizer.file).is_file():
-            link_or_copy(tokenizer, made / corpus.tokenizer.file)
-        new = dataclasses.replace(
-            corpus,
-            root=made,
-            domains={name: link_domain(corpus, name, made) for name in train},
-            held_out={
-                name: (link_domain if name in corpus.held_out else hold_out_domain)(
-                    corpus, name, made
-                )
-                for name in held_out
-            },
-            not_written={n: c for n, c in corpus.not_written.items() if n in {*train, *held_out}},
-            provenance=made_by,
-            cost=stopwatch.cost(),
-        )
+        linked = link_domains(corpus, folder.staging / "corpus", train, held_out)
+        new = dataclasses.replace(linked, provenance=made_by, cost=stopwatch.cost())
         new.save()
-        folder.publish(made)
+        folder.publish(new.root)
     return dataclasses.replace(new, root=output)
 
 

@@ -420,6 +420,31 @@ def _read_tokens(file: TokenFile, dtype: TokenType, start: int, stop: int) -> by
     return file.tokens[start // size : stop // size].astype(dtype, copy=False).tobytes()
 
 
+def link_domains(
+    corpus: Corpus, folder: Path, train: Iterable[str], held_out: Iterable[str]
+) -> Corpus:
+    """Link the files of some domains, and the tokenizer, into ``folder``; return the new record.
+
+    Domains that become held out keep their valid and test splits, and the other domains all splits.
+    A corpus of preprocess_data has removed the text of every valid and test split from the train
+    splits of all domains, so the new corpus does not train on held-out text either. The record is
+    not written.
+    """
+    with writing(folder):
+        (folder / TOKENS_NAME).mkdir(parents=True, exist_ok=True)
+    if (tokenizer := corpus.root / corpus.tokenizer.file).is_file():
+        link_or_copy(tokenizer, folder / corpus.tokenizer.file)
+    domains = {name: link_domain(corpus, name, folder) for name in train}
+    held = {
+        name: (link_domain if name in corpus.held_out else hold_out_domain)(corpus, name, folder)
+        for name in held_out
+    }
+    kept = {name: n for name, n in corpus.not_written.items() if name in domains | held}
+    return dataclasses.replace(
+        corpus, root=folder, domains=domains, held_out=held, not_written=kept
+    )
+
+
 def link_domain(corpus: Corpus, name: str, folder: Path) -> Domain:
     """Link the files of a domain into ``folder``; return the domain's record.
 

@@ -7,9 +7,9 @@ import functools
 from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, Domain, Stopwatch, provenance
-from megatron_chameleon.artifacts.files import link_or_copy, sha256_of_json, writing
+from megatron_chameleon.artifacts.files import sha256_of_json, writing
 from megatron_chameleon.corpus.indexed import open_tokens
-from megatron_chameleon.corpus.join import link_domain, write_split
+from megatron_chameleon.corpus.join import link_domains, write_split
 from megatron_chameleon.corpus.options import SourceOptions, quoted
 from megatron_chameleon.corpus.staging import TOKENS_NAME, corpus_folder
 from megatron_chameleon.corpus.target import Target, read_target_text, warn_leaked
@@ -57,14 +57,10 @@ def corpus_with_texts(
                 # Files with another time or another folder may hold the same text.
                 _check_unchanged(found, corpus, texts)
             else:
-                if (tokenizer := corpus.root / corpus.tokenizer.file).is_file():
-                    link_or_copy(tokenizer, made / corpus.tokenizer.file)
-                held_out = {name: link_domain(corpus, name, made) for name in corpus.held_out}
+                linked = link_domains(corpus, made, corpus.names, corpus.held_out)
                 dataclasses.replace(
-                    corpus,
-                    root=made,
-                    domains={name: link_domain(corpus, name, made) for name in corpus.names},
-                    held_out={**held_out, **texts},
+                    linked,
+                    held_out={**linked.held_out, **texts},
                     provenance=provenance(source, inputs),
                     cost=stopwatch.cost(),
                 ).save()
