@@ -103,7 +103,9 @@ def parse_target(
     for item in filter(None, map(str.strip, value.split(","))):
         name, share = item, 1.0
         head, equals, number = item.rpartition("=")
-        if item not in names and equals:
+        # The path of a text may end with an equals sign and a number.
+        is_path = Path(item.partition("=")[2]).exists() if item.count("=") == 2 else False
+        if item not in names and equals and not is_path:
             try:
                 name, share = head.strip(), float(number)
             except ValueError:

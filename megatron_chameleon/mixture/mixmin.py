@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -159,7 +160,7 @@ def mixmin_weights(
         return np.asarray(low / low.sum()) if low.sum() > 0 else np.ones(1)
     weights = np.maximum(limits.placed_prior if start is None else start, SMALLEST_START * high)
     weights = nearest_by_divergence(weights, low, high)
-    exponent, before, plain = 1.0, -math.inf, weights
+    exponent, before, plain, gap = 1.0, -math.inf, weights, math.inf
     for _ in range(MAX_ITERATIONS):
         mixed = text.probabilities @ weights
         value = float(text.shares @ np.log(mixed))
@@ -172,12 +173,19 @@ def mixmin_weights(
         gradient = text.probabilities.T @ (text.shares / mixed)
         counts = weights * gradient + pseudo
         full = gradient + np.divide(pseudo, weights, out=np.zeros_like(pseudo), where=weights > 0)
-        if full @ (_best_vertex(full, low, high) - weights) < TOLERANCE:
+        gap = float(full @ (_best_vertex(full, low, high) - weights))
+        if gap < TOLERANCE:
             break
         plain = nearest_by_divergence(counts, low, high)
         ratio = full / (1.0 + pseudo.sum())
         weights = nearest_by_divergence(weights * ratio**exponent, low, high)
         exponent *= ACCELERATION
+    else:
+        warnings.warn(
+            f"the weights have not converged after {MAX_ITERATIONS:,} steps: the log-likelihood is "
+            f"up to {gap:.1e} nats below its maximum",
+            stacklevel=2,
+        )
     return weights
 
 

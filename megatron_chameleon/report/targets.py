@@ -227,14 +227,14 @@ def gain_table(compared: TargetComparison) -> Table:
         )
     ]
     count = len(means)
-    spread = means.std(axis=0, ddof=1) if count > 1 else np.zeros(means.shape[1])
+    spread = means.std(axis=0, ddof=min(count - 1, 1))
     better = ((means > 0) & (p_values < LEVEL)).sum(axis=0)
     worse = ((means < 0) & (p_values < LEVEL)).sum(axis=0)
     summary = [
         ["mean gain", *(f"{mean:+.3f}" for mean in means.mean(axis=0))],
         [
             "its standard error over targets",
-            *(f"{value:.3f}" for value in spread / math.sqrt(count)),
+            *(f"{v:.3f}" if count > 1 else tables.MISSING for v in spread / math.sqrt(count)),
         ],
         ["significantly better", *(f"{number} of {count}" for number in better)],
         ["significantly worse", *(f"{number} of {count}" for number in worse)],
@@ -279,12 +279,12 @@ def prediction_table(compared: TargetComparison) -> Table:
         "method",
         "targets",
         "predicted gain",
-        "real gain",
+        "measured gain",
         "mean error",
         "Pearson",
         "Spearman",
     ]
-    return Table.of("Predicted and real gains", header, rows)
+    return Table.of("Predicted and measured gains", header, rows)
 
 
 def as_json(compared: TargetComparison) -> dict[str, Any]:

@@ -334,6 +334,11 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
             assert corpus is not None
             if corpus.held_out[name].valid.tokens == 0:
                 raise UserError(f"--target {options.target}: '{name}' has no validation text")
+            if held_out_key(name) in names:
+                raise UserError(
+                    f"--target {options.target}: the store has '{held_out_key(name)}' as a domain, "
+                    f"which is also the name for the validation text of '{name}'; rename one"
+                )
     return MixturePlan(
         **vars(plan),
         options=options,

@@ -21,6 +21,7 @@ from megatron_chameleon.corpus.sources import Source, source_identity
 from megatron_chameleon.corpus.target import CHARACTERS_PER_TOKEN, SAMPLED_DOCUMENTS
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.gold_answers import GoldAnswer
+from megatron_chameleon.methods.output import warn
 from megatron_chameleon.mixture.ngram import Ids
 
 # Places of a corpus's domain from which its sample is taken.
@@ -314,6 +315,11 @@ def choose_blocks(file: TokenFile, most: int, seed: int, name: str) -> Blocks:
         )
     filled = np.flatnonzero(file.lengths > 0)
     is_short = len(filled) < FEWEST_DOCUMENTS
+    if is_short:
+        warn(
+            f"--target: '{name}' has {len(filled)} document(s), so blocks of {SMALL_BLOCK_TOKENS} "
+            "tokens count as documents, and the intervals may be too narrow"
+        )
     # Blocks are so small that several of them fit.
     size = min(SMALL_BLOCK_TOKENS if is_short else BLOCK_TOKENS, max(most // FEWEST_DOCUMENTS, 1))
     counts = -(-file.lengths[filled].astype(np.int64) // size)
