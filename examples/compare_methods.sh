@@ -221,12 +221,12 @@ find_mixture() {
   steps=$LONG_PROXY_STEPS
   [ "$name" = "$method" ] || steps=$PROXY_STEPS
   case $method in
-    doremi | doge) flags+=("${PROXY_FLAGS[@]}" --train-iters "$steps") ;;
-    regmix) flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS") ;;
+    doremi | doge) flags+=("${PROXY_FLAGS[@]}" --train-iters "$steps" --accept-uncertain) ;;
+    regmix) flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS" --accept-uncertain) ;;
     surrogate)   # without a certain gain, its mixture is uniform, which is not trained again
       flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS" --work-dir "$REGMIX_SWARM" --prior uniform)
       ;;
-    mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS") ;;
+    mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS" --accept-uncertain) ;;
     mixmin-experts)   # one model per domain, which all targets share
       method=mixmin
       flags+=(--experts "${PROXY_FLAGS[1]}" "${PROXY_FLAGS[@]:2}" --train-iters "$PROXY_STEPS"

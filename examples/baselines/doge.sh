@@ -7,6 +7,8 @@
 #   SIZE=tiny bash examples/baselines/doge.sh      # smoke test on 2 CPU ranks
 #   bash examples/baselines/doge.sh -- --target book --output runs/slimpajama/4-mixture/doge-book.json
 #
+# --accept-uncertain trains the proxy whatever gain MixMin predicts: the baseline is the method itself.
+#
 # The same command resumes after an interruption. The proxy is in RUN/4-mixture/doge.
 #
 #   SIZE         model size of the proxy (82m)
@@ -32,4 +34,4 @@ if [ "$SIZE" != tiny ]; then
 fi
 limit_time
 exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method doge "${TRAIN[@]}" \
-  "${DOGE[@]}" "${LIMIT[@]}" --output "$RUN/4-mixture/doge.json" "${EXTRA[@]}"
+  "${DOGE[@]}" "${LIMIT[@]}" --accept-uncertain --output "$RUN/4-mixture/doge.json" "${EXTRA[@]}"

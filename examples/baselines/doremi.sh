@@ -13,6 +13,8 @@
 # --doremi-eps override both. The reference uses uniform weights (--reference-mixture), which is
 # assumed from the baselines' code; --reference reuses a finished run.
 #
+# --accept-uncertain trains the models whatever gain MixMin predicts: the baseline is the method itself.
+#
 # The same command resumes after an interruption. The runs are in RUN/4-mixture/doremi.
 #
 #   SIZE         model size of reference and proxy (82m)
@@ -37,4 +39,4 @@ if [ "$SIZE" != tiny ]; then
 fi
 limit_time
 exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method doremi "${TRAIN[@]}" \
-  "${DOREMI[@]}" "${LIMIT[@]}" --output "$RUN/4-mixture/doremi.json" "${EXTRA[@]}"
+  "${DOREMI[@]}" "${LIMIT[@]}" --accept-uncertain --output "$RUN/4-mixture/doremi.json" "${EXTRA[@]}"

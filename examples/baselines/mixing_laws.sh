@@ -8,6 +8,8 @@
 #   SIZE=tiny bash examples/baselines/mixing_laws.sh      # smoke test on 2 CPU ranks
 #   bash examples/baselines/mixing_laws.sh -- --max-extrapolation 0
 #
+# --accept-uncertain trains the proxies whatever gain MixMin predicts: the baseline is the method itself.
+#
 # The same command resumes after an interruption. The proxies are in RUN/4-mixture/mixing-laws.
 #
 #   SIZE         size of the model to be trained with the weights (684m)
@@ -54,5 +56,5 @@ fi
 choose base slimpajama_627b.sh
 limit_time
 exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method mixing-laws --corpus "$CORPUS" \
-  "${LAWS[@]}" --seed "$SEED" "${LIMIT[@]}" --token-budget "$BUDGET" \
+  "${LAWS[@]}" --seed "$SEED" "${LIMIT[@]}" --accept-uncertain --token-budget "$BUDGET" \
   --output "$RUN/4-mixture/mixing-laws.json" "${EXTRA[@]}"

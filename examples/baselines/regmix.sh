@@ -7,6 +7,8 @@
 #   SIZE=tiny bash examples/baselines/regmix.sh      # smoke test on 2 CPU ranks
 #   bash examples/baselines/regmix.sh -- --target cc,c4 --num-proxies 512
 #
+# --accept-uncertain trains the proxies whatever gain MixMin predicts: the baseline is the method itself.
+#
 # The same command resumes after an interruption. The proxies are in RUN/4-mixture/regmix.
 #
 #   SIZE         size of the model to be trained with the weights (684m)
@@ -52,5 +54,5 @@ fi
 choose base slimpajama_627b.sh
 limit_time
 exec torchrun "${RANKS[@]}" -m megatron_chameleon compute_mixture --method regmix --corpus "$CORPUS" \
-  "${REGMIX[@]}" --seed "$SEED" "${LIMIT[@]}" --token-budget "$BUDGET" \
+  "${REGMIX[@]}" --seed "$SEED" "${LIMIT[@]}" --accept-uncertain --token-budget "$BUDGET" \
   --output "$RUN/4-mixture/regmix.json" "${EXTRA[@]}"

@@ -46,6 +46,28 @@ class ChosenDomainsOptions(MethodOptions):
     """Domains to weigh, such as a,b,c; all other domains get weight 0. Default: all domains."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PriorOptions(CheckedOptions):
+    """The mixture that is written unless another one is certain to be better."""
+
+    prior: str = "uniform"
+    """The mixture that is written, within the limits, unless a gain over it is certain: 'uniform',
+    'natural' (the domains' sizes), or the path of a mixture.json."""
+    accept_uncertain: bool = False
+    """Compute the mixture and write it even if no gain over --prior is certain. Methods that train
+    proxies then train them without predicting the gain first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SeedNoiseOptions(CheckedOptions):
+    """Noise that a predicted gain is compared with."""
+
+    seed_noise: str | None = None
+    """Standard deviation, between seeds, of the difference of the target's loss between two paired
+    runs, in nats: a number, or the compare_methods.json of earlier runs. Default: 0.03, as for
+    models of 0.5 million parameters trained on 2 million tokens."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProxyOptions(TrainingOptions):
     """Training of a proxy as in pretrain_gpt, from random weights on a uniform mixture."""
@@ -77,8 +99,13 @@ class WorkFolderOptions(OutputOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingMethodOptions(WorkFolderOptions, MethodOptions):
-    """Options of a method that trains proxies."""
+class TrainingMethodOptions(WorkFolderOptions, MethodOptions, SeedNoiseOptions):
+    """Options of a method that trains proxies.
+
+    Before the first proxy starts, MixMin predicts what any mixture can gain for the target.
+    """
+
+    fallback: PriorOptions = dataclasses.field(default_factory=PriorOptions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.headroom import write_prior_without_gain
 from megatron_chameleon.methods.options import ProxyMethodOptions, ProxyOptions
 from megatron_chameleon.methods.output import (
     ONE_HOT,
@@ -236,6 +237,8 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         stops = stops or StopRequests(options.proxy.stopping)
         parallel, proxy = options.proxy.parallel, f"{cls.title}'s proxy"
         method = on_rank_0(parallel, lambda: cls(options))
+        if not options.fallback.accept_uncertain and on_rank_0(parallel, method.needs_no_proxy):
+            return True
         if not method.prepare(stops) or not train_proxy(
             method.run, stops, method.make_hook, name=proxy
         ):
@@ -243,6 +246,17 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
         method.step = step
         on_rank_0(parallel, method.write_mixture)
         return True
+
+    @property
+    def runs(self) -> Sequence[Path]:
+        """Folders of the runs that the method trains."""
+        return [self.run.run_dir]
+
+    def needs_no_proxy(self) -> bool:
+        """Write the prior if no gain over it is certain; return whether it was written."""
+        return write_prior_without_gain(
+            self.name, self.options, self.runs, None, self.options.corpus
+        )
 
     def prepare(self, stops: StopRequests) -> bool:
         """Train the runs that the proxy needs; False after a stop signal. Called on every rank."""

@@ -300,6 +300,7 @@ DOGE = {
     # One of the four ranks has none of the three held-out samples of a step.
     "doge-dp4": of_model("qwen3", case(4)),
 }
+NO_GAIN = "without-gain"
 DOGE_AGAIN: Again = {"doge-one-to-tp2": ("doge-one", of_model("qwen3", TP2))}
 
 DISCOVERING = {f"discover-{name}": RUNS[name] for name in ("one", "dp2")}

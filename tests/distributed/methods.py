@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
@@ -16,9 +17,10 @@ from megatron_chameleon.methods.doge import DogeOptions, DogeRule
 from megatron_chameleon.methods.doge.compute import Doge
 from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.doremi.compute import Doremi
-from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
 from tests.distributed import cases
 from tests.distributed.cases import Case, Places
+from tests.small_corpus import PREDICTABLE, write_small_corpus
 
 
 def proxy_options(places: Places, name: str, case: Case) -> ProxyOptions:
@@ -41,6 +43,7 @@ def doremi(places: Places, name: str, case: Case) -> None:
         reference=places.run(f"one-{case.model}"),
         rule=DoremiRule(doremi_eta=0.5),
         proxy=proxy_options(places, name, case),
+        fallback=PriorOptions(accept_uncertain=True),
     )
     assert Doremi.compute(options)
 
@@ -53,7 +56,18 @@ def doge(places: Places, name: str, case: Case) -> None:
         work_dir=places.run(name),
         rule=DogeRule(doge_mu=0.01, doge_eps=0.01),
         proxy=proxy_options(places, name, case),
+        fallback=PriorOptions(accept_uncertain=True),
     )
+    assert Doge.compute(options)
+
+
+def doge_without_gain(places: Places, name: str, case: Case) -> None:
+    """Run DoGE on a corpus for whose average MixMin predicts no gain."""
+    corpus = places.run(name) / "corpus"
+    if os.environ["RANK"] == "0":
+        write_small_corpus(corpus, counts=PREDICTABLE)
+    output = places.run(name) / "mixture.json"
+    options = DogeOptions(corpus=corpus, output=output, proxy=proxy_options(places, name, case))
     assert Doge.compute(options)
 
 

@@ -79,6 +79,9 @@ def all_sections() -> Iterator[Section]:
             yield Section(name, case.ranks, run(work, name, case))
         for name, (origin, case) in resumed.items():
             yield Section(name, case.ranks, run(work, name, case, cut=origin))
+    yield Section(
+        cases.NO_GAIN, cases.DP2.ranks, run(methods.doge_without_gain, cases.NO_GAIN, cases.DP2)
+    )
     for name, saving in cases.SAVING.items():
         yield Section(name, cases.RUNS[saving.origin].ranks, run(train_saving, name))
     for name, case in cases.PEAKS.items():

@@ -115,6 +115,11 @@ def test_doge_finds_the_weights_of_one_rank(results, name):
             assert plain < flops < 1.5 * plain
 
 
+def test_ranks_agree_that_no_proxy_is_needed(results):
+    assert mixture(results, cases.NO_GAIN).parameters["written"] == "prior"
+    assert not (results.places.run(cases.NO_GAIN) / "mixture").exists()
+
+
 @pytest.mark.parametrize("name", others(cases.EMBEDDING))
 def test_vectors_of_a_transformers_model_equal_those_of_one_rank(results, name):
     results.require("bert-one")

@@ -58,7 +58,7 @@ INPUTS = " ".join(f"--input {name}=text/{name}.jsonl" for name in DOMAINS)
 WEIGH = "--corpus 1-corpus --checkpoint 2-proxy/nano-seed1 --num-windows 16 --store"
 SWARM = (
     "--method regmix --corpus 1-corpus --num-proxies 8 --folds 2 --num-trees 20 --num-draws 500 "
-    "--num-best 16 --model nano --train-iters 2 "
+    "--num-best 16 --model nano --train-iters 2 --accept-uncertain "
     "--seq-length 32 --global-batch-size 2 --lr-warmup-iters 1 --eval-tokens 64 "
     "--output 4-mixture/regmix.json"
 )

@@ -32,8 +32,9 @@ LAYOUTS = {
 
 
 def compute(tools: Tools, kind: Kind, name: str, method: str, *flags: str, **options) -> Finished:
-    command = ("tools/compute_mixture.py", "--method", method, "--corpus", "{corpus}")
-    done = tools.run(kind, name, [*command, "--output", "{folder}/mixture.json", *flags], **options)
+    command = ("tools/compute_mixture.py", "--method", method, "--accept-uncertain", *flags)
+    places = ("--corpus", "{corpus}", "--output", "{folder}/mixture.json")
+    done = tools.run(kind, name, [*command, *places], **options)
     assert done.status == 0, done.log
     return done
 

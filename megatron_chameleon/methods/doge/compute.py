@@ -24,6 +24,7 @@ from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge import HELD_OUT, MU, MU_OUT_OF_DOMAIN, PAPER, DogeOptions
+from megatron_chameleon.methods.headroom import write_prior_without_gain
 from megatron_chameleon.methods.output import by_name, epoch_limit
 from megatron_chameleon.methods.proxy import MeanWeightsHook, ProxyMethod
 from megatron_chameleon.mixture.doge import (
@@ -153,6 +154,20 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         trained = [self.corpus.names[position] for position in self.roles.train]
         epoch_limit(options, self.corpus, trained).check()
         self.check_proxy()
+
+    def needs_no_proxy(self) -> bool:
+        """Write the prior if no gain over it is certain; return whether it was written."""
+        names = self.corpus.names
+        domains = [names[position] for position in self.roles.train]
+        assert self.run.corpus is not None
+        return write_prior_without_gain(
+            self.name,
+            self.options,
+            self.runs,
+            self.target,
+            self.run.corpus,
+            domains=None if domains == names else domains,
+        )
 
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> GradientAlignment:
         """Construct the hook of the proxy's run."""

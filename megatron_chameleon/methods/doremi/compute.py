@@ -183,6 +183,11 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         proxy = dataclasses.replace(options.proxy, model=size)
         return training_options(proxy, options.corpus, self.reference_dir, mixture)
 
+    @property
+    def runs(self) -> Sequence[Path]:
+        """Folders of the runs that the method trains."""
+        return [self.run.run_dir, *([] if self.options.reference else [self.reference_dir])]
+
     def prepare(self, stops: StopRequests) -> bool:
         """Train the reference unless it is user-supplied."""
         if self.options.reference is not None:

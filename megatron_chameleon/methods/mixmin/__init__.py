@@ -12,7 +12,12 @@ from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.evaluation.options import TaskOptions
 from megatron_chameleon.methods.method import Method
-from megatron_chameleon.methods.options import ProxyOptions, WorkFolderOptions
+from megatron_chameleon.methods.options import (
+    PriorOptions,
+    ProxyOptions,
+    SeedNoiseOptions,
+    WorkFolderOptions,
+)
 from megatron_chameleon.ranges import (
     CheckedOptions,
     Count,
@@ -53,16 +58,9 @@ class ExpertOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class EstimateOptions(CheckedOptions):
+class EstimateOptions(PriorOptions):
     """Estimate of the weights, and its confidence."""
 
-    prior: str = "uniform"
-    """The mixture that is written, within the limits, unless a gain over it is certain; the weights
-    are also shrunk towards it: 'uniform', 'natural' (the domains' sizes), or the path of a
-    mixture.json."""
-    accept_uncertain: bool = False
-    """Write the weights even if their gain over --prior is not certain, or the target resembles no
-    domain."""
     min_weight: str | None = None
     """Smallest weight: one number for every domain, or NAME=WEIGHT,... for some (default: 0)."""
     max_weight: str | None = None
@@ -126,7 +124,8 @@ class MixminOptions(DomainsAndTarget, WorkFolderOptions):
     """Choose the weights under which the domains' models predict a target text best.
 
     The domains are those of a corpus (--corpus), or raw text (--input NAME=PATH ...), of which only
-    a sample is read. By default the models are n-grams, so no model is trained, and no GPU is used.
+    a sample is read. The weights are shrunk towards --prior. By default the models are n-grams, so
+    no model is trained, and no GPU is used.
     """
 
     experts: tuple[str, ...] = (NGRAM,)
@@ -180,17 +179,12 @@ class MixminOptions(DomainsAndTarget, WorkFolderOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadroomOptions(DomainsAndTarget):
+class HeadroomOptions(DomainsAndTarget, SeedNoiseOptions):
     """Predict what any mixture can gain for a target, before a proxy is trained.
 
     The gain of MixMin's weights over Uniform, the natural mixture and --prior is compared with the
     differences between seeds. No mixture is written.
     """
-
-    seed_noise: str | None = None
-    """Standard deviation, between seeds, of the difference of the target's loss between two paired
-    runs, in nats: a number, or the compare_methods.json of earlier runs. Default: 0.03, as for
-    models of 0.5 million parameters trained on 2 million tokens."""
 
 
 def run(options: MixminOptions) -> int | None:

@@ -648,7 +648,7 @@ def reason_for_prior(plan: Plan, estimate: Estimate) -> str | None:
             return reason
         return f"{reason}, or their models are hardly trained"
     if gain.gain < least_gain(plan):
-        return f"there is nothing to win: the gain over it is below {least_gain(plan):g} nats"
+        return f"no gain over it is predicted: less than {least_gain(plan):g} nats"
     if len(estimate.fit.folds) < FEWEST_CERTAIN:
         return f"the target has fewer than {FEWEST_CERTAIN} documents, so no gain is certain"
     if gain.low <= 0:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from scipy.stats import nct
 from scipy.stats import t as student
 
 from megatron_chameleon.artifacts.files import read_json
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.mixmin import HeadroomOptions
+from megatron_chameleon.methods.mixmin import DomainsAndTarget, HeadroomOptions
 from megatron_chameleon.methods.mixmin.compute import (
     BYTES_PER_TOKEN,
+    Estimate,
+    Plan,
     describe,
     estimate_weights,
     make_plan,
@@ -25,6 +30,7 @@ from megatron_chameleon.methods.mixmin.compute import (
     unit_of,
 )
 from megatron_chameleon.methods.mixmin.text import ByteCoder
+from megatron_chameleon.methods.output import by_name
 
 # Paired differences of Uniform and Chameleon in the records of examples/compare_methods.sh with
 # SIZE=small have standard deviations of 0.02 to 0.04 nats between seeds.
@@ -32,6 +38,77 @@ DEFAULT_NOISE = 0.03
 # Runs are counted for this power of a two-sided test at this level.
 POWER, LEVEL = 0.8, 0.05
 MOST_SEEDS = 1000
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Headroom:
+    """Predicted gains for a target, compared with the differences between seeds.
+
+    Attributes:
+        plan: the domains, the target and the prior.
+        estimate: MixMin's weights and their gains.
+        noise: standard deviation of a paired difference between seeds, in nats per token or byte.
+        lines: description of the gains, the noise and the seeds needed.
+    """
+
+    plan: Plan
+    estimate: Estimate
+    noise: float
+    lines: Sequence[str]
+
+    @property
+    def reason_for_prior(self) -> str | None:
+        """Why no mixture is certain to be better than the prior; None if one is."""
+        return reason_for_prior(self.plan, self.estimate)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The figures, for a mixture file."""
+        estimate, target = self.estimate, self.plan.target
+        return {
+            "target": dataclasses.asdict(target.record),
+            "prior": by_name(self.plan.domains.names, self.plan.limits.prior),
+            "predicted_gain": {
+                name: {
+                    **dataclasses.asdict(gain),
+                    "confidence": self.plan.options.estimate.confidence,
+                    "seeds_needed": number_of_seeds(gain.gain, self.noise),
+                }
+                for name, gain in estimate.gains.items()
+            },
+            "seed_noise": self.noise,
+            "unexplained": estimate.unexplained,
+            "resembles": estimate.resembles,
+            "reason": self.reason_for_prior,
+        }
+
+
+def measure_headroom(options: DomainsAndTarget, seed_noise: str | None) -> Headroom:
+    """Predict what a mixture gains for the target.
+
+    Args:
+        options: domains, target and prior.
+        seed_noise: value of ``--seed-noise``.
+
+    Raises:
+        UserError: for a mistake in the options or in the files that they name.
+    """
+    noise = parse_noise(seed_noise)
+    plan = make_plan(options)
+    blocks = read_target(plan)
+    text = target_text(plan, blocks, predict(plan, blocks))
+    estimate = estimate_weights(plan, blocks, text)
+    lines = describe(plan, text, estimate)
+    if isinstance(plan.coder, ByteCoder):
+        noise /= BYTES_PER_TOKEN
+    where = "assumed" if seed_noise is None else f"--seed-noise {seed_noise}"
+    lines.append(
+        f"standard deviation of a paired difference between seeds: {noise:g} nats per "
+        f"{unit_of(plan)} ({where})"
+    )
+    for name, gain in shown_gains(plan, estimate).items():
+        lines.append(f"seeds needed to see the gain over {name}: {seeds_needed(gain.gain, noise)}")
+    return Headroom(plan, estimate, noise, lines)
 
 
 def print_headroom(options: HeadroomOptions) -> None:
@@ -42,39 +119,30 @@ def print_headroom(options: HeadroomOptions) -> None:
     """
     if int(os.environ.get("RANK", "0")) != 0:
         return
-    noise = parse_noise(options.seed_noise)
-    plan = make_plan(options)
-    blocks = read_target(plan)
-    text = target_text(plan, blocks, predict(plan, blocks))
-    estimate = estimate_weights(plan, blocks, text)
-    lines = describe(plan, text, estimate)
-    if isinstance(plan.coder, ByteCoder):
-        noise /= BYTES_PER_TOKEN
-    where = "assumed" if options.seed_noise is None else f"--seed-noise {options.seed_noise}"
-    lines.append(
-        f"standard deviation of a paired difference between seeds: {noise:g} nats per "
-        f"{unit_of(plan)} ({where})"
-    )
-    for name, gain in shown_gains(plan, estimate).items():
-        lines.append(f"seeds needed to see the gain over {name}: {seeds_needed(gain.gain, noise)}")
-    reason = reason_for_prior(plan, estimate)
-    prior = options.estimate.prior
+    headroom = measure_headroom(options, options.seed_noise)
+    reason, prior = headroom.reason_for_prior, options.estimate.prior
     if reason is None:
-        lines.append(f"a mixture for this target is worth computing: it gains over '{prior}'")
+        closing = f"a mixture for this target is worth computing: it gains over '{prior}'"
     else:
-        lines.append(f"train with '{prior}': {reason}")
-    print("\n".join(lines))
+        closing = f"train with '{prior}': {reason}"
+    print("\n".join([*headroom.lines, closing]))
 
 
 def seeds_needed(gain: float, noise: float) -> str:
     """Return the number of paired seeds with which a t-test finds ``gain`` with a power of 80%."""
     if gain <= 0:
         return "none, since no gain is predicted"
-    for count in range(2, MOST_SEEDS + 1):
+    number = number_of_seeds(gain, noise)
+    return f"more than {MOST_SEEDS:,}" if number is None else f"{number:,}"
+
+
+def number_of_seeds(gain: float, noise: float) -> int | None:
+    """Return the number that :func:`seeds_needed` describes; None if there is none up to 1000."""
+    for count in range(2, MOST_SEEDS + 1) if gain > 0 else ():
         limit = student.ppf(1 - LEVEL / 2, count - 1)
         if nct.sf(limit, count - 1, gain / noise * math.sqrt(count)) >= POWER:
-            return f"{count:,}"
-    return f"more than {MOST_SEEDS:,}"
+            return count
+    return None
 
 
 def parse_noise(value: str | None) -> float:

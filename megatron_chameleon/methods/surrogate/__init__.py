@@ -6,6 +6,7 @@ import dataclasses
 
 from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.options import PriorOptions
 from megatron_chameleon.methods.swarm import FitOptions
 from megatron_chameleon.ranges import (
     CheckedOptions,
@@ -20,13 +21,6 @@ from megatron_chameleon.ranges import (
 class OptimumOptions(CheckedOptions):
     """Options of the fit, and of the search for its optimum."""
 
-    prior: str = "natural"
-    """The mixture that is written, within the limits, unless the predicted gain over it is certain;
-    also the mixture that --kl keeps the optimum near, and around which candidates are sampled:
-    'natural' (the domains' token shares), 'uniform', or the path of a mixture.json."""
-    accept_uncertain: bool = False
-    """Write the predicted optimum even if the interval of its gain over --prior is not above
-    zero."""
     kl: NonNegative = 0.0
     """Penalty on the Kullback-Leibler divergence of the optimum from --prior: the search minimizes
     the predicted target loss plus this factor times the divergence in nats. A large value gives the
@@ -36,7 +30,7 @@ class OptimumOptions(CheckedOptions):
     max_weight: str | None = None
     """Largest weight: one number for every domain, or NAME=WEIGHT,... for some (default: 1)."""
     num_draws: Repetitions = 10_000
-    """Number of mixtures sampled by the search, before the best ones are improved."""
+    """Number of mixtures sampled around --prior by the search, before the best are improved."""
     splits: SeveralRepetitions = 4
     """Random splits of the runs into halves. The optimum of each half is priced by the models of
     the other half, which corrects the predicted gain for the selection of the optimum."""
@@ -56,6 +50,9 @@ class SurrogateOptions(FitOptions):
 
     num_proxies: Repetitions = 64
     """Proxies to train, each on its own mixture."""
+    fallback: PriorOptions = dataclasses.field(
+        default_factory=lambda: PriorOptions(prior="natural")
+    )
     optimum: OptimumOptions = dataclasses.field(default_factory=OptimumOptions)
 
 

@@ -11,7 +11,7 @@ from scipy.special import rel_entr
 
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.limits import bounds_within, prior_weights
+from megatron_chameleon.methods.limits import bounds_within
 from megatron_chameleon.methods.output import align_columns, by_name, epoch_limit
 from megatron_chameleon.methods.surrogate import SurrogateOptions
 from megatron_chameleon.methods.swarm.fit import (
@@ -23,10 +23,10 @@ from megatron_chameleon.methods.swarm.fit import (
 )
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
+from megatron_chameleon.mixture.mixmin import Limits
 from megatron_chameleon.mixture.optimum import (
     MixtureOptimum,
     minimize_mixture,
-    nearest_by_divergence,
     nearest_mixtures,
 )
 from megatron_chameleon.mixture.surrogate import (
@@ -55,7 +55,6 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
     def __init__(self, options: SurrogateOptions) -> None:
         super().__init__(options)
         require_lightgbm(f"--method {self.name}")
-        self.prior = self._prior()
         # Which domains the runs sample is not known yet.
         self.bounds(np.ones(len(self.corpus.names)))
 
@@ -67,10 +66,10 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
                 f"{2 * FEWEST_RUNS} runs; add runs"
             )
 
-    def _prior(self) -> Array:
-        """Return the weights [k] of ``--prior``."""
-        name, corpus = self.options.optimum.prior, self.corpus
-        return prior_weights(name, corpus.train_tokens, str(corpus.root), corpus.held_out)
+    @property
+    def weight_limits(self) -> tuple[str | None, str | None]:
+        """Values of ``--min-weight`` and ``--max-weight``."""
+        return self.options.optimum.min_weight, self.options.optimum.max_weight
 
     def bounds(self, sampled: Array, *, with_epochs: bool = True) -> tuple[Array, Array]:
         """Return the smallest and largest weights [k] that the options allow.
@@ -91,7 +90,8 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         caps += [(has_text.astype(float), "no training tokens")]
         caps += [(sampled, "no run samples it")]
         if options.kl > 0:
-            caps.append(((self.prior > 0).astype(float), f"weight 0 in --prior {options.prior}"))
+            prior = self.options.fallback.prior
+            caps.append(((self.prior > 0).astype(float), f"weight 0 in --prior {prior}"))
         return bounds_within(names, options.min_weight, options.max_weight, caps)
 
     def within_limits(self, mixtures: Array) -> tuple[Array, Array]:
@@ -103,7 +103,8 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
         """Fit stacked models to every loss; minimize the target loss within the bounds."""
-        options, names = self.options.optimum, self.corpus.names
+        options, fallback = self.options.optimum, self.options.fallback
+        names = self.corpus.names
         sampled = np.any(table.mixtures, axis=0).astype(np.float64)
         bounds, seed = self.bounds(sampled), options.fit_seed
         try:
@@ -126,30 +127,30 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
                 )
 
         optimum = free = optimum_within(*bounds)
-        prior = free_prior = self.placed_prior(with_epochs=True)
+        prior = free_prior = self.limits().placed_prior
         if self.options.max_epochs is not None:
             free = optimum_within(*self.bounds(sampled, with_epochs=False))
-            free_prior = self.placed_prior(with_epochs=False)
+            free_prior = self.limits(with_epochs=False).placed_prior
         uniform = np.full(len(names), 1.0 / len(names))
         baselines = {"uniform": uniform, "natural": token_shares(self.corpus), "prior": prior}
         optimism = self.optimism(table, shares, bounds)
         gains = predicted_gains(surrogate, optimum.weights, baselines, shares, optimism, seed)
         # Predictions for a prior that samples domains of no run are extrapolated.
         certain = gains["prior"].low > 0 and not prior[sampled == 0].any()
-        take_optimum = certain or options.accept_uncertain
+        take_optimum = certain or fallback.accept_uncertain
         if certain:
             written = "written: the optimum"
-        elif options.accept_uncertain:
+        elif fallback.accept_uncertain:
             written = "written: the optimum (--accept-uncertain)"
         else:
             written = (
-                f"written: the prior '{options.prior}' within the limits, since the optimum is not "
-                "certain to be better; --accept-uncertain writes the optimum"
+                f"written: the prior '{fallback.prior}' within the limits, since the optimum is "
+                "not certain to be better; --accept-uncertain writes the optimum"
             )
         search = f"minimized over {optimum.num_values:,} mixtures"
         if options.kl > 0:
             search += (
-                f", with {options.kl:g} times the divergence from the prior '{options.prior}' "
+                f", with {options.kl:g} times the divergence from the prior '{fallback.prior}' "
                 f"({max(optimum.divergence, 0.0):.4f} nats)"
             )
         models = model_errors(surrogate.report, table.metrics)
@@ -163,6 +164,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
             ),
             weights=free.weights if take_optimum else free_prior,
             within_limit=optimum.weights if take_optimum else prior,
+            is_decided=True,
             predict=surrogate.mean,
             refit=None,
             held_out=surrogate.report.held_out,
@@ -191,17 +193,10 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
             ),
         )
 
-    def placed_prior(self, *, with_epochs: bool) -> Array:
-        """Return the mixture [k] within the limits that is nearest to ``--prior``.
-
-        A domain that no run samples keeps its weight: the prior is not a result of the runs.
-        """
-        bounds = self.bounds(np.ones(len(self.corpus.names)), with_epochs=with_epochs)
-        try:
-            return nearest_by_divergence(self.prior, *bounds)
-        except ValueError:  # the domains of the prior cannot have all of the weight
-            nearest: Array = nearest_mixtures(self.prior[None], *bounds)[0]
-            return nearest
+    def limits(self, *, with_epochs: bool = True) -> Limits:
+        """Return the prior, and the bounds for a mixture that is not a result of the runs."""
+        sampled = np.ones(len(self.corpus.names))
+        return Limits(self.prior, *self.bounds(sampled, with_epochs=with_epochs))
 
     def optimism(self, table: MixtureRuns, shares: Array, bounds: tuple[Array, Array]) -> Array:
         """Return the optimism [splits] of optima of half of the runs, as in the search of all."""

@@ -204,7 +204,7 @@ class FitOptions(TrainingMethodOptions):
         if self.target is None:
             self.reject_changed(["target_text_key"], "has no effect without --target")
         if self.ratios is not None:
-            unused = ["num_proxies", "work_dir", "sampling", "swarm"]
+            unused = ["num_proxies", "work_dir", "seed_noise", "sampling", "swarm"]
             self.reject_changed(unused, "nothing is trained with --ratios")
 
     @property

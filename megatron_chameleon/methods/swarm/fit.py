@@ -27,6 +27,8 @@ from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.perplexity import token_counts, unigram_loss
+from megatron_chameleon.methods.headroom import write_prior_without_gain
+from megatron_chameleon.methods.limits import prior_weights
 from megatron_chameleon.methods.output import (
     align_columns,
     by_name,
@@ -54,6 +56,7 @@ from megatron_chameleon.mixture.fit_quality import (
     quality_of,
     reach_of,
 )
+from megatron_chameleon.mixture.mixmin import Limits
 from megatron_chameleon.mixture.optimum import nearest_mixtures
 from megatron_chameleon.mixture.regmix import SamplingRule, sample_mixtures
 from megatron_chameleon.mixture.surrogate import FEWEST_RUNS, fit_surrogate
@@ -77,6 +80,7 @@ NUM_DIGITS = 9
 # Tokens that are counted, of a domain's training text and of its held-out text, for the loss of a
 # unigram model.
 UNIGRAM_TOKENS = 1 << 24
+NO_BETTER = "the fit predicts the target no better than a constant"
 Options = TypeVar("Options", bound=FitOptions)
 
 
@@ -117,6 +121,7 @@ class Fitted:
         closing: lines under the table.
         within_limit: [k] the best mixture within the epoch limit; None selects the mixture nearest
             to ``weights``.
+        is_decided: whether :meth:`FitMethod.fit` has chosen between the optimum and the prior.
         held_out: [n, m] predictions for the runs of each fold, if :meth:`FitMethod.fit` has
             computed them.
     """
@@ -130,6 +135,7 @@ class Fitted:
     remedy: str
     closing: tuple[str, ...] = ()
     within_limit: Array | None = None
+    is_decided: bool = False
     held_out: Array | None = None
 
 
@@ -149,6 +155,12 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     def __init__(self, options: Options) -> None:
         self.options, self.corpus = options, Corpus.load(options.corpus)
+        self.prior = prior_weights(
+            options.fallback.prior,
+            self.corpus.train_tokens,
+            str(self.corpus.root),
+            self.corpus.held_out,
+        )
         self.measured = self.corpus
         self.target: Target | None = None
         if options.ratios is None:  # a table's losses are known when it is read
@@ -216,7 +228,10 @@ class FitMethod(abc.ABC, Generic[Options]):
         self.check_number_of_runs(options.num_proxies)
         self.measured = self.corpus_to_measure()
         check_target(self.target, self.measured, options.swarm.downstream.tasks)
-        trained = self.train()
+        mixtures = self.first_mixtures()
+        if not options.fallback.accept_uncertain and on_rank_0(self.parallel, self.needs_no_proxy):
+            return True
+        trained = self.train(mixtures)
         if trained is not None and is_main:
             warn_untrained(self.target_shares(trained.table), corpus, trained.table)
             self.fit_and_write(trained)
@@ -231,27 +246,74 @@ class FitMethod(abc.ABC, Generic[Options]):
         if self.target is None or not self.target.texts:
             return self.corpus
         target, options = self.target, self.options
-        minutes = options.swarm.distributed_timeout_minutes
         source = SourceOptions((), text_key=options.target_text_key)
         folder = options.runs_folder / FOLDER_NAME
         return on_rank_0(
-            TrainingParallelOptions(distributed_timeout_minutes=minutes),
-            lambda: corpus_with_texts(self.corpus, target, source, folder),
+            self.parallel, lambda: corpus_with_texts(self.corpus, target, source, folder)
         )
 
-    def train(self) -> FitRuns | None:
-        """Train the swarms; return None after a stop request. Called on every rank."""
-        options, swarms = self.options, dict[str, SwarmResult]()
-        folders = {
-            size: options.runs_folder / self.swarm_folder.format(Path(size).name)
-            for size in self.models
-        }
+    @property
+    def parallel(self) -> TrainingParallelOptions:
+        """Options of the process groups."""
+        minutes = self.options.swarm.distributed_timeout_minutes
+        return TrainingParallelOptions(distributed_timeout_minutes=minutes)
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Model size -> folder of its swarm."""
+        root = self.options.runs_folder
+        return {size: root / self.swarm_folder.format(Path(size).name) for size in self.models}
+
+    @property
+    def weight_limits(self) -> tuple[str | None, str | None]:
+        """Values of ``--min-weight`` and ``--max-weight``, if the method has these options."""
+        return None, None
+
+    def limits(self, *, with_epochs: bool = True) -> Limits:
+        """Return the prior, and the bounds within which it is written."""
+        high = (token_shares(self.corpus) > 0).astype(np.float64)
+        caps = epoch_limit(self.options, self.corpus, self.corpus.names).caps
+        if caps is not None and with_epochs:
+            high = np.minimum(high, caps)
+        return Limits(self.prior, np.zeros_like(high), high)
+
+    def needs_no_proxy(self) -> bool:
+        """Write the prior if no gain over it is certain; return whether it was written."""
+        least, most = self.weight_limits
+        return write_prior_without_gain(
+            self.name,
+            self.options,
+            list(self.folders.values()),
+            self.target,
+            self.measured.root,
+            tasks=self.options.swarm.downstream,
+            min_weight=least,
+            max_weight=most,
+        )
+
+    def first_mixtures(self) -> Array:
+        """Return the mixtures [n, k] to train, of the rounds that have started.
+
+        Raises:
+            UserError: if the sampling options or the rounds are not possible.
+        """
+        options = self.options
         mixtures = mixtures_to_train(options, self.corpus)
         if options.swarm.rounds > 1:
             require_lightgbm("--rounds")
-            mixtures = started_rounds(options, self.corpus, mixtures, folders[self.models[0]])
+            folder = self.folders[self.models[0]]
+            mixtures = started_rounds(options, self.corpus, mixtures, folder)
+        return mixtures
+
+    def train(self, mixtures: Array) -> FitRuns | None:
+        """Train the swarms on ``mixtures`` [n, k] and those of later rounds, on every rank.
+
+        Returns:
+            The runs; None after a stop request.
+        """
+        options, swarms = self.options, dict[str, SwarmResult]()
         while True:
-            for size, folder in folders.items():
+            for size, folder in self.folders.items():
                 settings = dataclasses.replace(options.swarm, model=size)
                 result = train_swarm(settings, self.measured, mixtures, folder)
                 if result is None:
@@ -377,9 +439,22 @@ class FitMethod(abc.ABC, Generic[Options]):
         # JSON cannot represent NaN, so NaN is stored as null.
         as_json = quality.astype(object).where(quality.notna(), None)
         limit = epoch_limit(options, self.corpus, names)
-        weights = fitted.within_limit
+        free, weights = fitted.weights, fitted.within_limit
         if weights is None:
-            weights = limit.apply(fitted.weights)
+            weights = limit.apply(free)
+        decision, problems = dict[str, object](), fit_problems(quality)
+        written = ""
+        if not fitted.is_decided:
+            optimum, prior = weights, self.limits().placed_prior
+            reason = reason_for_prior(quality, fitted.predict(np.stack([optimum, prior])) @ shares)
+            decision = {"written": "optimum", "optimum": by_name(names, optimum)}
+            if reason is not None and not options.fallback.accept_uncertain:
+                free, weights = self.limits(with_epochs=False).placed_prior, prior
+                decision["written"], problems = "prior", []
+                written = (
+                    f"written: the prior '{options.fallback.prior}' within the limits, since "
+                    f"{reason}; --accept-uncertain writes the optimum\n"
+                )
         predicted = fitted.predict(weights[None])[0]
         reach = reach_of(weights, table.mixtures)
         outside = [names[position] for position in reach.outside]
@@ -401,6 +476,7 @@ class FitMethod(abc.ABC, Generic[Options]):
             parameters={
                 **fitted.parameters,
                 **({} if target is None else {"target": dataclasses.asdict(target.record)}),
+                **decision,
                 "target_shares": by_name(table.metrics, shares),
                 "predicted_losses": by_name(table.metrics, predicted),
                 "fit": {
@@ -423,17 +499,17 @@ class FitMethod(abc.ABC, Generic[Options]):
             },
             provenance=provenance(options, inputs),
             cost=spent,
-            **limit.mixture_fields(fitted.weights, weights),
+            **limit.mixture_fields(free, weights),
         )
         write_and_print(
             mixture,
             options,
             self.corpus,
-            f"{fitted.heading}\nfitted to {runs.origin}",
+            f"{written}{fitted.heading}\nfitted to {runs.origin}",
             *fitted.closing,
             f"error on held-out runs ({procedure}; * marks a loss in the target):",
             *quality_table(quality, shares),
-            *(f"{problem}; {fitted.remedy}" for problem in fit_problems(quality)),
+            *(f"{problem}; {fitted.remedy}" for problem in problems),
             f"target loss: predicted {float(predicted @ shares):.4f}, minimum over the runs "
             f"{float((table.losses @ shares).min()):.4f}; distance to the nearest run, {nearest}: "
             f"{format_weight(reach.distance)} of the tokens (for 95% of the runs: at most "
@@ -790,11 +866,26 @@ def cross_validation(
     return pd.DataFrame(columns, [*table.metrics, "target"])
 
 
+def reason_for_prior(quality: pd.DataFrame, predicted: Array) -> str | None:
+    """Return why the fit does not prefer the optimum to the prior; None if it does.
+
+    Args:
+        quality: as from :func:`cross_validation`.
+        predicted: [2] predicted target loss of the optimum and of the prior.
+    """
+    target = quality.iloc[-1]
+    if target.mae >= target.mae_of_a_constant:
+        return NO_BETTER
+    if predicted[0] >= predicted[1]:
+        return "the fit predicts no gain over it"
+    return None
+
+
 def fit_problems(quality: pd.DataFrame) -> list[str]:
     """Return a warning if a constant or a linear fit predicts the target better than the fit."""
     target = quality.iloc[-1]
     if target.mae >= target.mae_of_a_constant:
-        return ["the fit predicts the target no better than a constant: the mixture is arbitrary"]
+        return [f"{NO_BETTER}: the mixture is arbitrary"]
     if target.mae > target.linear_mae:
         return ["a linear fit predicts the target better: the mixture is uncertain"]
     return []

@@ -36,6 +36,7 @@ from megatron_chameleon.methods.doge.compute import Doge
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.mixing_laws import layer_parameters
+from megatron_chameleon.methods.options import PriorOptions
 from megatron_chameleon.methods.output import require_training_tokens
 from megatron_chameleon.methods.proxy import (
     PROXY,
@@ -235,6 +236,7 @@ def point_of(options: SweepOptions, values: Values) -> Point:
         "output": mixture,
         "work_dir": work_dir,
         "proxy": proxy,
+        "fallback": PriorOptions(accept_uncertain=True),  # a sweep is of the method itself
     }
     if options.method == "doge":
         doge = DogeOptions(rule=options.doge, **shared)

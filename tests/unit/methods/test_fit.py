@@ -23,6 +23,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions, layer_parameters
 from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit
+from megatron_chameleon.methods.options import PriorOptions
 from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
 from megatron_chameleon.methods.regmix.compute import Regmix
 from megatron_chameleon.methods.surrogate import OptimumOptions, SurrogateOptions
@@ -59,6 +60,7 @@ CUT = dataclasses.replace(SWARM, target_tokens=2000)
 SAMPLING = MixtureSamplingOptions(smallest_weight=0.05)
 TREES = TreeOptions(num_trees=100, tree_learning_rate=0.1, num_draws=3000, num_best=30)
 LAWS = LawOptions(num_starts=6)
+ACCEPTING = PriorOptions(accept_uncertain=True)
 BEST = np.array([0.6, 0.3, 0.1])
 TRUE = MixingLaws(
     constant=np.array([2.0, 1.5, 1.8]),
@@ -96,6 +98,8 @@ def compute(corpus, tmp_path):
             settings |= tables
         elif "ratios" not in changes:
             settings["swarm"] = SWARM
+        if "ratios" not in settings and "ratios" not in changes:
+            settings["fallback"] = ACCEPTING
         options = options_type(**{**settings, **changes})
         (method,) = (each for each in find_methods().values() if each.options is options_type)
         assert not method.compute(options)
@@ -123,7 +127,7 @@ TABLES = {"ratios": Path("r"), "metrics": Path("m")}
         (MixingLawsOptions, {"laws": LawOptions(target_steps=4)}, "--target-steps 4"),
         (MixingLawsOptions, {"laws": LAWS_OF_PRESETS, **TABLES}, "--target-model"),
         (SurrogateOptions, {"num_proxies": 3}, "3 runs"),
-        (SurrogateOptions, {"optimum": OptimumOptions(prior="no.json")}, "no.json"),
+        (RegmixOptions, {"fallback": PriorOptions(prior="no.json")}, "no.json"),
         (SurrogateOptions, {"optimum": OptimumOptions(min_weight="0.4")}, "--min-weight"),
         (SurrogateOptions, {"optimum": OptimumOptions(max_weight="0.3")}, "--max-weight"),
         (SurrogateOptions, {"optimum": OptimumOptions(max_weight="songs=0.3")}, "'songs'"),
@@ -298,7 +302,8 @@ def test_a_swarm_is_trained_fitted_and_costed(compute, tmp_path, capsys):
     assert again.weights == mixture.weights
 
     tables = {"ratios": swarm / "ratios.csv", "metrics": swarm / "metrics.csv"}
-    fitted = compute(RegmixOptions, output=tmp_path / "again.json", **tables)
+    files = {"output": tmp_path / "again.json", "fallback": ACCEPTING, **tables}
+    fitted = compute(RegmixOptions, **files)
     assert fitted.weights == pytest.approx(mixture.weights, abs=1e-9)
     assert fitted.parameters["unknown_costs"] == [f"the runs of {swarm / 'ratios.csv'}"]
     assert not {"total_cost", "paper_flops"} & set(fitted.parameters)
@@ -342,8 +347,8 @@ def test_surrogate_stays_near_the_prior(compute, tmp_path):
     prior = {"news": 0.2, "code": 0.3, "poems": 0.5}
     path = tmp_path / "prior.json"
     Mixture(prior, method="manual").save(path)
-    optimum = dataclasses.replace(FEW, prior=str(path), kl=1e6)
-    mixture = compute(SurrogateOptions, with_one_loss(runs_of(bowls, 24)), optimum=optimum)
+    optimum, runs = dataclasses.replace(FEW, kl=1e6), with_one_loss(runs_of(bowls, 24))
+    mixture = compute(SurrogateOptions, runs, optimum=optimum, fallback=PriorOptions(str(path)))
     assert list(mixture.weights.values()) == pytest.approx(list(prior.values()), abs=1e-6)
     assert mixture.parameters["written"] == "prior"
     gains = mixture.parameters["predicted_gain"]
@@ -359,23 +364,23 @@ def test_noise_promises_no_gain_and_gives_the_prior_within_the_limits(
     noise = with_one_loss(runs_of(lambda rows: 2 + rng.normal(0, 0.1, (len(rows), 3)), 30))
     prior = tmp_path / "prior.json"
     Mixture({"news": 0.7, "code": 0.3, "poems": 0.0}, method="manual").save(prior)
-    optimum = dataclasses.replace(FEW, prior=str(prior), max_weight="news=0.4", min_weight="0.1")
-    mixture = compute(SurrogateOptions, noise, optimum=optimum)
+    fallback = PriorOptions(str(prior))
+    optimum = dataclasses.replace(FEW, max_weight="news=0.4", min_weight="0.1")
+    mixture = compute(SurrogateOptions, noise, fallback=fallback, optimum=optimum)
     assert mixture.parameters["written"] == "prior"
     assert list(mixture.weights.values()) == pytest.approx([0.4, 0.5, 0.1])
     for found in mixture.parameters["predicted_gain"].values():
         assert found["low"] <= 0 <= found["high"]
     assert "not predicted to beat" in capsys.readouterr().out.splitlines()[0]
-    accepted = compute(
-        SurrogateOptions, noise, optimum=dataclasses.replace(optimum, accept_uncertain=True)
-    )
+    accepting = dataclasses.replace(fallback, accept_uncertain=True)
+    accepted = compute(SurrogateOptions, noise, fallback=accepting, optimum=optimum)
     assert accepted.parameters["written"] == "optimum"
     assert accepted.weights == accepted.parameters["optimum"]
     assert accepted.parameters["optimum"] == mixture.parameters["optimum"] != mixture.weights
     # The prior's domains alone cannot have all of the weight; the epoch limit is the tighter one.
     limits = {"max_epochs": 1.0, "token_budget": 2 * corpus.train_tokens["news"]}
     tight = dataclasses.replace(optimum, max_weight="code=0.3", min_weight=None)
-    mixture = compute(SurrogateOptions, noise, optimum=tight, **limits)
+    mixture = compute(SurrogateOptions, noise, fallback=fallback, optimum=tight, **limits)
     assert mixture.parameters["written"] == "prior"
     assert mixture.unconstrained is not None
     assert list(mixture.unconstrained.values()) == pytest.approx([0.7, 0.3, 0])
@@ -455,8 +460,8 @@ def test_rounds_choose_mixtures_that_may_be_the_result(corpus, tmp_path, monkeyp
         optimum = OptimumOptions(max_weight="news=0.4", min_weight="poems=0.2")
         method = SurrogateFit(SurrogateOptions(**settings, optimum=optimum))
     else:
-        optimum = OptimumOptions(prior="uniform", kl=1e3)
-        method = SurrogateFit(SurrogateOptions(**settings, optimum=optimum))
+        settings |= {"fallback": PriorOptions("uniform"), "optimum": OptimumOptions(kl=1e3)}
+        method = SurrogateFit(SurrogateOptions(**settings))
     chosen = method.with_next_round(runs.mixtures, runs)[16:]
     assert len(np.unique(chosen, axis=0)) == 16
     np.testing.assert_allclose(chosen.sum(axis=1), 1)
@@ -535,9 +540,10 @@ def test_laws_do_not_extrapolate_from_less_than_1_percent(compute):
     losses = 2 + np.exp(-2 * mixtures) + rng.normal(0, 0.02, mixtures.shape)
     runs = dataclasses.replace(runs_of(bowls, 24), mixtures=mixtures, losses=losses)
     with pytest.warns(MixtureWarning, match="for poems, .*--max-extrapolation"):
-        mixture = compute(MixingLawsOptions, runs)
+        mixture = compute(MixingLawsOptions, runs, fallback=ACCEPTING)
     assert mixture.weights["poems"] <= rare.max() + 1e-9
-    free = compute(MixingLawsOptions, runs, laws=dataclasses.replace(LAWS, max_extrapolation=1.0))
+    far = dataclasses.replace(LAWS, max_extrapolation=1.0)
+    free = compute(MixingLawsOptions, runs, laws=far, fallback=ACCEPTING)
     assert free.weights["poems"] > 0.2
 
 

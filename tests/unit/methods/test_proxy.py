@@ -26,7 +26,7 @@ from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRule
 from megatron_chameleon.methods.doremi import compute as doremi_compute
 from megatron_chameleon.methods.doremi.compute import Doremi, ExcessLossReweighting
 from megatron_chameleon.methods.method import find_methods
-from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
 from megatron_chameleon.mixture.doge import DogeRecipe, Roles
 from megatron_chameleon.model.flops import paper_flops, training_flops
 from megatron_chameleon.model.gpt import build_model
@@ -120,6 +120,7 @@ def options_in(name, corpus, finished_run):
 
     def make(folder, **changes):
         settings = {"corpus": corpus.root, "output": folder / "mixture.json", "rule": rule}
+        settings["fallback"] = PriorOptions(accept_uncertain=True)
         if name == "doremi":
             settings["reference"] = finished_run
         training = {

@@ -10,6 +10,7 @@ import pytest
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.methods.mixing_laws import MixingLawsOptions
 from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit
+from megatron_chameleon.methods.options import PriorOptions
 from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions
 from tests.small_corpus import EOD, Documents, write_corpus
 
@@ -70,6 +71,7 @@ def test_text_that_is_good_only_while_fresh_is_rejected(two_domains, tmp_path):
                 prior_exponent=0.0, min_strength=1.0, max_upweighting=1000.0
             ),
             swarm=dataclasses.replace(SWARM, target_tokens=target_tokens),
+            fallback=PriorOptions(accept_uncertain=True),
         )
         assert MixingLawsFit(options).compute()
         found[target_tokens] = Mixture.load(output).weights["small"]

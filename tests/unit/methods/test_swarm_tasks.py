@@ -21,6 +21,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import TaskOptions
 from megatron_chameleon.evaluation.tasks import FOLDERS
 from megatron_chameleon.methods.mixing_laws import METHOD, LawOptions, MixingLawsOptions
+from megatron_chameleon.methods.options import PriorOptions
 from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions
 from tests.fixtures.task_data import Words, write_task_data
 
@@ -70,6 +71,7 @@ def options(tmp_path_factory):
         swarm=swarm,
         laws=LawOptions(num_starts=2),
         target="sciq=2,stories=1",
+        fallback=PriorOptions(accept_uncertain=True),
     )
 
 
