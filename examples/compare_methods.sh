@@ -223,7 +223,7 @@ find_mixture() {
   case $method in
     doremi | doge) flags+=("${PROXY_FLAGS[@]}" --train-iters "$steps" --accept-uncertain) ;;
     regmix) flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS" --accept-uncertain) ;;
-    surrogate)   # without a certain gain, its mixture is uniform, which is not trained again
+    surrogate)   # if no gain is certain, before the proxies or after, its mixture is uniform
       flags+=("${SWARM[@]}" --num-proxies "$REGMIX_MEMBERS" --work-dir "$REGMIX_SWARM" --prior uniform)
       ;;
     mixing-laws) flags+=("${SWARM[@]}" --num-proxies "$LAWS_MEMBERS" --accept-uncertain) ;;

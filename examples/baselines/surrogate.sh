@@ -2,7 +2,8 @@
 # Compute the surrogate's mixture of SlimPajama: train 200 proxies of 1M parameters, as for RegMix,
 # fit a stack of models to their losses, and find the predicted optimum for the mean loss over all
 # domains. If its gain over the natural mixture is not certain, the natural mixture is written, unless
-# --accept-uncertain is passed. Chameleon's paper does not cover this method.
+# --accept-uncertain is passed; if MixMin predicts no certain gain over it, no proxy is trained either.
+# Chameleon's paper does not cover this method.
 #
 #   bash examples/baselines/surrogate.sh                # on every GPU of this machine
 #   SIZE=tiny bash examples/baselines/surrogate.sh      # smoke test on 2 CPU ranks

@@ -67,7 +67,8 @@ def write_prior_without_gain(
     parse_noise(options.seed_noise)
     sizes = {name: corpus.train_tokens[name] for name in names}
     prior_weights(fallback.prior, sizes, str(corpus.root), corpus.held_out)
-    value, named = None, ()
+    value: str | None = None
+    named: tuple[str, ...] = ()
     if target is not None:
         value = ",".join(f"{name}={share}" for name, share in target.shares.items())
         named = tuple(name for name in tasks.tasks if name in target.shares) if tasks else ()

@@ -19,7 +19,6 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.headroom import write_prior_without_gain
 from megatron_chameleon.methods.options import ProxyMethodOptions, ProxyOptions
 from megatron_chameleon.methods.output import (
     ONE_HOT,
@@ -254,6 +253,9 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
 
     def needs_no_proxy(self) -> bool:
         """Write the prior if no gain over it is certain; return whether it was written."""
+        # MixMin's module, which predicts the gain, imports this one.
+        from megatron_chameleon.methods.headroom import write_prior_without_gain
+
         return write_prior_without_gain(
             self.name, self.options, self.runs, None, self.options.corpus
         )
