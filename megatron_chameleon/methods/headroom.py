@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,11 @@ def write_prior_without_gain(
         print(f"a gain over '{fallback.prior}' is predicted; the proxies are trained", flush=True)
         return False
     plan, cost = headroom.plan, stopwatch.cost()
+    inputs = {"corpus": corpus.hash}
+    if target and target.texts:
+        inputs["target text"] = target.texts_hash
     parameters: dict[str, Any] = {
+        "target": dataclasses.asdict((target or plan.target).record),
         "written": "prior",
         "headroom": headroom.parameters,
         "total_cost": cost_totals(cost),
@@ -118,7 +123,7 @@ def write_prior_without_gain(
         ),
         method=method,
         parameters=parameters,
-        provenance=provenance(options, {"corpus": corpus.hash}),
+        provenance=provenance(options, inputs),
         cost=cost,
     )
     write_and_print(

@@ -23,12 +23,13 @@ from megatron_chameleon.methods.doge import DogeOptions, DogeRule
 from megatron_chameleon.methods.doge.compute import Doge, held_out_mix
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit
-from megatron_chameleon.methods.options import ProxyOptions
+from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
 from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.small_corpus import with_text, write_small_corpus
 
 STEPS = 4
+TRAIN = PriorOptions(accept_uncertain=True)
 SWARM = SwarmOptions(
     model="nano",
     train_iters=STEPS,
@@ -85,6 +86,7 @@ def doge(corpus: Path, target: str, output: Path, **changes: Any) -> DogeOptions
         "output": output,
         "proxy": PROXY,
         "rule": DogeRule(doge_mu=0.2),
+        "fallback": TRAIN,
     }
     return DogeOptions(**{**settings, **changes})
 
@@ -99,6 +101,7 @@ def mixing_laws(corpus: Path, target: str, output: Path, **changes: Any) -> Mixi
         "sampling": MixtureSamplingOptions(smallest_weight=0.05),
         "swarm": SWARM,
         "laws": LawOptions(num_starts=2),
+        "fallback": TRAIN,
     }
     return MixingLawsOptions(**{**settings, **changes})
 
@@ -109,6 +112,20 @@ def compute(options: DogeOptions | MixingLawsOptions) -> Mixture:
     else:
         assert MixingLawsFit(options).compute()
     return Mixture.load(options.output)
+
+
+def test_the_gain_is_predicted_for_a_text(inputs, tmp_path):
+    target = f"mine={inputs.text}"
+    options = mixing_laws(
+        inputs.without, target, tmp_path / "mixture.json", fallback=PriorOptions()
+    )
+    # The text has too few documents for a certain gain.
+    mixture = compute(options)
+    assert mixture.parameters["written"] == "prior"
+    assert mixture.parameters["target"] == {"value": target, "shares": {"mine": 1.0}}
+    assert mixture.parameters["headroom"]["target"]["shares"] == {"mine": 1.0}
+    assert mixture.provenance is not None
+    assert "target text" in mixture.provenance.inputs
 
 
 @pytest.mark.parametrize("options", [doge, mixing_laws])
