@@ -232,7 +232,7 @@ def test_text_is_reported_and_a_blend_of_names_is_written(compute, files, tmp_pa
         (["--input", "web={web}", "code={empty}"], "'code' has no text"),
         (["--input", "web={web}", "--text-key", "content"], "no key 'content'"),
         (["--input", "web={web}", "--domains", "code"], "unknown domain 'code'; --input has web"),
-        (["--input", "web={web}", "--target", "code"], "unknown domain 'code'"),
+        (["--input", "web={web}", "--target", "code"], "unknown name 'code'"),
         (["--input", "web=hf:o/n"], "cannot reach http://127.0.0.1:9"),
     ],
 )
