@@ -10,8 +10,8 @@ set -euo pipefail
 RUN=${RUN:-runs/quickstart}            # output folder
 TARGET=${TARGET:-reference_prose}      # the domain that is held out as the target
 SIZE=${SIZE:-nano}                     # size of the proxy and the models
-STEPS=${STEPS:-400}                    # of the proxy and the models
-WARMUP=${WARMUP:-160}                  # must be less than the number of steps
+STEPS=${STEPS:-320}                    # of the proxy and the models
+WARMUP=${WARMUP:-120}                  # must be less than the number of steps
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread per process, since two processes run at a time
@@ -84,7 +84,7 @@ for name in uniform chameleon-pretrain mixmin; do
   MODELS+=(--checkpoint "$RUN/5-base/$name-seed$SEED" --output "$RUN/6-evaluation/$name-seed$SEED.json")
 done
 torchrun "${RANKS[@]}" evaluate perplexity --corpus "$CORPUS" --target "$TARGET" \
-  --max-tokens 25000 "${MODELS[@]}"
+  --max-tokens 16000 "${MODELS[@]}"
 
 say "7/7 Tables and figures"
 megatron-chameleon make_report "$RUN"
