@@ -75,7 +75,7 @@ mini() {
   LONG_PROXY_STEPS=${LONG_PROXY_STEPS:-1500}   # for DoReMi and DoGE
   MEMBER_STEPS=${MEMBER_STEPS:-150} REGMIX_MEMBERS=${REGMIX_MEMBERS:-48} LAWS_MEMBERS=24
   EMBED=(--num-windows 512)            # as in the quickstart
-  EVALUATE=(--max-tokens 25000)        # as in the quickstart
+  EVALUATE=(--max-tokens 25000)
   EVAL_TOKENS=4096
 }
 

@@ -13,7 +13,12 @@ def main(options: ReportOptions) -> None:
     """Write and print the report of a run folder."""
     from megatron_chameleon.report.page import make_report
 
-    make_report(*options.runs, baseline=options.baseline, output=options.output)
+    make_report(
+        *options.runs,
+        baseline=options.baseline,
+        output=options.output,
+        projection=options.projection,
+    )
 
 
 COMMAND = Tool(main, ReportOptions)

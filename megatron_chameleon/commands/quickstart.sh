@@ -87,7 +87,7 @@ torchrun "${RANKS[@]}" evaluate perplexity --corpus "$CORPUS" --target "$TARGET"
   --max-tokens 16000 "${MODELS[@]}"
 
 say "7/7 Tables and figures"
-megatron-chameleon make_report "$RUN"
+megatron-chameleon make_report "$RUN" --projection pca   # UMAP takes half a minute
 
 say "Written to $RUN"
 cat << END

@@ -23,6 +23,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.report.options import Projection
 from megatron_chameleon.report.run_folder import (
     BASELINE_METHOD,
     RunFolder,
@@ -477,7 +478,7 @@ class WindowMap:
         return pd.DataFrame(self.points.astype(np.float64)).groupby(self.domains).mean().to_numpy()
 
 
-def window_map(folder: RunFolder) -> WindowMap | None:
+def window_map(folder: RunFolder, projection: Projection = "umap") -> WindowMap | None:
     """Project windows of the embedding store with the most domains to two dimensions.
 
     The projection is UMAP (McInnes et al. 2018) if umap-learn is installed and there are at least
@@ -486,6 +487,7 @@ def window_map(folder: RunFolder) -> WindowMap | None:
 
     Args:
         folder: run folder; if none of its embedding stores has three windows, the result is None.
+        projection: "pca" never uses UMAP.
 
     Raises:
         UserError: if a file of the store is damaged, or its vectors are not finite.
@@ -508,7 +510,8 @@ def window_map(folder: RunFolder) -> WindowMap | None:
         rows = np.sort(rng.choice(counts[domain], count, replace=False))
         sampled.append(store.vectors(domain)[rows])
     vectors, how = np.concatenate(sampled), f"UMAP, {NEIGHBOURS} neighbours, seed {SEED}"
-    points = umap_points(vectors) if len(vectors) >= FEWEST_FOR_UMAP else None
+    uses_umap = projection == "umap" and len(vectors) >= FEWEST_FOR_UMAP
+    points = umap_points(vectors) if uses_umap else None
     if points is None:
         points, shares = pca_points(vectors)
         how = "PCA, {:.0f}% and {:.0f}% of the variance".format(*(100 * share for share in shares))
@@ -552,9 +555,9 @@ def umap_points(vectors: Array) -> Array | None:
     return np.asarray(found, dtype=np.float32)
 
 
-def windows_picture(folder: RunFolder) -> Picture | None:
+def windows_picture(folder: RunFolder, projection: Projection) -> Picture | None:
     """Map with a point for each window of text; None if there are too few embeddings."""
-    found = window_map(folder)
+    found = window_map(folder, projection)
     if found is None:
         return None
     caption = (

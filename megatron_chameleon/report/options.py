@@ -81,6 +81,9 @@ class CompareMethodsOptions(CheckedOptions):
         return [f"{mixture}-seed{seed}" for seed in self.seeds]
 
 
+Projection = Literal["umap", "pca"]
+
+
 @dataclasses.dataclass(frozen=True)
 class ReportOptions(CheckedOptions):
     """Report a run in one HTML page: held-out perplexity, weights, tasks, cost, losses and more.
@@ -95,3 +98,6 @@ class ReportOptions(CheckedOptions):
     """Name of the evaluated run to compare with; default: the run trained with uniform weights."""
     output: Path | None = None
     """The folder to write to; default: 7-report of the first run folder."""
+    projection: Projection = "umap"
+    """Projection of the map of window embeddings: 'umap', which takes half a minute to compile, and
+    becomes PCA without umap-learn or with fewer than 200 windows; or 'pca'."""

@@ -25,6 +25,7 @@ from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, mixture_run_t
 from megatron_chameleon.artifacts.provenance import package_versions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import comparison, cost, downstream, figures, paper, weights
+from megatron_chameleon.report.options import Projection
 from megatron_chameleon.report.run_folder import (
     EVALUATION,
     REPORT,
@@ -145,7 +146,12 @@ class Report:
         return names
 
 
-def make_report(*runs: Path, baseline: str | None = None, output: Path | None = None) -> Path:
+def make_report(
+    *runs: Path,
+    baseline: str | None = None,
+    output: Path | None = None,
+    projection: Projection = "umap",
+) -> Path:
     """Write the page, tables and figures of the run folders ``runs``, and print the tables.
 
     Everything is read and rendered before the first file is written.
@@ -155,6 +161,7 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
         baseline: name of the evaluated base run that the others are compared with; None takes the
             first run trained with uniform weights.
         output: the folder to write to; None takes 7-report of the first run folder.
+        projection: projection of the map of window embeddings.
 
     Returns:
         The folder that was written.
@@ -162,7 +169,7 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     Raises:
         UserError: if an artifact is missing or damaged, or if evaluations cannot be compared.
     """
-    report = load_report(runs, baseline)
+    report = load_report(runs, baseline, projection)
     files = rendered(report)
     folder = runs[0] / REPORT if output is None else output
     write_report(folder, files)
@@ -179,7 +186,9 @@ def make_report(*runs: Path, baseline: str | None = None, output: Path | None = 
     return folder
 
 
-def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
+def load_report(
+    runs: Sequence[Path], baseline: str | None = None, projection: Projection = "umap"
+) -> Report:
     """Load the report of ``runs``; arguments and errors as in :func:`make_report`."""
     if not runs:
         raise UserError("no run folder given; pass at least one")
@@ -220,7 +229,7 @@ def load_report(runs: Sequence[Path], baseline: str | None = None) -> Report:
         "curves": figures.loss_picture(folder),
         "affinity": figures.affinity_picture(mixtures),
         "stability": figures.sweep_picture(swept) if swept else None,
-        "windows": figures.windows_picture(folder),
+        "windows": figures.windows_picture(folder, projection),
     }
     sections = [
         Section(

@@ -188,6 +188,9 @@ def test_umap_keeps_domains_together_and_is_seeded(root):
     folder = folder_with(root, {"code": 70, "news": 70, "prose": 70})
     found = window_map(folder)
     assert found is not None
+    without = window_map(folder, "pca")
+    assert without is not None
+    assert "by PCA" in without.summary
     assert found.summary == (
         "210 windows of 3-embeddings by UMAP, 15 neighbours, seed 0; the axes have no meaning"
     )
