@@ -116,7 +116,8 @@ small() {
   mini
 }
 
-# The text of SIZE=small and models of 30 million parameters, trained on 39 million tokens on one GPU.
+# The text of SIZE=small and models of 30 million parameters, trained on 39 million tokens on one
+# GPU, which trains two of them at a time (JOBS_AT_ONCE).
 gpu() {
   [[ -z $PRETRAINED ]] || refuse "PRETRAINED: requires SIZE=small"
   CORPUS_NAME=${CORPUS_NAME:-installed}
@@ -132,6 +133,7 @@ gpu() {
   EMBED=(--num-windows 1024)
   EVALUATE=(--max-tokens 100000)
   EVAL_TOKENS=65536
+  BASE_FLAGS=(--permutation epoch --eval-interval $((BASE_STEPS / 10)) --eval-tokens "$EVAL_TOKENS")
 }
 
 # A smoke test, in which models learn nothing.

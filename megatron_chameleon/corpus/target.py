@@ -25,6 +25,8 @@ SYNTAX = "a,b or a=2,b=1 with shares, or NAME=PATH or NAME=PATH=2 for a text"
 SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 5
 # Documents of a text that are looked up in the training text.
 MOST_LOOKED_UP = 2000
+# Training documents of these lengths that are read in each domain: seconds, also of large corpora.
+MOST_COMPARED = 200_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +37,13 @@ class Target:
         value: value of the option; None if the target is the average over the domains.
         shares: name of a domain or of a text -> its share of the target, above 0; sums to 1.
         texts: name -> the files of a text that no domain has.
+        reading: values of the options that select the text in these files.
     """
 
     value: str | None
     shares: Mapping[str, float]
     texts: Mapping[str, Sequence[Source]] = dataclasses.field(default_factory=dict)
+    reading: tuple[str | int | None, ...] = ()
 
     @property
     def record(self) -> TargetShares:
@@ -48,12 +52,12 @@ class Target:
 
     @property
     def texts_hash(self) -> str:
-        """Hex SHA-256 of the identities of the files of all texts."""
+        """Hex SHA-256 of the identities of the files of all texts, and of how they are read."""
         identities = [
             [name, [source_identity(source) for source in sources]]
             for name, sources in self.texts.items()
         ]
-        return sha256_of_json(identities)
+        return sha256_of_json([identities, self.reading])
 
 
 def average_target(names: Sequence[str]) -> Target:
@@ -64,19 +68,20 @@ def average_target(names: Sequence[str]) -> Target:
 def recorded_target(parameters: Mapping[str, Any]) -> Target | None:
     """Return the target that a mixture's parameters record; None if they record no shares.
 
-    The shares may be those of texts, which are not recorded.
+    The average over domains is not a target to select checkpoints by. The shares may be those of
+    texts, which are not recorded.
     """
     found = parameters.get("target")
     if not isinstance(found, dict):
         return None
     value, shares = found.get("value"), found.get("shares")
-    if not isinstance(shares, dict) or not shares:
+    if not isinstance(value, str) or not isinstance(shares, dict) or not shares:
         return None
     if not all(isinstance(s, int | float) and 0 < s < math.inf for s in shares.values()):
         return None
     total = math.fsum(shares.values())
     named = {name: share / total for name, share in shares.items()}
-    return Target(value if isinstance(value, str) else None, named)
+    return Target(value, named)
 
 
 def parse_target(
@@ -136,7 +141,8 @@ def parse_target(
     if not shares:
         raise UserError(f"--target {value}: names nothing; pass {SYNTAX}")
     total = math.fsum(shares.values())
-    return Target(value, {name: share / total for name, share in shares.items()}, texts)
+    reading = (source.text_key, source.max_document_bytes) if texts else ()
+    return Target(value, {name: s / total for name, s in shares.items()}, texts, reading)
 
 
 def read_target_text(
@@ -193,8 +199,9 @@ def warn_leaked(
         if leaked:
             found = True
             warnings.warn(
-                f"--target: {leaked:,} of {looked_up:,} documents of '{name}' are in the training "
-                f"text of '{domain}': gains are overestimated; leave them out of one of the two",
+                f"--target: at least {leaked:,} of {looked_up:,} documents of '{name}' are in the "
+                f"training text of '{domain}': gains are overestimated; leave them out of one of "
+                "the two",
                 MixtureWarning,
                 stacklevel=2,
             )
@@ -204,7 +211,7 @@ def warn_leaked(
 def count_leaked(target: TokenFile, training: TokenFile) -> tuple[int, int]:
     """Count documents of a target that occur, token by token, in the training text of a domain.
 
-    Only documents of the same length are compared.
+    Only documents of the same length are compared, and of very many, a part spread evenly.
 
     Returns:
         The number of documents that occur, and the number of documents looked up: the longest.
@@ -221,7 +228,11 @@ def count_leaked(target: TokenFile, training: TokenFile) -> tuple[int, int]:
         length: {np.frombuffer(key[:64], np.int64).tobytes() for key in same}
         for length, same in wanted.items()
     }
-    for number in np.flatnonzero(np.isin(training.lengths, list(wanted))).tolist():
+    same_length = np.flatnonzero(np.isin(training.lengths, list(wanted)))
+    if len(same_length) > MOST_COMPARED:
+        spread = np.linspace(0, len(same_length) - 1, MOST_COMPARED).astype(np.int64)
+        same_length = same_length[spread]
+    for number in same_length.tolist():
         length = int(training.lengths[number])
         head = training.get(number, 0, 8).astype(np.int64).tobytes()
         if head in heads[length]:

@@ -77,6 +77,11 @@ def write_prior_without_gain(
     if tasks and named:
         downstream = TargetTaskOptions(**{**vars(tasks), "tasks": named})
     try:
+        if target is not None and 0 < len(named) < len(target.shares):
+            raise UserError(
+                f"the target mixes tasks, such as '{named[0]}', and text, whose losses have other "
+                "units"
+            )
         headroom = measure_headroom(
             MixminOptions(
                 corpus=measured,

@@ -64,8 +64,8 @@ class SeedNoiseOptions(CheckedOptions):
 
     seed_noise: str | None = None
     """Standard deviation, between seeds, of the difference of the target's loss between two paired
-    runs, in nats: a number, or the compare_methods.json of earlier runs. Default: 0.03, as for
-    models of 0.5 million parameters trained on 2 million tokens."""
+    runs, in nats, for the printed number of seeds: a number, or the compare_methods.json of earlier
+    runs. Default: 0.03, as for models of 0.5 million parameters trained on 2 million tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -471,6 +471,11 @@ def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText)
     )
     mixed = np.log(text.probabilities @ weights)
     advantage = text.document_sums(text.shares * (mixed - frequencies))
+    # The answers of a task may be few, such as yes and no: their frequencies say nothing about the
+    # domains.
+    tasks = plan.options.downstream.tasks
+    is_text = np.array([name not in tasks for name in blocks])[text.parts]
+    advantage[~is_text] = 0.0
     sizes_of = text.document_sums(text.shares)
     return Estimate(
         weights=weights,
@@ -479,7 +484,7 @@ def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText)
         explained=explained_shares(text, weights),
         gains=gains,
         unexplained=float(sizes_of[advantage < 0].sum()),
-        resembles=bool(advantage.sum() > 0),
+        resembles=bool(advantage.sum() > 0) or not is_text.any(),
         examples=_examples(plan.coder, blocks, advantage / sizes_of),
     )
 

@@ -361,7 +361,7 @@ def answer_blocks(
         answers: answers of the task.
         coder: tokenizer.
         most: maximum number of tokens, contexts included.
-        longest: maximum tokens of an answer with its context, which is truncated on the left.
+        longest: tokens of an answer with its context, which is truncated on the left.
         seed: random seed.
         name: name of the task, for messages.
 
@@ -387,14 +387,16 @@ def answer_blocks(
         is_answer = np.arange(len(whole)) >= len(context)
         if not is_answer.any():  # the tokenizer merges the answer into the context
             continue
-        tokens.append(whole[-longest:])
-        weights.append(is_answer[-longest:] / answers[number].num_bytes)
+        start = max(0, min(len(context), len(whole) - longest))  # the answer is kept whole
+        tokens.append(whole[start:])
+        weights.append(is_answer[start:] / answers[number].num_bytes)
         total += len(tokens[-1])
         if total >= most:
             break
     if len(tokens) < 2:
         raise UserError(
-            f"--target: '{name}' has {len(tokens)} answers to predict, but at least two are needed"
+            f"--target: fewer than two answers of '{name}' are chosen; raise --target-text-tokens, "
+            "or pass more questions"
         )
     documents = np.repeat(np.arange(len(tokens)), list(map(len, tokens)))
     return Blocks(np.concatenate(tokens), documents, np.concatenate(weights))

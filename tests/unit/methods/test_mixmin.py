@@ -12,9 +12,9 @@ from megatron_chameleon.artifacts import Mixture, MixtureWarning
 from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import sample_documents
-from megatron_chameleon.corpus.target import count_leaked
+from megatron_chameleon.corpus.target import count_leaked, parse_target
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.evaluation.gold_answers import gold_answers
+from megatron_chameleon.evaluation.gold_answers import GoldAnswer, gold_answers
 from megatron_chameleon.methods.mixmin import (
     EstimateOptions,
     ExpertOptions,
@@ -309,3 +309,29 @@ def test_tasks_are_a_target(options, tmp_path):
         assert whole in {each.context + each.continuation for each in answers}
     with pytest.raises(UserError, match="does not name it"):
         compute(options(source=domains, target="sea", downstream=tasks))
+
+
+def test_answers_are_kept_whole_and_do_not_have_to_resemble_a_domain(options, tmp_path):
+    answers = [GoldAnswer(f"{n} " + "x" * 90, " yes" if n % 2 else " no" * 60, 4) for n in range(9)]
+    blocks = answer_blocks(answers, ByteCoder(), 1 << 20, 64, 0, "closed")
+    for number, start in enumerate(blocks.starts):
+        stop = [*blocks.starts, len(blocks.tokens)][number + 1]
+        text = ByteCoder().decode(blocks.tokens[start:stop].tolist())
+        scored = blocks.is_scored[start:stop].sum()
+        assert text.endswith((" yes", " no" * 60))
+        assert scored == (4 if text.endswith("yes") else 180)
+        assert len(text) == max(64, scored)
+    data = write_task_data(tmp_path / "data", 12)
+    tasks = TargetTaskOptions(tasks=("sciq",), data_dir=data)
+    compute(options(target=None, downstream=tasks))
+    parameters = Mixture.load(options().output).parameters
+    assert parameters["resembles"] is True
+    assert parameters["unexplained"] == 0
+
+
+def test_another_key_of_a_text_is_another_text(texts):
+    def hash_of(key):
+        source = SourceOptions((), text_key=key)
+        return parse_target(f"mine={texts['target']}", [], source).texts_hash
+
+    assert hash_of("text") == hash_of("text") != hash_of("words")
