@@ -18,7 +18,7 @@ class QuickstartOptions:
 
     The text comes from the installed packages, so nothing is downloaded. The same command resumes
     after an interruption. Sizes and steps are environment variables: TARGET (reference_prose), SIZE
-    (nano), STEPS (320), WARMUP (120) and SEED (1).
+    (nano), STEPS (400), WARMUP (160) and SEED (1).
     """
 
     run_dir: Path | None = None

@@ -10,8 +10,8 @@ set -euo pipefail
 RUN=${RUN:-runs/quickstart}            # output folder
 TARGET=${TARGET:-reference_prose}      # the domain that is held out as the target
 SIZE=${SIZE:-nano}                     # size of the proxy and the models
-STEPS=${STEPS:-320}                    # of the proxy and the models
-WARMUP=${WARMUP:-120}                  # must be less than the number of steps
+STEPS=${STEPS:-400}                    # of the proxy and the models
+WARMUP=${WARMUP:-160}                  # must be less than the number of steps
 SEED=${SEED:-1}
 
 export OMP_NUM_THREADS=1               # one thread per process, since two processes run at a time
