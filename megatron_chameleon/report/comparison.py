@@ -226,6 +226,11 @@ def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
         found.append(f"Training has not finished: {', '.join(unfinished)}.")
     for run, trained in known:
         name = _named_after(folder, run.name, trained)
+        if name is not None and folder.mixtures[name].parameters.get("written") == "prior":
+            found.append(
+                f"The weights of {run.label} are those of its method's prior, since no gain over "
+                "it was certain."
+            )
         if name is not None and not same_weights(folder.mixtures[name].weights, trained.mixture):
             found.append(
                 f"{folder.paths[f'{MIXTURE}/{name}']} has changed since {trained.root} was trained "

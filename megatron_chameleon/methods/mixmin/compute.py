@@ -235,11 +235,11 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
         names, runs = plan.domains.names, list[PretrainOptions]()
         if options.trains_experts:
             assert plan.corpus is not None
+            read_target(plan)  # finds its mistakes before anything is written
             runs = experts.plan_runs(options, plan.corpus, names)
         else:
             opened = experts.passed_experts(options.experts, names)
             experts.check_experts(opened, plan.tokenizer_hash, plan.domains.where, parallel)
-        read_target(plan)  # finds its mistakes before the training
         return names, runs
 
     names, runs = on_rank_0(parallel, check)

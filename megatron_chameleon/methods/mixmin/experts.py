@@ -145,7 +145,7 @@ def expert_probabilities(
 ) -> tuple[Array, float]:
     """Predict the target with each expert. Collective.
 
-    Each document of the target is predicted separately, in windows without overlap; its first token
+    Each passage of the target is predicted separately, in windows without overlap; its first token
     is predicted from the end-of-document token.
 
     Args:
@@ -162,7 +162,7 @@ def expert_probabilities(
         UserError: if an expert's loss is not finite.
     """
     tokens = np.concatenate([block.tokens for block in blocks])
-    lengths = np.concatenate([np.bincount(block.documents) for block in blocks])
+    lengths = np.concatenate([block.passages for block in blocks])
     file = in_memory(Path("target"), tokens, lengths.astype(np.int32))
     protocol = Protocol("valid", window_length, "documents", first_token="after-eod")
     text = held_out_text(file, protocol, eod_id)

@@ -278,11 +278,14 @@ class Blocks:
         starts: [documents] position in ``tokens`` of the first token of each document.
         weights: [n] relative weight of each token in the likelihood; 0 for tokens that are context
             only.
+        passages: [p] tokens of each passage: adjacent blocks of a document, or a question with its
+            answer.
     """
 
     tokens: Ids
     documents: NDArray[np.int64]
     weights: NDArray[np.float64]
+    passages: NDArray[np.int64]
 
     @property
     def is_scored(self) -> NDArray[np.bool_]:
@@ -341,7 +344,9 @@ def choose_blocks(file: TokenFile, most: int, seed: int, name: str) -> Blocks:
             "--target-text-tokens"
         )
     documents = np.repeat(numbers, length[kept])
-    return Blocks(tokens.astype(np.int64), documents, np.ones(len(tokens)))
+    follows = (np.diff(document[kept]) == 0) & (np.diff(offset[kept]) == length[kept][:-1])
+    passages = np.add.reduceat(length[kept], np.flatnonzero(np.append(True, ~follows)))
+    return Blocks(tokens.astype(np.int64), documents, np.ones(len(tokens)), passages)
 
 
 def answer_blocks(
@@ -398,5 +403,6 @@ def answer_blocks(
             f"--target: fewer than two answers of '{name}' are chosen; raise --target-text-tokens, "
             "or pass more questions"
         )
-    documents = np.repeat(np.arange(len(tokens)), list(map(len, tokens)))
-    return Blocks(np.concatenate(tokens), documents, np.concatenate(weights))
+    passages = np.array(list(map(len, tokens)), np.int64)
+    documents = np.repeat(np.arange(len(tokens)), passages)
+    return Blocks(np.concatenate(tokens), documents, np.concatenate(weights), passages)

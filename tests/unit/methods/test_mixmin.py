@@ -335,3 +335,14 @@ def test_another_key_of_a_text_is_another_text(texts):
         return parse_target(f"mine={texts['target']}", [], source).texts_hash
 
     assert hash_of("text") == hash_of("text") != hash_of("words")
+
+
+def test_passages_are_adjacent_blocks_of_a_document():
+    lengths = np.array([9000, 700] * 8, np.int32)
+    tokens = np.concatenate([np.arange(n) + 10_000 * d for d, n in enumerate(lengths)])
+    file = in_memory("text", tokens, lengths)
+    blocks = choose_blocks(file, 30_000, 0, "long")
+    passages = np.split(blocks.tokens, np.cumsum(blocks.passages)[:-1])
+    assert all((np.diff(passage) == 1).all() for passage in passages)
+    jumps = np.flatnonzero(np.diff(blocks.tokens) != 1)
+    assert len(passages) == len(jumps) + 1 > len(blocks.starts)

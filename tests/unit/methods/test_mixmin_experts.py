@@ -88,8 +88,9 @@ def test_probabilities_are_those_of_evaluate_perplexity(trained, tmp_path):
     )
     (result,) = evaluate_perplexities([options])
     file = open_tokens(corpus, "news", "valid")
-    documents = np.repeat(np.arange(len(file)), file.lengths)
-    block = Blocks(file.tokens[:].astype(np.int64), documents, np.ones(len(documents)))
+    lengths = file.lengths.astype(np.int64)
+    documents = np.repeat(np.arange(len(file)), lengths)
+    block = Blocks(file.tokens[:].astype(np.int64), documents, np.ones(len(documents)), lengths)
     with distributed(ParallelOptions(), seed=0) as layout:
         found, flops = expert_probabilities(
             {"code": record, "again": record}, [block], 32, corpus.tokenizer.eod_id, layout
@@ -103,7 +104,7 @@ def test_probabilities_are_those_of_evaluate_perplexity(trained, tmp_path):
     np.testing.assert_allclose(sums, clusters.losses, rtol=1e-6)
     # Tokens are predicted from the tokens before them in their document, and from no others.
     kept = documents < 2
-    cut = Blocks(block.tokens[kept], documents[kept], block.weights[kept])
+    cut = Blocks(block.tokens[kept], documents[kept], block.weights[kept], lengths[:2])
     with distributed(ParallelOptions(), seed=0) as layout:
         first, _ = expert_probabilities(
             {"code": record}, [cut], 32, corpus.tokenizer.eod_id, layout
@@ -150,7 +151,7 @@ def test_an_added_domain_trains_one_expert(copy, tmp_path):
     shutil.copytree(copy.root, changed.root)
     changed.save()
     with pytest.raises(UserError, match=r"news.*other text"):
-        compute_mixture(dataclasses.replace(options, corpus=changed.root))
+        compute_mixture(dataclasses.replace(options, corpus=changed.root, target="poems"))
 
 
 def test_a_stopped_command_resumes(trained, tmp_path):

@@ -136,6 +136,10 @@ def test_intervals_come_from_the_mixture_that_the_run_is_named_after(root, rng, 
     folder = RunFolder.load(root)
     assert any("interval" in h for h in perplexity_table(folder, compare(folder)).header)
     assert caveats(folder, compare(folder)) == []
+    edit(own, parameters={"written": "prior"})
+    folder = RunFolder.load(root)
+    (sentence,) = caveats(folder, compare(folder))
+    assert "prior" in sentence
     # If the mixture has been recomputed, intervals of the old mixture are not shown.
     random_mixture(NAMES, rng).save(own)
     shutil.copytree(root, copy := root.with_name("copy"))
