@@ -138,14 +138,7 @@ class CorpusWriter:
     def finish(self) -> dict[str, Domain]:
         """Complete all files; return their records for corpus.json."""
         parts = (
-            DomainSplit(
-                prefix=prefix,
-                documents=writer.documents,
-                tokens=writer.tokens,
-                text_bytes=text_bytes,
-                sha256=writer.finish(),
-                block_checksums=writer.block_checksums,
-            )
+            _finished_split(prefix, writer, text_bytes)
             for prefix, writer, text_bytes in zip(
                 self._prefixes, self._writers, self._text_bytes, strict=True
             )
@@ -484,6 +477,11 @@ def write_split(
     if text is not None:
         for number in range(len(text)):
             writer.add(text.get(number))
+    return _finished_split(prefix, writer, text_bytes)
+
+
+def _finished_split(prefix: str, writer: IndexedWriter, text_bytes: int | None) -> DomainSplit:
+    """Complete the files of a split; return its record."""
     return DomainSplit(
         prefix=prefix,
         documents=writer.documents,
