@@ -62,7 +62,7 @@ PRINTED = "printed-"
 # options that do not change results.
 MAY_DIFFER = {"run_dir", "mixture", "seed", "micro_batch_size", "compile_layers", "parallel"}
 MAY_DIFFER |= {"dry_first_step", "log_interval", "save_interval", "overwrite", "checkpointing"}
-MAY_DIFFER |= {"stopping", "validation", "logging", "profiling", "online"}
+MAY_DIFFER |= {"stopping", "validation", "target", "logging", "profiling", "online"}
 # Each seed may fine-tune its own weights, but all mixtures of a seed must start from the same ones.
 SAME_WITHIN_A_SEED = "pretrained_checkpoint"
 # Values of --online, and the end of the names of their columns: odm, chameleon-online, ...

@@ -304,6 +304,14 @@ def test_runs_that_cannot_be_compared_are_rejected(root, path, changes, named):
         table_of(root)
 
 
+def test_a_target_that_is_only_measured_may_differ(root):
+    expected = rows_of(table_of(root))
+    for path in (root / "5-base").glob("doremi-seed*/run.json"):
+        seed = int(path.parent.name[-1])
+        edit(path, provenance=made_by(seed=seed, target={"target": "code", "keep_best": True}))
+    assert rows_of(table_of(root)) == expected
+
+
 def test_each_seed_may_start_from_its_own_weights(root):
     expected = rows_of(table_of(root))
     for path in (root / "5-base").glob("*-seed*/run.json"):
