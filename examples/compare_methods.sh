@@ -230,7 +230,7 @@ find_mixture() {
     mixmin-experts)   # one model per domain, which all targets share
       method=mixmin
       flags+=(--experts "${PROXY_FLAGS[1]}" "${PROXY_FLAGS[@]:2}" --train-iters "$PROXY_STEPS"
-        --work-dir "$EXPERTS")
+        --work-dir "$EXPERT_RUNS")
       ;;
   esac
   [[ -z $TARGET || ! $method =~ ^(mixmin|doge|regmix|surrogate|mixing-laws)$ ]] ||
@@ -396,7 +396,7 @@ compare_targets() {
     [ -e "$folder/1-corpus/corpus.json" ] ||
       python -m megatron_chameleon import_corpus --corpus "$CORPUS" --held-out "$name" \
         --output "$folder/1-corpus"
-    env -u TARGETS -u RECORD TARGET="$name" RUN="$folder" CORPUS="$folder/1-corpus" EXPERTS="$EXPERTS" \
+    env -u TARGETS -u RECORD TARGET="$name" RUN="$folder" CORPUS="$folder/1-corpus" EXPERT_RUNS="$EXPERT_RUNS" \
       METHODS="$METHODS" SEEDS="$SEEDS" BASE_STEPS="$BASE_STEPS" \
       bash "$0" ${EXTRA:+-- "${EXTRA[@]}"} || exit
   done

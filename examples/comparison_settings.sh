@@ -172,7 +172,7 @@ finish_small_settings() {
   EVALUATE+=(--corpus "$CORPUS")
   BUDGET=$((BASE_STEPS * SEQ_LENGTH * BATCH))
   PROXY=${PROXY:-$RUN/2-proxy/$PROXY_MODEL-seed$PROXY_SEED}
-  EXPERTS=${EXPERTS:-$RUN/2-proxy/experts}
+  EXPERT_RUNS=${EXPERT_RUNS:-$RUN/2-proxy/experts}
 }
 
 # Print the approximate seconds of a job: in the paper's experiments on an H100, otherwise on one CPU

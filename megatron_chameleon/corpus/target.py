@@ -200,8 +200,8 @@ def warn_leaked(
             found = True
             warnings.warn(
                 f"--target: at least {leaked:,} of {looked_up:,} documents of '{name}' are in the "
-                f"training text of '{domain}': gains are overestimated; leave them out of one of "
-                "the two",
+                f"training text of '{domain}': what is measured on them is too good; leave them "
+                "out of one of the two",
                 MixtureWarning,
                 stacklevel=2,
             )

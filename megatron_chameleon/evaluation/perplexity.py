@@ -43,7 +43,7 @@ from megatron_chameleon.checkpoint.load import (
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory, open_tokens
 from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.target import Target, parse_target, read_target_text
+from megatron_chameleon.corpus.target import Target, parse_target, read_target_text, warn_leaked
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
@@ -400,6 +400,8 @@ def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutD
 def target_texts(plan: EvaluationPlan, sizes: NDArray[np.int32] | None) -> dict[str, HeldOutDomain]:
     """Read the texts of the plan's target, on rank 0, and share them with all ranks. Collective.
 
+    Warns about documents that are in the corpus's training text.
+
     Raises:
         UserError: if a text or the tokenizer cannot be read, or a text has nothing to score.
     """
@@ -407,10 +409,12 @@ def target_texts(plan: EvaluationPlan, sizes: NDArray[np.int32] | None) -> dict[
         return {}
     target, source = plan.target, SourceOptions((), text_key=plan.options.target_text_key)
     corpus, protocol, found = plan.corpus, plan.protocol, dict[str, HeldOutDomain]()
+    trained = [name for name, tokens in corpus.train_tokens.items() if tokens]
 
     def read(name: str) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
         tokenizer = corpus_tokenizer(corpus)
         file = read_target_text(source, target, name, tokenizer, protocol.max_tokens)
+        warn_leaked(name, file, trained, partial(open_tokens, corpus, split="train"))
         return file.tokens[:], file.lengths.astype(np.int32)
 
     for name in target.texts:

@@ -14,7 +14,7 @@ from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.blend.token_data import DomainData, DomainTokens
 from megatron_chameleon.corpus.data_path import split_range
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.target import read_target_text
+from megatron_chameleon.corpus.target import read_target_text, warn_leaked
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.config import ModelConfig
@@ -143,15 +143,19 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
 def target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]:
     """Read up to ``max_windows`` windows of each text of the plan's target.
 
+    Warns about documents that are in the training text.
+
     Raises:
         UserError: if a text or the tokenizer cannot be read.
     """
     assert plan.target is not None
     tokenizer, length = plan.open_tokenizer(), plan.options.seq_length
     source = SourceOptions((), text_key=plan.options.target.target_text_key)
+    domains = {domain.name: domain for domain in plan.data.domains}
     found = []
     for name in plan.target.texts:
         file = read_target_text(source, plan.target, name, tokenizer, max_windows * length)
+        warn_leaked(name, file, domains, lambda domain: domains[domain].open_documents())
         found.append(choose_windows(file.tokens[:], length, max_windows * length))
     return found
 

@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from megatron_chameleon.artifacts import TargetShares, TrainingRun
+from megatron_chameleon.artifacts import MixtureWarning, TargetShares, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, CheckpointWarning, step_folder
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.options import (
@@ -105,6 +105,17 @@ def test_loss_is_that_of_domains_held_out_domains_and_texts(
     assert (without.target, without.best_step) == (None, None)
     assert record_at(plain.run_dir, 6).hash == record_at(options.run_dir, 6).hash
     assert record_at(plain.run_dir, 6).best is None
+
+
+def test_documents_of_the_target_in_the_training_text_are_a_warning(
+    options_for, held_out_corpus, tmp_path
+):
+    corpus, leaked = with_text(held_out_corpus, tmp_path / "corpus", "code", "train")
+    target = TargetOptions(f"mine={leaked}", target_text_key="words")
+    with pytest.warns(
+        MixtureWarning, match=r"documents of 'mine' are in the training text of 'code'"
+    ):
+        pretrain(options_for(corpus=corpus.root, target=target))
 
 
 @pytest.mark.parametrize("async_save", [False, True])
