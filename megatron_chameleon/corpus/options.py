@@ -60,8 +60,8 @@ class SourceOptions(CheckedOptions):
     """JSON lines, parquet and Hugging Face data sets to read; each line or row is a document."""
 
     input: Inputs
-    """Files, folders or quoted globs of .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or files and
-    globs of .txt or .md, each of which is one document; as paths, as URLs of fsspec such as
+    """Files, folders or quoted globs of .jsonl, .jsonl.gz, .jsonl.zst or .parquet, or of text such
+    as .txt, .md and .py, each of which is one document; as paths, as URLs of fsspec such as
     s3://BUCKET/FOLDER, or data sets by name:
     hf:OWNER/NAME[@REVISION][:CONFIG][#SPLIT], where CONFIG '*' selects all configs. NAME=PATH
     assigns all documents of PATH to the domain NAME; a domain may be named several times."""

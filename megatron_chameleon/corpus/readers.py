@@ -557,7 +557,7 @@ def _blocks(
 
 
 def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    is_gzip = PurePosixPath(path).suffix == ".gz"
+    is_gzip = PurePosixPath(path.lower()).suffix == ".gz"
 
     def new_decompressor() -> Any:
         if is_gzip:

@@ -37,11 +37,20 @@ SourceKind = Literal["lines", "parquet", "text", "dataset"]
 
 INSTALL_DATA = "pip install 'megatron-chameleon[data]'"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
-# Suffixes of the files read in a folder; files with other suffixes are only read if passed by name.
+# Suffixes of the files of records read in a folder; .json is often a description of the data, so it
+# is read if passed by name.
 FOLDER_SUFFIXES: dict[str, FileKind] = {".jsonl": "lines", ".parquet": "parquet"}
 RECORD_SUFFIXES: dict[str, FileKind] = {**FOLDER_SUFFIXES, ".json": "lines", ".ndjson": "lines"}
-FILE_SUFFIXES: dict[str, FileKind] = {**RECORD_SUFFIXES, ".txt": "text", ".md": "text"}
-_FORMATS = "use JSON lines as .jsonl, .jsonl.gz or .jsonl.zst, .parquet, or .txt and .md by name"
+# Files that are one document each: prose and source code.
+_TEXT = (
+    "txt md rst tex org adoc py pyi c h cc cpp cxx hpp cu cuh rs go java kt scala cs swift js jsx "
+    "ts tsx rb pl pm php lua r jl hs ml lisp clj ex erl f90 sh bash sql asm s v sv vhd proto cmake"
+)
+TEXT_SUFFIXES: dict[str, FileKind] = {f".{suffix}": "text" for suffix in _TEXT.split()}
+FILE_SUFFIXES: dict[str, FileKind] = {**RECORD_SUFFIXES, **TEXT_SUFFIXES}
+_FORMATS = (
+    "use JSON lines as .jsonl, .jsonl.gz or .jsonl.zst, .parquet, or text such as .txt, .md and .py"
+)
 
 DATASET_PREFIX = "hf:"
 ALL_CONFIGS = "*"
@@ -270,7 +279,7 @@ def _with_unique_names(sources: Iterable[Source]) -> list[Source]:
 
 def kind_of_file(path: str, suffixes: dict[str, FileKind] = FILE_SUFFIXES) -> FileKind | None:
     """The format of the file at ``path`` by its suffix; None if it is unsupported."""
-    name = PurePosixPath(path)
+    name = PurePosixPath(path.lower())
     if name.suffix not in COMPRESSED_SUFFIXES:
         return suffixes.get(name.suffix)
     inner = suffixes.get(PurePosixPath(name.stem).suffix)
@@ -279,14 +288,15 @@ def kind_of_file(path: str, suffixes: dict[str, FileKind] = FILE_SUFFIXES) -> Fi
 
 def is_compressed(path: str) -> bool:
     """Whether ``path`` is compressed, and so can only be read as a whole."""
-    return PurePosixPath(path).suffix in COMPRESSED_SUFFIXES
+    return PurePosixPath(path.lower()).suffix in COMPRESSED_SUFFIXES
 
 
 def find_files(pattern: str, flag: str) -> list[str]:
     """List the files at ``pattern``: a file, a folder that is searched at any depth, or a glob.
 
     ``pattern`` is a path or a URL. Hidden files are skipped, and links to folders are followed
-    once.
+    once. In a folder, files of records are read, or if there are none, files of text; a warning
+    counts the others.
 
     Raises:
         UserError: naming ``flag``, if there is no file, or a file passed by name has an unsupported
@@ -299,7 +309,7 @@ def find_files(pattern: str, flag: str) -> list[str]:
     files: list[str] = []
     for match, contained in matches:
         if contained is not None:
-            inside = [file for file in contained if kind_of_file(file, FOLDER_SUFFIXES)]
+            inside = _readable(match, contained, flag)
             files += inside
             below = " ".join(file.removeprefix(match) for file in inside)
             words = set(re.findall("[a-z]+", below.lower()))
@@ -324,6 +334,24 @@ def find_files(pattern: str, flag: str) -> list[str]:
         if any("\ud800" <= character <= "\udfff" for character in file):
             raise UserError(f"{flag} {file!a}: file name is not UTF-8; rename it")
     return files
+
+
+def _readable(folder: str, contained: Sequence[str], flag: str) -> list[str]:
+    """Select the files of a folder that are read; warn about the others if there are any."""
+    for suffixes in (FOLDER_SUFFIXES, TEXT_SUFFIXES):
+        inside = [file for file in contained if kind_of_file(file, suffixes)]
+        if inside:
+            break
+    skipped = set(contained).difference(inside)
+    if inside and skipped:
+        counts = Counter(PurePosixPath(file).suffix or "without a suffix" for file in skipped)
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(5))
+        warnings.warn(
+            f"{flag} {folder}: {len(skipped):,} of {len(contained):,} files are not read "
+            f"({kinds}); name them, or a pattern such as '*.json', to read them",
+            stacklevel=5,
+        )
+    return inside
 
 
 def _find_local(pattern: str) -> list[tuple[str, list[str] | None]]:

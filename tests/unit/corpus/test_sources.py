@@ -23,10 +23,10 @@ from megatron_chameleon.corpus.sources import Chunk, DatasetName, find_sources
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.small_hub import COMMIT, serve
 
-READ_IN_FOLDERS = ["[x].jsonl", "a.jsonl", "b.jsonl"]
+READ_IN_FOLDERS = ["[x].jsonl", "a.jsonl", "b.JSONL"]
 READ_IN_FOLDERS += ["sub/c.jsonl.gz", "sub/d.jsonl.zst", "sub/p.parquet"]
 FILES = [*READ_IN_FOLDERS[::-1], "e.json", "f.json.gz", "notes.txt", "README.md", "notes.csv"]
-FILES += [".hidden.jsonl"]
+FILES += [".hidden.jsonl", "code/x.py", "code/y.TXT", "code/z.bin"]
 BY_NAME = r"/([^/]*)\.(?:jsonl|parquet)"
 
 
@@ -68,6 +68,17 @@ def test_folders_are_searched_at_any_depth(folder, tmp_path, monkeypatch):
     assert found == sorted([*READ_IN_FOLDERS, "link/far.jsonl"])
 
 
+def test_folders_without_records_are_read_as_text(folder):
+    with pytest.warns(UserWarning, match=r"1 of 3 files are not read \(1 \.bin\)"):
+        found = find(f"x={folder}/code")
+    assert names(folder, found) == [("code/x.py", "x"), ("code/y.TXT", "x")]
+
+
+def test_files_that_a_folder_skips_are_counted(folder):
+    with pytest.warns(UserWarning, match=r"8 of 14 files are not read .*1 \.md"):
+        find(folder)
+
+
 def test_text_files_are_read_by_name(folder):
     assert names(folder, find(f"x={folder}/notes.txt")) == [("notes.txt", "x")]
     assert names(folder, find(f"x={folder}/*.md")) == [("README.md", "x")]
@@ -75,12 +86,12 @@ def test_text_files_are_read_by_name(folder):
 
 def test_a_file_is_read_once_per_domain_under_different_names(folder):
     path = f"{folder}/a.jsonl"
-    found = find(f"x={path}", f"x={folder}/a*.jsonl", f"y={path}", path, f"{folder}/b.jsonl")
+    found = find(f"x={path}", f"x={folder}/a*.jsonl", f"y={path}", path, f"{folder}/b.JSONL")
     assert [(source.name, source.domain) for source in found] == [
         (f"x={path}", "x"),
         (f"y={path}", "y"),
         (f"={path}", None),
-        (f"{folder}/b.jsonl", None),
+        (f"{folder}/b.JSONL", None),
     ]
     (folder / "lang=en").mkdir()  # here, the equals sign is part of the path
     (folder / "lang=en/a.jsonl").touch()
@@ -115,7 +126,7 @@ def test_wrong_inputs_are_rejected(folder, inputs, options, problem):
 def test_domains_in_paths_can_be_renamed_or_left_out(folder):
     with pytest.warns(UserWarning, match=r"leaves out 1 files, of domains '\[x\]'"):
         found = find(
-            f"a={folder}/b.jsonl",
+            f"a={folder}/b.JSONL",
             folder / "a.jsonl",
             folder / "sub",
             folder / "[x].jsonl",
@@ -129,7 +140,7 @@ def test_all_input_is_for_training_if_valid_and_test_are_passed(folder):
     found = find(
         f"x={folder}/a.jsonl",
         f"y={folder}/a.jsonl",
-        valid_input=[f"x={folder}/b.jsonl", f"y={folder}/b.jsonl"],
+        valid_input=[f"x={folder}/b.JSONL", f"y={folder}/b.JSONL"],
         test_input=[f"x={folder}/e.json"],
     )
     assert [(Path(source.path).stem, source.domain, source.split) for source in found] == [
@@ -139,7 +150,7 @@ def test_all_input_is_for_training_if_valid_and_test_are_passed(folder):
         ("b", "y", "valid"),
         ("e", "x", "test"),
     ]
-    held_out = {"valid_input": [f"{folder}/b.jsonl"], "test_input": [f"{folder}/sub/c.jsonl.gz"]}
+    held_out = {"valid_input": [f"{folder}/b.JSONL"], "test_input": [f"{folder}/sub/c.jsonl.gz"]}
     found = find(folder / "a.jsonl", domain_key="set", **held_out)
     assert [source.split for source in found] == ["train", "valid", "test"]
 
