@@ -342,9 +342,11 @@ def _readable(folder: str, contained: Sequence[str], flag: str) -> list[str]:
         inside = [file for file in contained if kind_of_file(file, suffixes)]
         if inside:
             break
-    skipped = set(contained).difference(inside)
+    read = set(inside)
+    skipped = [file for file in contained if file not in read]
     if inside and skipped:
-        counts = Counter(PurePosixPath(file).suffix or "without a suffix" for file in skipped)
+        found = [PurePosixPath(file).suffix or "without a suffix" for file in skipped]
+        counts = Counter(sorted(found))  # sorted, so that ties have an order
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(5))
         warnings.warn(
             f"{flag} {folder}: {len(skipped):,} of {len(contained):,} files are not read "
