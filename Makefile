@@ -94,8 +94,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Python 3.11.5 is the oldest one with the pinned versions. Without --emit-index-url, the lock names
-# no package index.
+# Python 3.11.5 is the oldest one with the pinned versions (pymdown-extensions). Without
+# --emit-index-url, the lock names no package index.
 lock:
 	uv pip compile setup.py --quiet --universal --python-version 3.11.5 --constraint constraints.txt \
 	  --no-annotate --extra data --extra dev --extra docs --extra eval --extra hf --extra plots \
@@ -125,8 +125,8 @@ $(STAMP):
 	  echo "make: $(PYTHON) not found: apt-get install python3 python3-venv, or PYTHON=..." >&2
 	  exit 1
 	fi
-	if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-	  echo "make: $(PYTHON) is older than Python 3.11; pass another with PYTHON=..." >&2
+	if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11, 5))'; then
+	  echo "make: $(PYTHON) is older than Python 3.11.5, which constraints.txt needs: PYTHON=..." >&2
 	  exit 1
 	fi
 	if ! "$(PYTHON)" -c 'import ensurepip, venv' 2> /dev/null; then
