@@ -39,8 +39,14 @@ INSTALL_DATA = "pip install 'megatron-chameleon[data]'"
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 # Suffixes of the files of records read in a folder; .json is often a description of the data, so it
 # is read if passed by name.
-FOLDER_SUFFIXES: dict[str, FileKind] = {".jsonl": "lines", ".parquet": "parquet"}
-RECORD_SUFFIXES: dict[str, FileKind] = {**FOLDER_SUFFIXES, ".json": "lines", ".ndjson": "lines"}
+FOLDER_SUFFIXES: dict[str, FileKind] = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".parquet": "parquet",
+}
+RECORD_SUFFIXES: dict[str, FileKind] = {**FOLDER_SUFFIXES, ".json": "lines"}
+# Files of data: text beside them, such as a README, describes them.
+_DATA = re.compile(r"\.(json|csv|tsv|arrow|npy|bin|idx)(\.\w+)?$|\.(xz|bz2|zip|tar|tgz|7z)$", re.I)
 # Files that are one document each: prose and source code.
 _TEXT = (
     "txt md rst tex org adoc py pyi c h cc cpp cxx hpp cu cuh rs go java kt scala cs swift js jsx "
@@ -295,7 +301,7 @@ def find_files(pattern: str, flag: str) -> list[str]:
     """List the files at ``pattern``: a file, a folder that is searched at any depth, or a glob.
 
     ``pattern`` is a path or a URL. Hidden files are skipped, and links to folders are followed
-    once. In a folder, files of records are read, or if there are none, files of text; a warning
+    once. In folders, files of records are read, or if they hold no data, files of text; a warning
     counts the others.
 
     Raises:
@@ -307,10 +313,14 @@ def find_files(pattern: str, flag: str) -> list[str]:
     if not matches:
         raise UserError(f"{flag} {pattern}: no such file or folder, and no match; check the path")
     files: list[str] = []
+    suffixes = _folder_suffixes([file for _, inside in matches for file in inside or ()])
     for match, contained in matches:
         if contained is not None:
-            inside = _readable(match, contained, flag)
+            inside = [file for file in contained if kind_of_file(file, suffixes)]
             files += inside
+            _warn_skipped(match, contained, inside, flag)
+            if suffixes is TEXT_SUFFIXES:
+                continue  # train.py and test.py are no splits
             below = " ".join(file.removeprefix(match) for file in inside)
             words = set(re.findall("[a-z]+", below.lower()))
             if "train" in words and words & _HELD_OUT_WORDS:
@@ -336,24 +346,27 @@ def find_files(pattern: str, flag: str) -> list[str]:
     return files
 
 
-def _readable(folder: str, contained: Sequence[str], flag: str) -> list[str]:
-    """Select the files of a folder that are read; warn about the others if there are any."""
-    for suffixes in (FOLDER_SUFFIXES, TEXT_SUFFIXES):
-        inside = [file for file in contained if kind_of_file(file, suffixes)]
-        if inside:
-            break
+def _folder_suffixes(contained: Sequence[str]) -> dict[str, FileKind]:
+    """Suffixes of the files to read in folders: records, or text if there are no data at all."""
+    has_data = any(kind_of_file(file, FOLDER_SUFFIXES) or _DATA.search(file) for file in contained)
+    return FOLDER_SUFFIXES if has_data else TEXT_SUFFIXES
+
+
+def _warn_skipped(folder: str, contained: Sequence[str], inside: Sequence[str], flag: str) -> None:
+    """Warn about files of a folder that are not read, if there are any."""
     read = set(inside)
     skipped = [file for file in contained if file not in read]
-    if inside and skipped:
-        found = [PurePosixPath(file).suffix or "without a suffix" for file in skipped]
-        counts = Counter(sorted(found))  # sorted, so that ties have an order
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(5))
-        warnings.warn(
-            f"{flag} {folder}: {len(skipped):,} of {len(contained):,} files are not read "
-            f"({kinds}); name them, or a pattern such as '*.json', to read them",
-            stacklevel=5,
-        )
-    return inside
+    if not skipped:
+        return
+    found = ["".join(PurePosixPath(file.lower()).suffixes[-2:]) for file in skipped]
+    counts = Counter(sorted(found))  # sorted, so that ties have an order
+    kinds = ", ".join(f"{n:,} {kind or 'without a suffix'}" for kind, n in counts.most_common(5))
+    by_name = "; name those that are text to read them" if any(map(kind_of_file, skipped)) else ""
+    warnings.warn(
+        f"{flag} {folder}: {len(skipped):,} of {len(contained):,} files are not read "
+        f"({kinds}){by_name}",
+        stacklevel=5,
+    )
 
 
 def _find_local(pattern: str) -> list[tuple[str, list[str] | None]]:
@@ -542,7 +555,7 @@ def _is_supported_directly(builder: DatasetBuilder) -> bool:
     files = [str(file) for files in config.data_files.values() for file in files]
     return all(
         kind_of_file(file, RECORD_SUFFIXES)
-        and not file.endswith(".json")
+        and not file.lower().endswith(".json")
         and file.count("://") <= 1
         for file in files
     )

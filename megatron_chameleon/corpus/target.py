@@ -27,6 +27,8 @@ SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 5
 MOST_LOOKED_UP = 2000
 # Training documents of these lengths that are read in each domain: seconds, also of large corpora.
 MOST_COMPARED = 200_000
+# The same while the other ranks wait.
+FEW_COMPARED = 5_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +182,11 @@ def read_target_text(
 
 
 def warn_leaked(
-    name: str, text: TokenFile, domains: Iterable[str], open_training: Callable[[str], TokenFile]
+    name: str,
+    text: TokenFile,
+    domains: Iterable[str],
+    open_training: Callable[[str], TokenFile],
+    most_compared: int = MOST_COMPARED,
 ) -> bool:
     """Warn about documents of a target's text that are in the training text of a domain.
 
@@ -189,13 +195,14 @@ def warn_leaked(
         text: its documents.
         domains: domains to look them up in.
         open_training: returns the training text of a domain.
+        most_compared: training documents that are read in each domain.
 
     Returns:
         Whether there are any.
     """
     found = False
     for domain in domains:
-        leaked, looked_up = count_leaked(text, open_training(domain))
+        leaked, looked_up = count_leaked(text, open_training(domain), most_compared)
         if leaked:
             found = True
             warnings.warn(
@@ -208,7 +215,9 @@ def warn_leaked(
     return found
 
 
-def count_leaked(target: TokenFile, training: TokenFile) -> tuple[int, int]:
+def count_leaked(
+    target: TokenFile, training: TokenFile, most_compared: int = MOST_COMPARED
+) -> tuple[int, int]:
     """Count documents of a target that occur, token by token, in the training text of a domain.
 
     Only documents of the same length are compared, and of very many, a part spread evenly.
@@ -229,8 +238,8 @@ def count_leaked(target: TokenFile, training: TokenFile) -> tuple[int, int]:
         for length, same in wanted.items()
     }
     same_length = np.flatnonzero(np.isin(training.lengths, list(wanted)))
-    if len(same_length) > MOST_COMPARED:
-        spread = np.linspace(0, len(same_length) - 1, MOST_COMPARED).astype(np.int64)
+    if len(same_length) > most_compared:
+        spread = np.linspace(0, len(same_length) - 1, most_compared).astype(np.int64)
         same_length = same_length[spread]
     for number in same_length.tolist():
         length = int(training.lengths[number])

@@ -43,7 +43,13 @@ from megatron_chameleon.checkpoint.load import (
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory, open_tokens
 from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.target import Target, parse_target, read_target_text, warn_leaked
+from megatron_chameleon.corpus.target import (
+    FEW_COMPARED,
+    Target,
+    parse_target,
+    read_target_text,
+    warn_leaked,
+)
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, held_out_text, reading_flops
@@ -58,6 +64,7 @@ from megatron_chameleon.model.readout import (
 )
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.storage import is_remote
 
 # Number of tokens per call of bincount, which copies them as int64.
 _CHUNK = 1 << 24
@@ -409,12 +416,16 @@ def target_texts(plan: EvaluationPlan, sizes: NDArray[np.int32] | None) -> dict[
         return {}
     target, source = plan.target, SourceOptions((), text_key=plan.options.target_text_key)
     corpus, protocol, found = plan.corpus, plan.protocol, dict[str, HeldOutDomain]()
-    trained = [name for name, tokens in corpus.train_tokens.items() if tokens]
+    # Reading single documents of remote files would take hours.
+    trained = (
+        [] if is_remote(str(corpus.root)) else list(filter(corpus.train_tokens.get, corpus.names))
+    )
 
     def read(name: str) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
         tokenizer = corpus_tokenizer(corpus)
         file = read_target_text(source, target, name, tokenizer, protocol.max_tokens)
-        warn_leaked(name, file, trained, partial(open_tokens, corpus, split="train"))
+        open_training = partial(open_tokens, corpus, split="train")
+        warn_leaked(name, file, trained, open_training, FEW_COMPARED)
         return file.tokens[:], file.lengths.astype(np.int32)
 
     for name in target.texts:

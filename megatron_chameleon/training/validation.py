@@ -13,13 +13,14 @@ import torch
 from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.blend.token_data import DomainData, DomainTokens
 from megatron_chameleon.corpus.data_path import split_range
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.target import read_target_text, warn_leaked
+from megatron_chameleon.corpus.target import FEW_COMPARED, read_target_text, warn_leaked
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.parallel.layout import Layout, from_main
-from megatron_chameleon.storage import concurrently
+from megatron_chameleon.storage import concurrently, is_remote
 from megatron_chameleon.training.metrics import mean_losses, sum_over_ranks
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import Passes, domain_sums
@@ -151,11 +152,16 @@ def target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]:
     assert plan.target is not None
     tokenizer, length = plan.open_tokenizer(), plan.options.seq_length
     source = SourceOptions((), text_key=plan.options.target.target_text_key)
-    domains = {domain.name: domain for domain in plan.data.domains}
+    # Reading single documents of remote files would take hours.
+    domains = {d.name: d for d in plan.data.domains if not is_remote(str(d.prefix))}
+
+    def training_text(name: str) -> TokenFile:
+        return domains[name].open_documents()
+
     found = []
     for name in plan.target.texts:
         file = read_target_text(source, plan.target, name, tokenizer, max_windows * length)
-        warn_leaked(name, file, domains, lambda domain: domains[domain].open_documents())
+        warn_leaked(name, file, domains, training_text, FEW_COMPARED)
         found.append(choose_windows(file.tokens[:], length, max_windows * length))
     return found
 

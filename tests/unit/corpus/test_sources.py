@@ -26,7 +26,7 @@ from tests.unit.corpus.small_hub import COMMIT, serve
 READ_IN_FOLDERS = ["[x].jsonl", "a.jsonl", "b.JSONL"]
 READ_IN_FOLDERS += ["sub/c.jsonl.gz", "sub/d.jsonl.zst", "sub/p.parquet"]
 FILES = [*READ_IN_FOLDERS[::-1], "e.json", "f.json.gz", "notes.txt", "README.md", "notes.csv"]
-FILES += [".hidden.jsonl", "code/x.py", "code/y.TXT", "code/z.bin"]
+FILES += [".hidden.jsonl", "code/x.py", "code/y.TXT", "code/LICENSE"]
 BY_NAME = r"/([^/]*)\.(?:jsonl|parquet)"
 
 
@@ -69,13 +69,25 @@ def test_folders_are_searched_at_any_depth(folder, tmp_path, monkeypatch):
 
 
 def test_folders_without_records_are_read_as_text(folder):
-    with pytest.warns(UserWarning, match=r"1 of 3 files are not read \(1 \.bin\)"):
+    (folder / "code/train.rs").touch()  # no split of the data
+    with pytest.warns(UserWarning, match=r"1 of 4 files are not read \(1 without a suffix\)$"):
         found = find(f"x={folder}/code")
-    assert names(folder, found) == [("code/x.py", "x"), ("code/y.TXT", "x")]
+    assert names(folder, found) == [(f"code/{name}", "x") for name in ("train.rs", "x.py", "y.TXT")]
+
+
+def test_text_beside_data_is_not_read_as_data(folder):
+    (folder / "table").mkdir()
+    (folder / "table/a.csv").touch()
+    (folder / "table/README.md").touch()
+    with (
+        pytest.warns(UserWarning, match="2 of 2 files are not read"),
+        pytest.raises(UserError, match="no file of a supported format"),
+    ):
+        find(f"x={folder}/table")
 
 
 def test_files_that_a_folder_skips_are_counted(folder):
-    with pytest.warns(UserWarning, match=r"8 of 14 files are not read \(1 .TXT, 1 .bin, "):
+    with pytest.warns(UserWarning, match=r"8 of 14 files are not read \(.*1 .json.gz"):
         find(folder)
 
 
