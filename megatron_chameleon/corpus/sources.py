@@ -339,7 +339,11 @@ def find_files(pattern: str, flag: str) -> list[str]:
         else:
             files.append(match)
     if not files:
-        raise UserError(f"{flag} {pattern}: no file of a supported format; {_FORMATS}")
+        in_folders = [file for _, inside in matches for file in inside or ()]
+        problem = f"no file of a supported format; {_FORMATS}"
+        if any(kind_of_file(file, TEXT_SUFFIXES) for file in in_folders):
+            problem += "; to read text beside data, pass a pattern such as 'FOLDER/**/*.py'"
+        raise UserError(f"{flag} {pattern}: {problem}")
     for file in files:
         if any("\ud800" <= character <= "\udfff" for character in file):
             raise UserError(f"{flag} {file!a}: file name is not UTF-8; rename it")

@@ -543,11 +543,19 @@ def _load_online(
     own passes: the FLOPs of a run beyond those of the baseline's run with the same seed, and the
     time of the updates of the mixture, averaged over seeds.
     """
-    runs = []
+    runs: list[TrainingRun] = []
     costs: list[tuple[float, float]] = []
     baselines = options.run_names(options.baseline)
     for base, seed, other in zip(options.run_names(name), options.seeds, baselines, strict=True):
         run, results[base] = _load_base(folder, base, seed, method)
+        # An online method may follow the target, which is only measured with other mixtures.
+        if runs and run.provenance.options.get("target") != runs[0].provenance.options.get(
+            "target"
+        ):
+            raise UserError(
+                f"{run.root} and {runs[0].root} differ in the option target; compare runs that "
+                "differ only in mixture and seed"
+            )
         baseline = folder.base_runs.get(other)
         extra = run.cost.flops - (baseline.cost.flops if baseline else run.cost.flops)
         lines = run.metrics() if (run.root / METRICS_NAME).is_file() else iter(())

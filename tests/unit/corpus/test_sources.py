@@ -81,9 +81,10 @@ def test_text_beside_data_is_not_read_as_data(folder):
     (folder / "table/README.md").touch()
     with (
         pytest.warns(UserWarning, match="2 of 2 files are not read"),
-        pytest.raises(UserError, match="no file of a supported format"),
+        pytest.raises(UserError, match=r"no file of a supported format.*to read text beside data"),
     ):
         find(f"x={folder}/table")
+    assert names(folder, find(f"x={folder}/table/**/*.md")) == [("table/README.md", "x")]
 
 
 def test_files_that_a_folder_skips_are_counted(folder):

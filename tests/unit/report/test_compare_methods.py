@@ -242,6 +242,11 @@ def test_a_table_with_validation_curves_and_an_online_method(root):
     key = "tokens for which Uniform has the same validation loss"
     assert rows[key] == ["102,400", "76,800", "-"]
     assert rows["tokens until the last validation loss of Uniform"][1] == "> 102,400"
+    # The sampling of an online method may follow the target.
+    followed = made_by(seed=2, online={"online": "odm"}, target={"target": "code"})
+    edit(root / "5-base/odm-seed2/run.json", provenance=followed)
+    with pytest.raises(UserError, match="differ in the option target"):
+        load_comparison(RunFolder.load(root), options)
     edit(root / "5-base/odm-seed2/run.json", provenance=made_by(seed=2))
     with pytest.raises(UserError, match="trained with no --online method"):
         load_comparison(RunFolder.load(root), options)
