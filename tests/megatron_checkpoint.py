@@ -153,6 +153,7 @@ def save_megatron(
     *,
     iteration: int = ITERATION,
     metadata: dict[str, bool] | None = None,
+    common_among_tensors: bool | None = None,
     **common: Any,
 ) -> Path:
     """Save ``model`` in ``folder``, a folder for --save, and return the iteration's folder.
@@ -163,6 +164,8 @@ def save_megatron(
         args: arguments to save; None for a checkpoint without them.
         iteration: optimizer steps done.
         metadata: options of the layout of tensors.
+        common_among_tensors: whether to keep the common state among the tensors, as megatron-core
+            does from 0.19 on, or in common.pt; by default, as the installed release does.
         common: further state.
     """
     target = folder / f"iter_{iteration:07d}"
@@ -170,24 +173,31 @@ def save_megatron(
     if rank == 0:
         target.mkdir(parents=True)
     torch.distributed.barrier()
-    state = {
-        "args": args,
+    common = {
+        **({} if args is None else {"args": args}),
         "checkpoint_version": 3.0,
         "iteration": iteration,
+        "num_floating_point_operations_so_far": 1e18,
+        **common,
+    }
+    state = {
+        **common,
         "model": model.sharded_state_dict(metadata=metadata),
         # States that Megatron-LM saves as tensors and as pickled objects.
         "optimizer": ShardedTensor.from_rank_offsets(
             "optimizer.state.exp_avg.decoder.layers.0.weight", torch.ones(3), replica_id=rank
         ),
         "rng_state": ShardedObject("rng_state", [object], (1, 1), (0, 0), replica_id=rank),
-        "num_floating_point_operations_so_far": 1e18,
-        **common,
     }
-    if args is None:
-        del state["args"]
+    if common_among_tensors:
+        state["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=rank)
     # megatron would start a server process for this queue, which would outlive the ranks of tests.
     with mock.patch.object(filesystem_async, "_results_queue", queue.SimpleQueue()):
         dist_checkpointing.save(state, str(target), ("torch_dist", 1))
+    if rank == 0 and common_among_tensors is not None:
+        (target / "common.pt").unlink(missing_ok=True)
+        if not common_among_tensors:
+            torch.save(common, target / "common.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return target
 

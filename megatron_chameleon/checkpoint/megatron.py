@@ -1,24 +1,31 @@
 """Read Megatron-LM's torch_dist checkpoints: ``iter_*`` folders of weights and arguments.
 
 The tensors of a model have the same names and shards as in a checkpoint of this package, because
-both come from megatron-core. This module reads Megatron-LM's arguments, in ``common.pt``, and makes
-the record that this package keeps in ``checkpoint.json``. No code in the files runs.
+both come from megatron-core. This module reads Megatron-LM's arguments, in the common state, and
+makes the record that this package keeps in ``checkpoint.json``. No code in the files runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import pickle
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus, provenance
 from megatron_chameleon.artifacts.checkpoint import CONFIG_NAME, CheckpointFile
@@ -36,7 +43,9 @@ from megatron_chameleon.model.config import Activation, ModelConfig, RopeScaling
 from megatron_chameleon.model.initialization import OUTPUT_LAYER, WORD_EMBEDDINGS
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
-_FORMAT = "torch_dist"
+_FORMAT, _FORMAT_VERSION = "torch_dist", 1
+_LAYOUT_VERSION = 3.0  # of queries, keys and values inside a weight
+_COMMON_STATE = "common_state/shard_0_1"  # the key and the number of megatron's ShardedObject
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HASHING_THREADS = 8  # hashing releases the GIL
@@ -78,7 +87,22 @@ def find_megatron_folder(path: Path) -> Path | None:
             f"{folder} has Megatron-LM's format {name}; convert it with Megatron-LM's "
             f"--ckpt-convert-format {_FORMAT} --ckpt-convert-save FOLDER"
         )
+    _require_version(config, "sharded_backend_version", body, _FORMAT_VERSION)
     return folder
+
+
+def _require_version(where: Path, name: str, values: dict[str, Any], known: float) -> None:
+    """Raise UserError if ``values`` have another version of the format than the one that is read.
+
+    Megatron-LM changes the version if it changes the meaning of what it writes.
+    """
+    version = values.get(name, known)
+    if version != known:
+        raise UserError(
+            f"{where}: {name} is {version}, but this release reads {known}: use another release of "
+            "megatron-chameleon, or save the checkpoint again with a Megatron-LM that writes "
+            f"{known}"
+        )
 
 
 def megatron_record(folder: Path, tokenizer: TokenizerChoice) -> CheckpointRecord:
@@ -92,13 +116,13 @@ def megatron_record(folder: Path, tokenizer: TokenizerChoice) -> CheckpointRecor
         UserError: if a file is missing or damaged, the model is not supported, or its tokenizer is
             not found.
     """
-    where = folder / COMMON_STATE_FNAME
-    common = read_common_state(folder)
+    where, common = read_common_state(folder)
     if not isinstance(common.get("args"), dict):
         raise UserError(
             f"{where} holds no arguments (args), which Megatron-LM writes; use a checkpoint that "
             "Megatron-LM's training loop has written"
         )
+    _require_version(where, "checkpoint_version", common, _LAYOUT_VERSION)
     saved = {**common["args"], "iteration": common.get("iteration", 0)}
     names = {field.name for field in dataclasses.fields(Arguments)}
     # Objects of other classes are no valid values, and become text here.
@@ -221,6 +245,7 @@ class Arguments:
     experimental_attention_variant: None = None
     mtp_num_layers: None = None
     is_hybrid_model: Literal[False] = False
+    use_mup: Literal[False] = False
     heterogeneous_layers_config_path: None = None
     heterogeneous_layers_config_encoded_json: None = None
     spec: None = None
@@ -300,8 +325,8 @@ def _check_parameters(index: Metadata, config: ModelConfig, folder: Path) -> Non
     expected = config.num_parameters + padding * config.hidden_size
     if count != expected:
         raise UserError(
-            f"{folder / INDEX_NAME}: the model has {count:,} parameters, but its arguments in "
-            f"{COMMON_STATE_FNAME} describe a model of {expected:,}; this model is not supported, "
+            f"{folder / INDEX_NAME}: the model has {count:,} parameters, but its arguments "
+            f"(args) describe a model of {expected:,}; this model is not supported, "
             "use another"
         )
 
@@ -344,30 +369,68 @@ class _PlainUnpickler(pickle.Unpickler):
         return None
 
 
-def read_common_state(folder: Path) -> dict[str, Any]:
-    """Read the plain values of ``common.pt``, with the fields of ``args`` as a dictionary.
+def read_common_state(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Read the plain values of the common state, with the fields of ``args`` as a dictionary.
+
+    megatron-core keeps the common state in ``common.pt``, and from 0.19 on as an object among the
+    tensors, which the index locates.
 
     Tensors, enums, dtypes and all other objects become inert stand-ins, so that a value of any
     class of Megatron-LM can be read without importing it.
+
+    Returns:
+        The file with the common state, and the state.
 
     Raises:
         UserError: if the file is missing or damaged.
     """
     path = folder / COMMON_STATE_FNAME
+    place = None if path.exists() else _place_of_common_state(folder)
+    if place is not None:
+        path = folder / place.relative_path
     try:
-        with zipfile.ZipFile(path) as archive:
-            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-            with archive.open(name) as stream:
-                common = _PlainUnpickler(stream).load()
+        with path.open("rb") as stream:
+            if place is None:
+                (common,) = _plain_values(stream)
+            else:
+                stream.seek(place.offset)
+                # The object is a list of this rank's part, of one rank.
+                ((common,),) = _plain_values(io.BytesIO(stream.read(place.length)))
         if not isinstance(common, dict):
             raise pickle.UnpicklingError(f"it holds a {type(common).__name__}")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; use another checkpoint") from error
     except Exception as error:  # damaged bytes can raise any error
         raise UserError(
-            f"cannot read {path} ({first_line(error)}): it is damaged; use another checkpoint"
+            f"cannot read the common state in {path} ({first_line(error)}): it is damaged; use "
+            "another checkpoint"
         ) from error
     arguments = common.get("args")
     if isinstance(arguments, _Unread):  # an argparse.Namespace
         common["args"] = arguments.state
-    return common
+    return path, common
+
+
+def _place_of_common_state(folder: Path) -> Any:
+    """Return the index's entry of the common state; None if the index has none.
+
+    Raises:
+        UserError: if the index is damaged, or locates the common state outside of ``folder``.
+    """
+    index = read_index(folder)
+    place = (index.storage_data or {}).get(MetadataIndex(_COMMON_STATE))
+    if place is not None and place.relative_path not in os.listdir(folder):
+        raise UserError(
+            f"{folder / INDEX_NAME} locates {_COMMON_STATE} in {str(place.relative_path)!r}, which "
+            f"is no file of {folder}; use another checkpoint"
+        )
+    return place
+
+
+def _plain_values(stream: IO[bytes]) -> Iterator[Any]:
+    """Read every pickle that torch.save has written to ``stream``: one, unless damaged."""
+    with zipfile.ZipFile(stream) as archive:
+        for name in archive.namelist():
+            if name.endswith("/data.pkl"):
+                with archive.open(name) as pickled:
+                    yield _PlainUnpickler(pickled).load()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pickle
-import zipfile
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_chameleon.checkpoint.index import read_index
 from megatron_chameleon.checkpoint.load import config_of, open_checkpoint, open_reader
@@ -102,6 +102,7 @@ REJECTED = {
     "window_size": (128, 0),
     "apply_layernorm_1p": True,
     "mtp_num_layers": 1,
+    "use_mup": True,
     "heterogeneous_layers_config_path": "layers.json",
     "num_layers": None,
     "normalization": torch.float32,
@@ -154,20 +155,72 @@ def test_an_index_of_an_earlier_release_is_read(saved, one_rank):
     open_reader(open_checkpoint(folder), one_rank)
 
 
-def test_common_state_runs_no_code(saved, tmp_path):
-    folder, args = saved
-    expected, trace = open_checkpoint(folder).model, tmp_path / "ran"
-    change_arguments(folder, args, rampup=PickledCode(trace))
-    with zipfile.ZipFile(folder / "common.pt") as archive:
-        assert b"mkdir" in archive.read("common/data.pkl")
-    assert open_checkpoint(folder).model == expected
+@pytest.mark.parametrize("among_tensors", [False, True])
+def test_common_state_is_read_where_each_release_keeps_it(
+    one_rank, tokenizer, tmp_path, among_tensors
+):
+    trace = tmp_path / "ran"
+    args = arguments(FAMILIES["qwen3"], tokenizer, rampup=PickledCode(trace))
+    theirs = megatron_model(args, one_rank)
+    folder = save_megatron(tmp_path / "a", theirs, args, common_among_tensors=among_tensors)
+    assert (folder / "common.pt").exists() != among_tensors
+    assert b"mkdir" in b"".join(path.read_bytes() for path in folder.iterdir())
+    record = open_checkpoint(folder)
+    assert (record.step, record.samples) == (ITERATION, SAMPLES)
+    assert vars(config_of(record)) == {**vars(FAMILIES["qwen3"]), "vocab_size": VOCAB_SIZE}
     assert not trace.exists()
-    for content in (b"", b"no pickle", pickle.dumps({"args": args}), None):
-        (folder / "common.pt").unlink()
-        if content is not None:
-            (folder / "common.pt").write_bytes(content)
+
+
+def test_damaged_common_state_is_a_user_error(saved):
+    folder, args = saved
+    for content in (b"", b"no pickle", pickle.dumps({"args": args})):
+        (folder / "common.pt").write_bytes(content)
         with pytest.raises(UserError, match=r"^[^\n]*common\.pt[^\n]*use another checkpoint$"):
             open_checkpoint(folder)
+
+
+def test_a_damaged_place_of_the_common_state_is_a_user_error(one_rank, tokenizer, tmp_path):
+    args = arguments(FAMILIES["llama"], tokenizer)
+    theirs = megatron_model(args, one_rank)
+    folder = save_megatron(tmp_path / "a", theirs, args, common_among_tensors=True)
+    index = read_index(folder)
+    key = MetadataIndex("common_state/shard_0_1")
+    place = index.storage_data[key]
+    outside = tmp_path / "outside"
+    outside.write_bytes((folder / place.relative_path).read_bytes())
+    changes = (
+        {"relative_path": "../outside"},
+        {"relative_path": str(outside)},
+        {"relative_path": 3},
+        {"offset": place.offset + 1},
+        {"offset": -1},
+        {"offset": 2**62},
+        {"offset": "0"},
+        {"length": place.length - 1},
+        {"length": 0},
+        {"length": None},
+    )
+    for change in changes:
+        index.storage_data[key] = dataclasses.replace(place, **change)
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+        with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
+            open_checkpoint(folder)
+    del index.storage_data[key]
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UserError, match=r"^[^\n]*common\.pt[^\n]*use another checkpoint$"):
+        open_checkpoint(folder)
+
+
+def test_a_checkpoint_of_a_newer_format_is_rejected_with_both_versions(saved):
+    folder, args = saved
+    torch.save({"args": args, "checkpoint_version": 4.0}, folder / "common.pt")
+    with pytest.raises(UserError, match=r"checkpoint_version is 4\.0, but .* reads 3\.0"):
+        open_checkpoint(folder)
+    (folder / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'
+    )
+    with pytest.raises(UserError, match=r"sharded_backend_version is 2, but .* reads 1"):
+        open_checkpoint(folder)
 
 
 def test_a_pickled_object_in_place_of_a_weight_is_not_read(saved, one_rank, tmp_path):
