@@ -7,7 +7,10 @@ PyTorch container, whose torch, Transformer Engine, Apex and Triton were built f
   (2.9.0a0+...), which pip would replace if the bound were ``>=2.9``.
 * Triton is not listed. CUDA builds of torch install the matching version of Triton, and installing
   another version over it breaks torch.compile. The make targets install Triton explicitly, since
-  torch's CPU build does not.
+  torch's CPU build does not. megatron-core needs it from 0.18 on; without it, a command that trains
+  or embeds says so in one line.
+* megatron-core 0.16 is the last release for Python 3.11, and its support ends with that of Python
+  3.11. The upper bound is the newest minor release that passes all tests.
 * NVIDIA's Apex and Transformer Engine are part of the container and are used if they are installed.
   Apex is never listed, because the package index has an unrelated project of the same name.
 """
@@ -51,7 +54,7 @@ setup(
     install_requires=[
         # Model, parallelism, data files and checkpoints.
         "torch>=2.9.0a0",
-        "megatron-core>=0.16,<0.17",
+        "megatron-core>=0.16,<0.20",
         # megatron-core's checkpoint writer hangs without psutil, but does not declare it.
         "psutil>=5.9",
         # Numerical computation.

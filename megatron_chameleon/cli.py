@@ -35,6 +35,7 @@ from megatron_chameleon.console import (
     open_output,
 )
 from megatron_chameleon.errors import STOPPED_STATUS, UserError, system_error_message
+from megatron_chameleon.parallel.releases import release_problem
 from megatron_chameleon.ranges import each_value
 
 Options = TypeVar("Options")
@@ -92,6 +93,11 @@ def run_tool(
         exit_with_error(str(error), rank)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_STATUS)
+    except ImportError:
+        problem = release_problem()
+        if problem is None:
+            raise
+        exit_with_error(problem, rank)
     except Exception as error:
         if LOST_PEER.search(str(error)):
             # Give torchrun time to end this process: the rank that exited has reported the cause.

@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
-    CachedMetadataFileSystemReader,
-)
-from megatron.core.dist_checkpointing.strategies.common import (
-    COMMON_STATE_FNAME,
-    TorchCommonLoadStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -178,7 +181,7 @@ def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> 
     with _content_errors(record.root):
         index = read_index(record.root)
         wanted = model_state(model, names=index.state_dict_metadata)
-        _load_model(model, _read(record, wanted, index, _NoCommonState()))
+        _load_model(model, _read(record, wanted, index))
 
 
 def load_training(
@@ -200,7 +203,7 @@ def load_training(
     with _content_errors(record.root):
         index = read_index(record.root)
         wanted[RANDOM] = loadable_random_states(index)
-        state = _read(record, wanted, index, _CommonLoadStrategy())
+        state = merge(_read_common_state(record.root), _read(record, wanted, index))
         _load_model(model, state)
         set_random_states(state.get(RANDOM, {}))
         convert_loaded_state(optimizer, state["optimizer"])
@@ -208,10 +211,11 @@ def load_training(
         scheduler.load_state_dict(state["scheduler"])
 
 
-def _read(
-    record: CheckpointRecord, wanted: State, index: Metadata, common: TorchCommonLoadStrategy
-) -> State:
+def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     """Read the entries of ``wanted`` in the checkpoint: tensors and plain values, no pickles.
+
+    These are the steps of megatron's ``dist_checkpointing.load``, which also reads the common
+    state: every release reads it from another place, and runs code that is in it.
 
     megatron's "_extra_state" entries are skipped. These entries are empty without Transformer
     Engine, and torch would unpickle any bytes stored in their place.
@@ -222,21 +226,27 @@ def _read(
     for name, part in wanted.items():
         if name.startswith("model"):
             wanted[name] = {k: v for k, v in part.items() if not k.endswith("_extra_state")}
+    shards, state, factories = load_preprocess(wanted)
+    shards, _ = extract_sharded_base(shards)
+    validate_sharding_integrity(determine_global_metadata(shards)[1])
     strategy = FullyParallelLoadStrategyWrapper(
         TorchDistLoadShardedStrategy(),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    # Otherwise torch would unpickle the index again, without restriction.
-    reader = _TensorReader(record.root)
-    reader._cached_metadata = index
     # megatron creates its readers with a module-level function, which cannot be passed as an
     # argument.
     before = torch_dist._get_filesystem_reader
-    torch_dist._get_filesystem_reader = lambda *_arguments, **_more: reader
+    torch_dist._get_filesystem_reader = lambda *_arguments, **_more: _TensorReader(record, index)
     try:
-        return dist_checkpointing.load(wanted, str(record.root), strategy, common)
+        with warnings.catch_warnings():
+            # About the arguments of megatron's own call of torch.
+            for message in ("The argument order of load has been", "torch.distributed is disabled"):
+                warnings.filterwarnings("ignore", message)
+            merge(state, strategy.load(shards, record.root))
     finally:
         torch_dist._get_filesystem_reader = before
+    read: State = apply_factory_merges(state, factories)
+    return read
 
 
 def _load_model(model: Sequence[torch.nn.Module], state: State) -> None:
@@ -248,8 +258,16 @@ def _load_model(model: Sequence[torch.nn.Module], state: State) -> None:
         assert not unexpected, unexpected
 
 
-class _TensorReader(CachedMetadataFileSystemReader):
+class _TensorReader(FileSystemReader):
     """torch's reader of files, restricted to tensors."""
+
+    def __init__(self, record: CheckpointRecord, index: Metadata) -> None:
+        super().__init__(record.root)
+        self._index = index
+
+    def read_metadata(self, *_arguments: Any, **_more: Any) -> Metadata:
+        """Return the index that is already read; torch would unpickle it without restriction."""
+        return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of ``plan``.
@@ -264,31 +282,20 @@ class _TensorReader(CachedMetadataFileSystemReader):
         return super().read_data(plan, planner)
 
 
-class _NoCommonState(TorchCommonLoadStrategy):
-    """Leaves the common state unread: the weights of a model are all sharded."""
+def _read_common_state(folder: Path) -> State:
+    """Read ``common.pt``, restricted to tensors and plain values.
 
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
-
-
-class _CommonLoadStrategy(TorchCommonLoadStrategy):
-    """megatron's reader of common state, restricted to tensors and plain values."""
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Read ``common.pt``.
-
-        Raises:
-            UserError: if the file is damaged or holds anything but tensors and plain values.
-        """
-        path = Path(checkpoint_dir) / COMMON_STATE_FNAME
-        try:
-            values = torch.load(path, map_location="cpu", weights_only=True)
-            if not isinstance(values, dict):
-                raise pickle.UnpicklingError(f"it holds a {type(values).__name__}")
-        except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-            raise _unreadable(path, error) from error
-        return values
+    Raises:
+        UserError: if the file is damaged or holds anything but tensors and plain values.
+    """
+    path = folder / COMMON_STATE_FNAME
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(values, dict):
+            raise pickle.UnpicklingError(f"it holds a {type(values).__name__}")
+    except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        raise _unreadable(path, error) from error
+    return values
 
 
 @contextlib.contextmanager

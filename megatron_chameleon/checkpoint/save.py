@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import glob
 import itertools
+import logging
 import os
 import pickle
 import queue
@@ -28,13 +29,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, _disable_gc
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -54,6 +57,13 @@ from megatron_chameleon.artifacts.files import flush_to_disk, replace_folder
 from megatron_chameleon.checkpoint.state import State
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.parallel.layout import from_main
+from megatron_chameleon.parallel.releases import saving_arguments
+
+_OWN_WRITER = saving_arguments(TorchDistSaveShardedStrategy.async_save)
+# Releases from 0.17 on announce at every save that another package will replace their writer.
+logging.getLogger(torch_dist.__name__).addFilter(
+    lambda record: "async save is deprecated" not in record.getMessage()
+)
 
 
 class SaveError(UserError):
@@ -95,8 +105,8 @@ def plan_save(state: State, record: CheckpointRecord) -> AsyncRequest:
     shards, common = save_preprocess(state)
     from_main(lambda: strategy.begin(common))
     data_parallel = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    sharded = FullyParallelSaveStrategyWrapper(strategy, data_parallel)
-    return sharded.async_save(shards, str(strategy.temporary))
+    FullyParallelSaveStrategyWrapper(strategy, data_parallel).apply_saving_parallelization(shards)
+    return strategy.async_save(shards, strategy.temporary)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +125,7 @@ class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
     """
 
     def __init__(self, record: CheckpointRecord, temporary: Path) -> None:
-        super().__init__("torch_dist", 1)
+        super().__init__("torch_dist", 1, thread_count=2)
         self.record, self.temporary = record, temporary
 
     def begin(self, common: dict[str, Any]) -> None:
@@ -123,7 +133,7 @@ class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
         with self._save_errors():
             remove_leftovers(self.record.root.parent, glob.escape(self.record.root.name))
             self.temporary.mkdir(parents=True)
-            TorchCommonSaveStrategy("torch", 1).save_common(common, self.temporary)
+            torch.save(common, self.temporary / COMMON_STATE_FNAME)
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path
@@ -136,14 +146,14 @@ class AtomicSaveStrategy(TorchDistSaveShardedStrategy):
         before = filesystem_async._results_queue
         filesystem_async._results_queue = Handover()
         try:
-            return super().async_save(sharded_state_dict, checkpoint_dir)
+            return super().async_save(sharded_state_dict, checkpoint_dir, **_OWN_WRITER)
         finally:
             filesystem_async._results_queue = before
 
     def _get_save_and_finalize_callbacks(
-        self, writer: FileSystemWriterAsync, planned: Any
+        self, writer: FileSystemWriterAsync, planned: Any, *own_writer: str
     ) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, planned)
+        request = super()._get_save_and_finalize_callbacks(writer, planned, *own_writer)
         _, index, ranks = planned
         staged: list[Any] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,11 +29,11 @@ from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.initialization import initialize_weights
 from megatron_chameleon.model.layers import (
     NORMS,
+    PlainMLP,
     RecomputedMLP,
     RotaryPositions,
     SDPACoreAttention,
     SelfAttention,
-    SwiGLU,
     additive_mask,
 )
 from megatron_chameleon.parallel.layout import Layout
@@ -46,6 +47,12 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": functools.partial(gelu, approximate="tanh"),
     "swiglu": silu,
 }
+
+# Releases from 0.19 on announce at every model that HybridModel will replace it. HybridModel needs
+# Transformer Engine.
+logging.getLogger(GPTModel.__module__).addFilter(
+    lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
+)
 
 
 class GPT(GPTModel):
@@ -224,17 +231,15 @@ def build_model_chunks(
     norm = NORMS[model.normalization]
     layer = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp
+    attention = layer.submodules.self_attention.submodules
     layer.submodules.self_attention.module = SelfAttention
     attention.core_attention = SDPACoreAttention
     if model.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = norm
-    attention.linear_qkv = mlp.submodules.linear_fc1 = TraceableColumnParallelLinear
-    attention.linear_proj = mlp.submodules.linear_fc2 = GroupedRowParallelLinear
-    if config.gated_linear_unit:
-        mlp.submodules.activation_func = SwiGLU
-    if config.recompute_granularity == "selective":
-        mlp.module = RecomputedMLP
+    attention.linear_qkv = TraceableColumnParallelLinear
+    attention.linear_proj = GroupedRowParallelLinear
+    is_recomputed = config.recompute_granularity == "selective"
+    layer.submodules.mlp = RecomputedMLP if is_recomputed else PlainMLP
     chunks: list[GPTModel | Float16Module] = []
     for stage in range(layout.virtual_size):
         # megatron expects None for a pipeline without interleaving.

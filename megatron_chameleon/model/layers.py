@@ -15,12 +15,16 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import SelfAttention as MegatronSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
+from megatron_chameleon.model.compiled_layers import (
+    GroupedRowParallelLinear,
+    TraceableColumnParallelLinear,
+)
 from megatron_chameleon.model.config import ModelConfig, Normalization
 
 # Flash attention needs head dimensions that are a multiple of 8. torch pads other dimensions, but
@@ -54,7 +58,8 @@ class SelfAttention(MegatronSelfAttention):
         groups, head_dim = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         grouped = product.unflatten(-1, (groups, -1, head_dim))  # [s, b, groups, q + k + v, d]
         query, key, value = grouped.split((grouped.size(3) - 2, 1, 1), dim=3)
-        query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         if rotary_pos_emb is not None:
             query, key = Rotation.apply(query, rotary_pos_emb), Rotation.apply(key, rotary_pos_emb)
         context = self.core_attention(
@@ -377,7 +382,28 @@ class GatedSilu(torch.autograd.Function):
         return of_product
 
 
-class RecomputedMLP(MLP):
+class PlainMLP(MLP):
+    """megatron's MLP with our products and activation.
+
+    The layer's spec holds this class itself, which every release of megatron-core accepts: as a
+    spec, it would have to be a ModuleSpec before 0.18, and a functools.partial from then on. The
+    layer's own arguments differ between releases too, and repeat those that are set here.
+    """
+
+    def __init__(self, config: TransformerConfig, **_of_layer: Any) -> None:
+        super().__init__(
+            config,
+            MLPSubmodules(
+                linear_fc1=TraceableColumnParallelLinear,
+                linear_fc2=GroupedRowParallelLinear,
+                activation_func=SwiGLU if config.gated_linear_unit else None,
+            ),
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+
+class RecomputedMLP(PlainMLP):
     """megatron's MLP, with activations recomputed from its input in the backward pass.
 
     This class uses torch's checkpoint function, because megatron's checkpoint function saves and
@@ -385,10 +411,6 @@ class RecomputedMLP(MLP):
     which hangs for an MLP that returns its bias. The MLP samples no random numbers: its output is
     dropped out by the layer.
     """
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        group = parallel_state.get_tensor_model_parallel_group()
-        super().__init__(*arguments, tp_group=group, **settings)
 
     def forward(self, *inputs: Any, **more: Any) -> Any:
         """Like megatron's."""

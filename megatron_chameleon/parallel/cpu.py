@@ -42,6 +42,7 @@ def install_cpu_stand_in() -> bool:
     torch.cuda.synchronize = lambda *_arguments, **_more: None
     torch.cuda.empty_cache = lambda: None
     torch.cuda.set_device = lambda device: None
+    torch.cuda.current_stream = lambda *_device: torch.cpu.current_stream()  # type: ignore[assignment]
 
     # The CPU has a single generator, which replaces the CUDA generators, also in megatron's
     # tracker. The tracker would warn that the CPU generator advances, which is intended here.

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.cpu import install_cpu_stand_in, unusable_gpu
 from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.parallel.releases import release_problem
 
 T = TypeVar("T")
 
@@ -81,8 +82,12 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     Without torchrun, the block runs as a single rank.
 
     Raises:
-        UserError: if ``options`` do not fit the number of ranks.
+        UserError: if ``options`` do not fit the number of ranks, or the installed megatron-core is
+            not supported.
     """
+    problem = release_problem()
+    if problem is not None:
+        raise UserError(problem)
     # torchrun sets RANK and WORLD_SIZE; a scheduler may set only WORLD_SIZE, even for one process.
     world_size = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     check_layout(options, world_size)

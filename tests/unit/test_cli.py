@@ -127,6 +127,18 @@ def test_rank_1_leaves_the_message_to_rank_0(capsys, monkeypatch, error):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("problem", [None, "megatron-core 0.20.0 is installed, but ..."])
+def test_a_failed_import_is_explained_by_an_unsupported_release(capsys, monkeypatch, problem):
+    monkeypatch.setattr(cli, "release_problem", lambda: problem)
+    failing = raising(ImportError("cannot import name 'x' from 'megatron.core'"))
+    if problem is None:
+        with pytest.raises(ImportError):
+            run_tool(failing, ToolOptions, ["--corpus", "c"])
+    else:
+        assert exit_status(failing) == cli.USER_ERROR_STATUS
+        assert capsys.readouterr().err == f"error: {problem}\n"
+
+
 def test_bug_keeps_its_traceback_and_status_1():
     program = (
         "from megatron_chameleon.cli import run_tool\n"

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import hash_files
-from megatron_chameleon.checkpoint import save
+from megatron_chameleon.checkpoint import load, save
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
 from megatron_chameleon.checkpoint.load import config_of, load_training, open_reader
 from megatron_chameleon.checkpoint.save import Handover, save_checkpoint
@@ -254,6 +254,26 @@ def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem):
         open_reader(record, one_rank)
     assert "weights_only" not in str(error.value)  # torch's own message advises to allow the code
     assert not trace.exists()
+
+
+def test_torch_does_not_unpickle_the_index_again(one_rank, tmp_path, monkeypatch):
+    """torch would do so without restriction, after the restricted reading has found no code."""
+    trace, trainer = tmp_path / "ran", trainer_of(one_rank)
+    train(trainer, 1, 2)
+    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
+    record = CheckpointRecord.load(tmp_path / "step")
+
+    def read_and_replace(folder):
+        index = read_index(folder)
+        (folder / INDEX_NAME).write_bytes(pickle.dumps(PickledCode(trace)))
+        return index
+
+    content = (record.root / INDEX_NAME).read_bytes()
+    monkeypatch.setattr(load, "read_index", read_and_replace)
+    for read in (lambda: open_reader(record, one_rank), lambda: load_training(record, *trainer)):
+        (record.root / INDEX_NAME).write_bytes(content)
+        read()
+        assert not trace.exists()
 
 
 def test_damaged_common_state_is_an_error_and_code_in_it_is_not_run(one_rank, record, tmp_path):

@@ -77,7 +77,7 @@ def test_gathering_with_padding_keeps_every_parameter_in_its_place(bucketed):
 class GroupStepAdam(torch.optim.Optimizer):
     """AdamW with the step in the parameter groups, and the group settings of FusedAdam."""
 
-    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode):
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode, **_more):
         assert adam_w_mode
         settings = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps}
         super().__init__(params, settings | {"weight_decay": weight_decay})

@@ -298,7 +298,9 @@ def test_each_step_synchronizes_once(pretrain_options, tmp_path, monkeypatch):
     boundaries = DocumentBoundaryOptions(eod_mask_loss=True)
     guards = GuardOptions(spike_factor=6.0)
     pretrain(pretrain_options(tmp_path / "run", boundaries=boundaries, guards=guards))
-    assert waits == [1] * 6
+    # Since 0.19, megatron looks once for groups of gradients with norms of their own.
+    assert waits[0] in (1, 2)
+    assert waits[1:] == [1] * 5
 
 
 @pytest.mark.parametrize("other", [None, MixtureChanger])

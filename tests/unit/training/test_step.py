@@ -187,14 +187,15 @@ def test_gradients_are_finalized_bitwise_as_by_megatron(one_rank, num_tokens, mo
     gradients = [buffer.grad_data for chunk in chunks for buffer in chunk.buffers]
     values = [torch.randn_like(gradient) for gradient in gradients]
     found = []
+    # megatron's own function reads the token count on the host up to 0.17.
     for finalize, reads in (
-        (finalize_model_grads, num_tokens is not None),
-        (finalize_gradients, 0),
+        (finalize_model_grads, (0, int(num_tokens is not None))),
+        (finalize_gradients, (0,)),
     ):
         torch._foreach_copy_(gradients, values)
         tokens = None if num_tokens is None else torch.tensor(num_tokens, dtype=torch.int)
         finish = functools.partial(finalize, chunks, tokens, pg_collection=groups)
-        assert device_reads(finish, monkeypatch) == reads
+        assert device_reads(finish, monkeypatch) in reads
         found.append([gradient.clone() for gradient in gradients])
     assert all(map(torch.equal, *found))
     assert all(map(torch.equal, found[0], values)) == (num_tokens in (None, 0, 1))

@@ -1,0 +1,75 @@
+"""Releases of megatron-core: whether the installed one can be used, and what differs between them.
+
+setup.py has the range of supported releases. All other modules call only what every release in the
+range has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+_PACKAGE = "megatron-core"
+_FIRST_WITH_TRITON = (0, 18)
+
+
+def release_problem() -> str | None:
+    """Check the installed megatron-core against this package, Python and Triton. Loads no torch.
+
+    pip refuses such an installation, but not one with --no-deps, of a container or of a checkout.
+
+    Returns:
+        None if the release can be used, otherwise one line with the cause and the fix.
+    """
+    try:
+        installed = metadata.metadata(_PACKAGE)
+        from packaging.requirements import Requirement
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import Version
+    except ImportError:  # not installed, or a folder in PYTHONPATH, which has no metadata
+        return None
+    version, python = installed["Version"], platform.python_version()
+    needed = str(installed.json.get("requires_python", ""))
+    supported = _own_requirement(Requirement)
+    if supported is not None and not supported.contains(version, prereleases=True):
+        return (
+            f"megatron-core {version} is installed, but this release of megatron-chameleon "
+            f"supports {supported}: pip install 'megatron-core{supported}'"
+        )
+    if not SpecifierSet(needed).contains(python, prereleases=True):
+        return (
+            f"megatron-core {version} needs Python {needed}, but this is Python {python}: use "
+            f"another Python, or pip install --force-reinstall 'megatron-core{supported or ''}'"
+        )
+    needs_triton = Version(version).release >= _FIRST_WITH_TRITON
+    if needs_triton and importlib.util.find_spec("triton") is None:
+        return (
+            f"megatron-core {version} imports Triton, which builds of torch for the CPU do not "
+            "bring: pip install triton"
+        )
+    return None
+
+
+def saving_arguments(async_save: Callable[..., Any]) -> dict[str, str]:
+    """Return the arguments with which megatron's ``async_save`` uses its own writer of files.
+
+    Releases from 0.17 on need nvidia-resiliency-ext otherwise; 0.16 has no such argument. This
+    function goes with the support of 0.16.
+    """
+    own_writer = {"async_strategy": "mcore"}
+    return (
+        own_writer if own_writer.keys() <= inspect.signature(async_save).parameters.keys() else {}
+    )
+
+
+def _own_requirement(parse: Callable[[str], Any]) -> Any:
+    """Return the versions of megatron-core in the metadata of this package, from setup.py."""
+    try:
+        requirements = map(parse, metadata.requires("megatron-chameleon") or ())
+        return next((r.specifier for r in requirements if r.name == _PACKAGE), None)
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return None

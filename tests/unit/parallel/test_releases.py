@@ -1,0 +1,55 @@
+"""Releases of megatron-core that cannot be used are one line; no code depends on the others."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.parallel.releases import release_problem
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Function that puts the metadata of another megatron-core before those of the installed."""
+
+    def put(version, python=">=3.10"):
+        folder = tmp_path / f"megatron_core-{version}.dist-info"
+        folder.mkdir()
+        lines = ("Metadata-Version: 2.1", "Name: megatron-core", f"Version: {version}")
+        (folder / "METADATA").write_text("\n".join([*lines, f"Requires-Python: {python}", ""]))
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return put
+
+
+def test_the_installed_release_can_be_used():
+    assert release_problem() is None
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "0.20.0rc0", "1.0"])
+def test_a_release_outside_the_range_is_named_with_the_range(install, version):
+    install(version)
+    problem = release_problem() or ""
+    assert problem.startswith(f"megatron-core {version} is installed")
+    assert "0.16" in problem
+    assert "<0.20" in problem
+    assert "\n" not in problem
+    with pytest.raises(UserError, match="is installed"), distributed(ParallelOptions(), seed=1):
+        pass
+
+
+def test_another_python_is_named_with_the_one_that_is_needed(install):
+    install("0.17.0", python=">=3.99")
+    found = ".".join(map(str, sys.version_info[:3]))
+    assert f"0.17.0 needs Python >=3.99, but this is Python {found}" in (release_problem() or "")
+
+
+@pytest.mark.parametrize(("version", "is_needed"), [("0.17.1", False), ("0.18.0rc1", True)])
+def test_missing_triton_is_a_problem_of_later_releases(install, monkeypatch, version, is_needed):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    install(version)
+    assert ("pip install triton" in (release_problem() or "")) == is_needed
