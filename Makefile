@@ -12,6 +12,14 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The extras to install, and the folders of the tests of "make test".
+EXTRAS := dev,data,docs,eval,hf,plots,ray
+TESTS := tests --ignore tests/gpu
+
+# constraints.txt pins another megatron-core for Python 3.11 than for later ones. test-core runs the
+# tests that touch megatron-core with the other Python: 3.12 beside 3.11, or else 3.11.
+CORE_VENV := .venv-core
+CORE_TESTS := tests/distributed $(addprefix tests/unit/,model parallel blend training checkpoint)
 
 # The name of the stamp file contains a digest of the environment's inputs: a changed pin, another
 # interpreter or a moved clone (an editable install refers to its folder) triggers a new install.
@@ -20,10 +28,10 @@ SETUP_KEY := $(shell { echo "$(CURDIR)"; command -v "$(PYTHON)"; cat $(SETUP_FIL
 STAMP := $(VENV)/.installed-$(SETUP_KEY)
 
 # Use one thread per process, because the tests and the ranks already use all cores.
-test test-slow test-gpu: export OMP_NUM_THREADS := 1
+test test-core test-slow test-gpu: export OMP_NUM_THREADS := 1
 
 # The following targets test the CPU paths, even on a machine with a GPU.
-test test-numeric test-slow: export CUDA_VISIBLE_DEVICES :=
+test test-core test-numeric test-slow: export CUDA_VISIBLE_DEVICES :=
 
 # Test with another processor's rounding and more threads; CONTRIBUTING.md lists more combinations.
 test-numeric: export ATEN_CPU_CAPABILITY := default
@@ -33,12 +41,13 @@ test-numeric: export OMP_NUM_THREADS := 2
 NUMERIC_TESTS := $(addprefix tests/unit/,mixture model embedding training) \
   --ignore tests/unit/model/test_memory.py
 
-.PHONY: help setup quickstart test test-numeric test-slow test-gpu measure-gpu install-matrix lint
-.PHONY: format lock docs doctor clean
+.PHONY: help setup quickstart test test-core core-python test-numeric test-slow test-gpu
+.PHONY: measure-gpu install-matrix lint format lock docs doctor clean
 
 help:
 	echo "make quickstart   the whole pipeline on real text, in minutes on 2 cores"
 	echo "make test         every test that needs no GPU"
+	echo "make test-core    the tests of models and training with another Python's megatron-core"
 	echo "make test-numeric the numeric tests under another processor's rounding, with two threads"
 	echo "make test-slow    the long tests that 'make test' leaves out"
 	echo "make test-gpu     the tests that need a CUDA device"
@@ -60,7 +69,26 @@ quickstart: $(STAMP)
 	$(BIN)/megatron-chameleon quickstart $(if $(RUN),--run-dir "$(RUN)")
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests --ignore tests/gpu -n 2
+	$(BIN)/python -m pytest $(TESTS) -n 2 $(PYTEST_ARGS)
+
+test-core:
+	python="$$($(MAKE) core-python)"
+	if [ -z "$$python" ]; then
+	  echo "make test-core: neither Python 3.12 nor Python 3.11 is here beside $(PYTHON)." >&2
+	  exit 1
+	fi
+	$(MAKE) test PYTHON="$$python" VENV=$(CORE_VENV) EXTRAS=dev TESTS="$(CORE_TESTS)"
+
+# Print the Python of test-core; nothing if there is none. pyenv keeps Pythons that are not selected
+# in its folder of versions.
+core-python:
+	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info >= (3, 12))' && other=3.12 || other=3.11
+	for python in python$$other "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$other.*/bin/python; do
+	  if "$$python" -c 'import ensurepip, venv' 2> /dev/null; then
+	    echo "$$python"
+	    exit
+	  fi
+	done
 
 test-numeric: $(STAMP)
 	$(BIN)/python -m pytest $(NUMERIC_TESTS) -n 2 $(PYTEST_ARGS)
@@ -94,10 +122,9 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Python 3.11.5 is the oldest one with the pinned versions (pymdown-extensions). Without
-# --emit-index-url, the lock names no package index.
+# Without --emit-index-url, the lock names no package index.
 lock:
-	uv pip compile setup.py --quiet --universal --python-version 3.11.5 --constraint constraints.txt \
+	uv pip compile setup.py --quiet --universal --python-version 3.11.0 --constraint constraints.txt \
 	  --no-annotate --extra data --extra dev --extra docs --extra eval --extra hf --extra plots \
 	  --extra ray --output-file requirements.lock --custom-compile-command 'make lock' > /dev/null
 
@@ -110,7 +137,7 @@ doctor: $(STAMP)
 	$(BIN)/megatron-chameleon doctor
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CORE_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	rm -rf .import_linter_cache site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -125,8 +152,8 @@ $(STAMP):
 	  echo "make: $(PYTHON) not found: apt-get install python3 python3-venv, or PYTHON=..." >&2
 	  exit 1
 	fi
-	if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11, 5))'; then
-	  echo "make: $(PYTHON) is older than Python 3.11.5, which constraints.txt needs: PYTHON=..." >&2
+	if ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+	  echo "make: $(PYTHON) is older than Python 3.11, which setup.py needs: PYTHON=..." >&2
 	  exit 1
 	fi
 	if ! "$(PYTHON)" -c 'import ensurepip, venv' 2> /dev/null; then
@@ -151,7 +178,7 @@ $(STAMP):
 	  echo
 	}
 	$(PIP_INSTALL) torch setuptools 2>&1 | tee $(VENV)/setup.log | show_progress '1/2 torch:'
-	$(PIP_INSTALL) --no-build-isolation --editable '.[dev,data,docs,eval,hf,plots,ray]' triton 2>&1 \
+	$(PIP_INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]' triton 2>&1 \
 	  | tee -a $(VENV)/setup.log | show_progress '2/2 the rest:'
 	echo "$$made_by" > $@
 	echo "$(VENV) is ready."

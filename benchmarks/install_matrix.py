@@ -1,7 +1,10 @@
 """Install the wheel into fresh environments, by Python, installer and megatron-core release.
 
     python benchmarks/install_matrix.py
-    python benchmarks/install_matrix.py --pythons 3.12 --installers uv --megatron-core 0.16.1
+    python benchmarks/install_matrix.py --pythons 3.12 --installers uv --megatron-core 0.19.2
+
+By default, the newest patch of every minor release of megatron-core that setup.py admits and that
+installs on the Python.
 
 Each environment gets torch first, so that the torch build of the index or of PIP_FIND_LINKS and
 UV_FIND_LINKS is kept. In an empty folder, the commands are then listed, every module is imported,
@@ -60,15 +63,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pythons", nargs="+", default=["3.11", "3.12", "3.13"])
     parser.add_argument("--installers", nargs="+", default=["pip", "uv"], choices=["pip", "uv"])
-    parser.add_argument("--megatron-core", nargs="+", help="default: releases in setup.py's range")
+    parser.add_argument("--megatron-core", nargs="+", help="default: see above")
     parser.add_argument("--torch", default="torch", help="requirement of torch")
     chosen = parser.parse_args()
-    releases = chosen.megatron_core or admitted_releases()
     rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
         wheel = build_wheel(Path(temporary))
         for python in chosen.pythons:
+            releases = chosen.megatron_core or admitted_releases(find_python(python))
             for installer in chosen.installers:
                 for release in releases:
                     where = {"python": python, "installer": installer, "megatron_core": release}
@@ -87,17 +90,19 @@ def main() -> int:
     return int(failed)
 
 
-def admitted_releases() -> list[str]:
-    """Return the releases of megatron-core on the package index that setup.py admits."""
+def admitted_releases(program: str | None) -> list[str]:
+    """Return the newest patches of megatron-core that setup.py admits and ``program`` installs."""
     requirement = re.search(r'"megatron-core(>=.*)"', (ROOT / "setup.py").read_text())
     assert requirement is not None
-    command = [sys.executable, "-m", "pip", "index", "versions", "megatron-core"]
+    command = [program or sys.executable, "-m", "pip", "index", "versions", "megatron-core"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = re.search(r"Available versions: (.*)", printed)
     assert found is not None
     from pip._vendor.packaging.specifiers import SpecifierSet
 
-    return list(SpecifierSet(requirement[1]).filter(found[1].split(", ")))
+    admitted = list(SpecifierSet(requirement[1]).filter(found[1].split(", ")))
+    newest = {version.rpartition(".")[0]: version for version in reversed(admitted)}
+    return list(newest.values())
 
 
 def build_wheel(folder: Path) -> Path:
