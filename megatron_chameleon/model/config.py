@@ -79,6 +79,14 @@ class ModelConfig:
         add_qkv_bias: biases of queries, keys and values, even without ``add_bias_linear``.
         untie_embeddings_and_output_weights: the output layer has a matrix separate from the
             embedding.
+        use_mup: maximal update parametrization (Yang et al. 2022, "Tensor Programs V", table 8), in
+            which one learning rate fits all widths: logits are divided by the width's multiple of
+            ``mup_base_hidden_size``, as are the variances of the initial weights of the layers and
+            their learning rates, and attention scores by the width of a head.
+        mup_base_hidden_size: width whose model is that of the standard parametrization; 0 with
+            ``use_mup`` is replaced by the paper's 768.
+        mup_base_head_dim: width of a head whose attention scores are those of the standard
+            parametrization; 0 with ``use_mup`` is replaced by the paper's 64.
 
     Raises:
         ValueError: for fields that contradict each other; the message names the first such field.
@@ -103,6 +111,9 @@ class ModelConfig:
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     untie_embeddings_and_output_weights: bool = False
+    use_mup: bool = False
+    mup_base_hidden_size: Count = 0
+    mup_base_head_dim: Count = 0
 
     def __post_init__(self) -> None:
         """Resolve the derived defaults, and check the fields against each other."""
@@ -121,6 +132,8 @@ class ModelConfig:
             "num_query_groups": self.num_query_groups or heads,
             "kv_channels": self.kv_channels or self.hidden_size // heads,
             "add_qkv_bias": self.add_qkv_bias or self.add_bias_linear,
+            "mup_base_hidden_size": self.mup_base_hidden_size or 768 * self.use_mup,
+            "mup_base_head_dim": self.mup_base_head_dim or 64 * self.use_mup,
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
@@ -130,6 +143,11 @@ class ModelConfig:
                 f"rotary_percent {self.rotary_percent} of kv_channels {self.kv_channels} is "
                 f"{self.rotary_dim}, which is not a positive even number"
             )
+
+    @property
+    def mup_width_mult(self) -> float:
+        """Multiple of the base width; 1 without ``use_mup``."""
+        return self.hidden_size / self.mup_base_hidden_size if self.use_mup else 1.0
 
     @property
     def is_rotary(self) -> bool:

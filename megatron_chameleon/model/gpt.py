@@ -38,6 +38,7 @@ from megatron_chameleon.model.layers import (
 )
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.parallel.options import ParallelOptions, RecomputeOptions
+from megatron_chameleon.parallel.releases import require_fields
 
 VOCABULARY_MULTIPLE = 128
 """The embedding's rows are padded to a multiple of this number, for aligned matrix products."""
@@ -203,7 +204,21 @@ def transformer_config(
         deallocate_pipeline_outputs=not interleaved,
         overlap_p2p_comm=interleaved,
         **(recompute or RecomputeOptions()).config_fields(),
+        **_mup_fields(model),
     )
+
+
+def _mup_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of megatron's config for ``use_mup``.
+
+    Raises:
+        UserError: if the installed release of megatron-core has no such fields.
+    """
+    if not model.use_mup:
+        return {}
+    fields = ("use_mup", "mup_base_hidden_size", "mup_base_head_dim")
+    require_fields(TransformerConfig, fields, "--use-mup", since="0.17")
+    return {name: getattr(model, name) for name in fields}
 
 
 def build_model(

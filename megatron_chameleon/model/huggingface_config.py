@@ -276,6 +276,7 @@ def family_of(config: ModelConfig) -> Family | None:
         config.activation == "swiglu"
         and config.normalization == "RMSNorm"
         and config.rotary_percent == 1
+        and not config.use_mup
     )
     qkv_bias_only = config.add_qkv_bias and not config.add_bias_linear
     if not is_llama or (config.qk_layernorm and config.add_qkv_bias):
@@ -375,9 +376,10 @@ def describe(config: ModelConfig) -> str:
         family_of(config) or "", f"GPT ({config.normalization}, {config.activation})"
     )
     positions = "rotary" if config.is_rotary else str(config.max_sequence_length)
+    mup = f", muP of base width {config.mup_base_hidden_size}" if config.use_mup else ""
     return (
         f"{family} of {config.num_layers} layers, {config.num_parameters:,} parameters, "
-        f"vocabulary {config.vocab_size}, {positions} positions"
+        f"vocabulary {config.vocab_size}, {positions} positions{mup}"
     )
 
 

@@ -3,7 +3,8 @@
 megatron samples weights rank by rank, so that a different pipeline layout starts from different
 weights. Here each whole tensor is sampled from a generator seeded by (seed, name), and each rank
 keeps its slice of the tensor. Distributions are GPT-2's: normal(0, 0.02), with the projections that
-write to the residual stream scaled by 1/sqrt(2 * num_layers); biases zero; norms one and zero.
+write to the residual stream scaled by 1/sqrt(2 * num_layers); biases zero; norms one and zero. With
+``use_mup``, all matrices of the layers are also scaled by 1/sqrt(mup_width_mult).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_chameleon.model.config import INIT_STD, ModelConfig
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+_LAYERS = "decoder.layers."
 _WRITES_TO_RESIDUAL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 
 
@@ -87,6 +89,8 @@ def sample_matrix(
     std = INIT_STD
     if name.endswith(_WRITES_TO_RESIDUAL):
         std /= math.sqrt(2 * config.num_layers)
+    if name.startswith(_LAYERS):
+        std /= math.sqrt(config.mup_width_mult)
     is_vocabulary = name in (WORD_EMBEDDINGS, OUTPUT_LAYER)
     sampled_rows = config.vocab_size if is_vocabulary else rows
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -65,6 +65,14 @@ class ArchitectureOptions(CheckedOptions):
     """Add biases to queries, keys and values."""
     disable_bias_linear: Switch = False
     """Use no biases in linear layers, except those of --add-qkv-bias."""
+    use_mup: Switch = False
+    """Scale initial weights, logits and learning rates by the width (maximal update
+    parametrization), so that the --lr of a small model also fits wider ones. Needs megatron-core
+    0.17 or newer."""
+    mup_base_hidden_size: Count | None = None
+    """Width at which --use-mup scales nothing; default: 768, that of the paper's proxies."""
+    mup_base_head_dim: Count | None = None
+    """Width of a head at which --use-mup does not scale attention; default: 64."""
 
     def apply(self, config: ModelConfig) -> ModelConfig:
         """Return ``config`` with these changes.
@@ -109,6 +117,8 @@ class ArchitectureOptions(CheckedOptions):
             for field in dataclasses.fields(self):
                 message = message.replace(field.name, flag_of(field.name))
             raise UserError(f"{message}; pass other values of these flags") from error
+        if not changed.use_mup:
+            self.reject_changed(("mup_base_hidden_size", "mup_base_head_dim"), "needs --use-mup")
         if not changed.is_rotary:
             self.reject_changed(
                 ("rotary_base", "rotary_percent"), "needs --position-embedding-type rope"

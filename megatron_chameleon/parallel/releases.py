@@ -6,12 +6,15 @@ range has.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any
+
+from megatron_chameleon.errors import UserError
 
 _PACKAGE = "megatron-core"
 _FIRST_WITH_TRITON = (0, 18)
@@ -52,6 +55,20 @@ def release_problem() -> str | None:
             "bring: pip install triton"
         )
     return None
+
+
+def require_fields(config: type, fields: Iterable[str], flag: str, since: str) -> None:
+    """Check that megatron's ``config``, a dataclass, has ``fields``.
+
+    Raises:
+        UserError: if it does not; the message names ``flag``, and the release ``since`` which it
+            does.
+    """
+    if not set(fields) <= {field.name for field in dataclasses.fields(config)}:
+        raise UserError(
+            f"{flag} needs megatron-core {since} or newer, but {metadata.version(_PACKAGE)} is "
+            "installed: use Python 3.12 or newer, and pip install --upgrade megatron-core"
+        )
 
 
 def saving_arguments(async_save: Callable[..., Any]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import layers, param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from megatron_chameleon.artifacts import CheckpointRecord
@@ -99,7 +100,7 @@ def build_optimizer(
         wrapped = get_megatron_optimizer(
             config,
             list(model),
-            config_overrides=get_standard_config_overrides(config),
+            config_overrides=_config_overrides(config, model[0].config),
             use_gloo_process_groups=False,
         )
     optimizer = GuardedOptimizer(wrapped)
@@ -108,6 +109,20 @@ def build_optimizer(
     shared_config.grad_scale_func = optimizer.scale_loss
     shared_config.finalize_model_grads_func = finalize_gradients
     return optimizer
+
+
+def _config_overrides(config: OptimizerConfig, model: TransformerConfig) -> dict[Any, Any]:
+    """Return megatron's settings for groups of parameters: no weight decay of vectors, and muP's.
+
+    muP divides the learning rate and epsilon of the layers' matrices by the multiple of the width
+    (Yang et al. 2022, "Tensor Programs V", table 8).
+    """
+    overrides: dict[Any, Any] = get_standard_config_overrides(config)
+    if getattr(model, "use_mup", False):
+        from megatron.core.optimizer import get_mup_config_overrides
+
+        overrides |= get_mup_config_overrides(config, model.mup_width_mult)
+    return overrides
 
 
 def build_scheduler(
@@ -229,8 +244,8 @@ class TrainedModel:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        """Learning rate of the last step; with muP, the rate of the embeddings."""
+        return float(self.scheduler.get_lr({}))
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
         """Run one step: forward passes, backward passes and update.

@@ -1,0 +1,149 @@
+"""Maximal update parametrization: the scales of a wide model, and what they are for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.checkpoint.load import load_training
+from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.model.gpt import build_model, unwrap
+from megatron_chameleon.training.options import OptimizerOptions
+from tests.random_training import RandomTraining, random_batches
+from tests.unit.checkpoint.samples import record_at
+
+BASE, HEAD, LENGTH, ROWS = 64, 16, 32, 8
+OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-2, lr_warmup_iters=0, weight_decay=0.0)
+has_mup = pytest.mark.skipif(
+    "use_mup" not in {field.name for field in dataclasses.fields(TransformerConfig)},
+    reason="megatron-core has muP from 0.17 on, for Python 3.12 and later",
+)
+
+
+def shape(width, *, use_mup=True, **changes):
+    sizes = (2, width // HEAD, width, 4 * width)
+    config = ModelConfig(*sizes, vocab_size=200, max_sequence_length=LENGTH)
+    base: dict[str, Any] = {"mup_base_hidden_size": BASE, "mup_base_head_dim": HEAD}
+    base = base if use_mup else {}
+    return dataclasses.replace(config, use_mup=use_mup, **base, **changes)
+
+
+def logits_of(model):
+    batch = next(random_batches(200, ROWS, LENGTH))
+    with torch.no_grad():
+        return model(batch["tokens"], batch["position_ids"], None)[..., :200]
+
+
+def trained(layout, config, steps):
+    """Return the model after ``steps`` on the same batch, and its logits before and after."""
+    training = RandomTraining(config, layout, bf16=False, optimizer=OPTIONS)
+    model = unwrap(training.chunks[0])
+    before = logits_of(model)
+    passes = training.passes(1, ROWS)
+    for _ in range(steps):
+        training.step(lambda: passes.forward_backward(random_batches(200, ROWS, LENGTH)))
+    return training, before, logits_of(model)
+
+
+@has_mup
+def test_the_base_model_is_that_of_the_standard_parametrization(one_rank):
+    _, before, after = trained(one_rank, shape(BASE), 5)
+    _, plain_before, plain_after = trained(one_rank, shape(BASE, use_mup=False), 5)
+    torch.testing.assert_close(before, plain_before)
+    torch.testing.assert_close(after, plain_after, rtol=1e-3, atol=1e-4)
+
+
+@has_mup
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_wide_model_has_the_scales_of_the_paper(one_rank, untied):
+    """Compare with the standard parametrization: Tensor Programs V, table 8."""
+    multiple, head_multiple = 4, 2
+    sizes: dict[str, Any] = {
+        "num_attention_heads": multiple * BASE // (head_multiple * HEAD),
+        "kv_channels": head_multiple * HEAD,
+        "num_query_groups": 0,
+        "untie_embeddings_and_output_weights": untied,
+    }
+    config = shape(multiple * BASE, **sizes)
+    plain = shape(multiple * BASE, use_mup=False, **sizes)
+    ours, theirs = build_model(config, one_rank, seed=0), build_model(plain, one_rank, seed=0)
+    with torch.no_grad():
+        for (name, weight), standard in zip(
+            ours.named_parameters(), theirs.parameters(), strict=True
+        ):
+            is_scaled = name.startswith("decoder.layers.") and weight.dim() == 2
+            scaled = standard / math.sqrt(multiple) if is_scaled else standard
+            torch.testing.assert_close(weight, scaled, msg=name)
+            standard.copy_(weight)
+        # The scores are divided by the width of a head, not by its root.
+        for layer in theirs.decoder.layers:
+            layer.self_attention.linear_qkv.weight.view(-1, 3, head_multiple * HEAD, 4 * BASE)[
+                :, 0
+            ] /= math.sqrt(head_multiple)
+    torch.testing.assert_close(logits_of(ours), logits_of(theirs) / multiple)
+
+    training = RandomTraining(config, one_rank, bf16=False, optimizer=OPTIONS)
+    weights = dict(unwrap(training.chunks[0]).named_parameters())
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    passes = training.passes(1, ROWS)
+    training.step(lambda: passes.forward_backward(random_batches(200, ROWS, LENGTH)))
+    assert training.model.lr == OPTIONS.lr
+    for name, weight in weights.items():
+        # The first step of Adam changes every weight by the learning rate.
+        is_scaled = name.startswith("decoder.layers.") and weight.dim() == 2
+        change = float((weight.detach() - before[name]).abs().max())
+        rate = OPTIONS.lr / multiple if is_scaled else OPTIONS.lr
+        assert change == pytest.approx(rate, rel=1e-2), name
+
+
+@has_mup
+def test_coordinates_change_alike_in_all_widths(one_rank):
+    """The coordinate check of Tensor Programs V, appendix D.1."""
+    widths = (64, 128, 256, 512)
+    slopes = {}
+    for use_mup in (False, True):
+        changes = []
+        for width in widths:
+            _, before, after = trained(one_rank, shape(width, use_mup=use_mup), 3)
+            changes.append(float((after - before).abs().mean()))
+        slopes[use_mup] = math.log2(changes[-1] / changes[0]) / math.log2(widths[-1] / widths[0])
+    assert abs(slopes[True]) < 0.4
+    assert slopes[False] > 0.8
+
+
+@has_mup
+@pytest.mark.parametrize("sharded", [False, True])
+def test_training_resumes_with_the_rate_of_each_group(one_rank, tmp_path, sharded):
+    layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
+
+    def train(training):
+        passes = training.passes(1, ROWS)
+        for _ in range(2):
+            training.step(lambda: passes.forward_backward(random_batches(200, ROWS, LENGTH)))
+
+    straight, resumed = (
+        RandomTraining(shape(4 * BASE), layout, bf16=False, optimizer=OPTIONS) for _ in range(2)
+    )
+    train(straight)
+    save_checkpoint(straight.model.state(), record_at(tmp_path / "step"))
+    train(straight)
+    record = CheckpointRecord.load(tmp_path / "step")
+    load_training(record, resumed.chunks, resumed.optimizer, resumed.model.scheduler)
+    train(resumed)
+    expected = dict(unwrap(straight.chunks[0]).named_parameters())
+    for name, weight in unwrap(resumed.chunks[0]).named_parameters():
+        assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.skipif(not has_mup.args[0], reason="this release has muP")
+def test_an_earlier_release_is_named_with_the_one_that_is_needed(one_rank):
+    with pytest.raises(UserError, match=r"--use-mup needs megatron-core 0\.17 .* but 0\.16"):
+        build_model(shape(BASE), one_rank, seed=0)
