@@ -375,9 +375,13 @@ def make_in_processes(
             "or run the same command again"
         ) from error
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
+        # Python 3.12 holds the pool's lock while it waits for the workers of a broken pool, which
+        # the signal mask keeps from ending by themselves: so they are killed before the shutdown.
+        workers = multiprocessing.active_children()
+        for process in workers:
             process.kill()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in workers:
             process.join()
 
 
