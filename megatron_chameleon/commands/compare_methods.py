@@ -22,7 +22,7 @@ def main(options: CompareMethodsOptions) -> None:
         require_evaluations(options)
     elif options.check == "downstream":
         require_downstream(options)
-    elif options.targets:
+    elif options.targets is not None:
         from megatron_chameleon.report.targets import compare_targets
 
         compare_targets(options)

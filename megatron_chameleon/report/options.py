@@ -41,9 +41,9 @@ class CompareMethodsOptions(CheckedOptions):
     """The command line that made the compared runs, for --record."""
     wall_seconds: NonNegative | None = None
     """Wall time of --command in seconds, for --record."""
-    targets: bool = False
-    """Compare the losses of held-out targets: RUN/targets/NAME is the run folder of the comparison
-    with the held-out domain NAME."""
+    targets: tuple[str, ...] | None = None
+    """Compare the losses of these held-out targets: RUN/targets/NAME is the run folder of the
+    comparison with the held-out domain NAME. Without names, compare all targets in RUN/targets."""
     existing_model: bool = False
     """The model that embeds the domains existed before: its training is not part of the cost of
     Chameleon's mixtures."""
@@ -64,6 +64,8 @@ class CompareMethodsOptions(CheckedOptions):
                 raise UserError(
                     f"{flag} {' '.join(map(str, values))}: pass at least {least} different values"
                 )
+        if self.targets and len(set(self.targets)) < len(self.targets):
+            raise UserError(f"--targets {' '.join(self.targets)}: a target is named twice")
         for flag, name in (("baseline", self.baseline), ("reference", self.reference)):
             if name not in (None, *self.mixtures) and self.check in (None, "choice"):
                 raise UserError(

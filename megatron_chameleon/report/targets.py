@@ -1,6 +1,7 @@
 """Compare methods over several targets: one comparison of paired base models for each target.
 
-``RUN/targets/NAME`` holds the comparison whose target is the held-out domain NAME of its corpus.
+``RUN/targets/NAME`` holds the comparison whose target is the held-out domain NAME of its corpus;
+special characters of NAME are percent-encoded.
 The gain of a mixture is the target's held-out loss with the baseline minus that with the mixture,
 paired by seed.
 """
@@ -18,6 +19,7 @@ from scipy.special import stdtr, stdtrit
 from scipy.stats import spearmanr
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import replacing, write_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import tables
@@ -127,30 +129,37 @@ def predicted_gain_over(mixture: Mixture, baseline: str) -> float:
 
 
 def load_targets(options: CompareMethodsOptions) -> TargetComparison:
-    """Read the comparisons in ``RUN/targets``.
+    """Read the comparisons of ``--targets`` in ``RUN/targets``, by default all of them.
 
     Raises:
-        UserError: if there is none, or a mixture, run or evaluation is missing.
+        UserError: if there is none, or a target, mixture, run or evaluation is missing.
     """
-    folders = sorted(path for path in (options.run / TARGETS).glob("*") if path.is_dir())
+    root = options.run / TARGETS
+    if options.targets:
+        folders = [root / file_name_of(name) for name in options.targets]
+    else:
+        folders = sorted(path for path in root.glob("*") if path.is_dir())
     if not folders:
-        raise UserError(f"{options.run / TARGETS} has no comparison; {HINT} (TARGETS=...)")
+        raise UserError(f"{root} has no comparison; {HINT} (TARGETS=...)")
     names, baselines, gains, shares, mixtures = [], [], [], [], []
     runs: list[TrainingRun] = []
     methods = [name for name in options.mixtures if name != options.baseline]
     for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"--targets: {folder} does not exist; {HINT} (TARGETS=...)")
         run = RunFolder.load(folder)
         held_out = [] if run.corpus is None else list(run.corpus.held_out)
-        if len(held_out) != 1:
-            raise UserError(f"{folder}: its corpus must have one held-out domain, the target")
+        target = next((name for name in held_out if file_name_of(name) == folder.name), None)
+        if target is None:
+            raise UserError(f"{folder}: its corpus must hold out the domain of this name")
         compared = load_comparison(run, options)
         losses = {
-            name: np.array([result.domains[held_out[0]].loss for result in mixture.results])
+            name: np.array([result.domains[target].loss for result in mixture.results])
             for name, mixture in compared.mixtures.items()
         }
         runs += compared.runs
         base = compared.mixtures[options.baseline]
-        names.append(held_out[0])
+        names.append(target)
         baselines.append(losses[options.baseline])
         gains.append([losses[options.baseline] - losses[name] for name in methods])
         mixtures.append([compared.mixtures[name].mixture for name in methods])

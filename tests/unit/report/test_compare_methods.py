@@ -20,6 +20,7 @@ from megatron_chameleon.artifacts import (
     Mixture,
     SampledTokens,
 )
+from megatron_chameleon.corpus.join import link_domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.compare_methods import (
     LEAST_RATIO,
@@ -41,6 +42,7 @@ from megatron_chameleon.report.compare_methods import (
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
+from megatron_chameleon.report.targets import compare_targets
 from megatron_chameleon.training.options import OnlineMethod
 from tests.unit.report.samples import (
     NAMES,
@@ -125,6 +127,42 @@ def test_held_out_domains_are_not_in_the_averages(root):
     assert after.details["uniform"]["held_out_perplexity"]["seed 2"] == pytest.approx(
         {"target": 14.0}
     )
+
+
+def hold_out(root, folder, target, gain):
+    """Copy a comparison, with ``target`` as a held-out domain that Chameleon lowers by ``gain``."""
+    shutil.copytree(root, folder)
+    shutil.rmtree(folder / "1-corpus")
+    corpus = write_corpus(folder / "all", [*NAMES, "other", target])
+    link_domains(corpus, folder / "1-corpus", NAMES, ["other", target]).save()
+    for path in (folder / "6-evaluation").glob("*.json"):
+        loss = 3.0 - gain * path.name.startswith("chameleon")
+        measured = evaluation(["other", target], [9.0, loss]).domains
+        found = EvaluationResult.load(path).domains
+        edit(path, domains={**found, **measured}, held_out=["other", target])
+
+
+def test_only_the_named_targets_are_compared(root, tmp_path):
+    run = tmp_path / "targets-run"
+    hold_out(root, run / "targets/my%20notes", "my notes", 0.5)
+    hold_out(root, run / "targets/earlier", "earlier", 0.25)
+
+    def gains(*names):
+        options = CompareMethodsOptions(
+            run=run, mixtures=("uniform", "chameleon"), seeds=SEEDS, targets=names
+        )
+        compared = compare_targets(options)
+        recorded = json.loads((run / "7-report/compare_methods-targets.json").read_text())
+        assert list(recorded["targets"]) == list(compared.targets)
+        return dict(zip(compared.targets, compared.means[:, 0], strict=True))
+
+    assert gains("my notes") == pytest.approx({"my notes": 0.5})
+    assert gains() == pytest.approx({"earlier": 0.25, "my notes": 0.5})
+    with pytest.raises(UserError, match="lost"):
+        gains("my notes", "lost")
+    (run / "targets/earlier").rename(run / "targets/renamed")
+    with pytest.raises(UserError, match="renamed"):
+        gains()
 
 
 def test_a_paired_difference_removes_the_effect_of_the_seed():
