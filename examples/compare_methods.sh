@@ -44,9 +44,10 @@
 #                weights, and needs EXPERIMENT (mini: uniform natural unimax chameleon doremi doge
 #                regmix surrogate mixing-laws; small: uniform natural chameleon doremi surrogate odm;
 #                EXPERIMENT: the columns of its tables in the paper)
-#   TARGETS      leave-one-out, or names of domains: for each of them, a comparison in RUN/targets/NAME
-#                whose corpus holds the domain out and whose mixtures have it as their target; then one
-#                table of the targets' losses. METHODS may have mixmin, mixmin-experts (a trained model
+#   TARGETS      leave-one-out, or names of domains, separated by spaces, or by commas if a name has
+#                spaces: for each of them, a comparison in RUN/targets/NAME whose corpus holds the
+#                domain out and whose mixtures have it as their target; then one table of the losses
+#                of these targets. METHODS may have mixmin, mixmin-experts (a trained model
 #                per domain), chameleon-target-pretrain and chameleon-target-finetune (uniform natural
 #                chameleon chameleon-target-pretrain chameleon-target-finetune mixmin); with
 #                SIZE=small, base models have 600 steps (gpu: 1200), and there are three seeds
@@ -386,27 +387,45 @@ print_estimate() {
   echo "all jobs take about $((sum / JOBS_AT_ONCE / 60)) minutes on an idle machine"
 }
 
-# Hold each target out of the corpus, compare the methods on it, and compare all targets.
+# Hold each target out of the corpus, compare the methods on it, and compare these targets. Unknown
+# names are rejected before the first comparison.
 compare_targets() {
-  local names=$TARGETS name folder
-  [ "$names" != leave-one-out ] || names=$(list_domains)
-  for name in $names; do
-    folder=$RUN/targets/$name
-    say "target: $name"
-    [ -e "$folder/1-corpus/corpus.json" ] ||
-      python -m megatron_chameleon import_corpus --corpus "$CORPUS" --held-out "$name" \
-        --output "$folder/1-corpus"
-    env -u TARGETS -u RECORD TARGET="$name" RUN="$folder" CORPUS="$folder/1-corpus" EXPERT_RUNS="$EXPERT_RUNS" \
-      METHODS="$METHODS" SEEDS="$SEEDS" BASE_STEPS="$BASE_STEPS" \
-      bash "$0" ${EXTRA:+-- "${EXTRA[@]}"} || exit
+  local number names folders
+  mapfile -d '' -t names < <(list_targets names)
+  mapfile -d '' -t folders < <(list_targets folders)
+  [ "${#names[@]}" != 0 ] || refuse "TARGETS=$TARGETS: names no domain"
+  for number in "${!names[@]}"; do
+    [ -e "${folders[number]}/1-corpus/corpus.json" ] ||
+      python -m megatron_chameleon import_corpus --corpus "$CORPUS" --held-out "${names[number]}" \
+        --output "${folders[number]}/1-corpus"
   done
-  set -- --targets
+  for number in "${!names[@]}"; do
+    say "target: ${names[number]}"
+    env -u TARGETS -u RECORD TARGET="${names[number]}" RUN="${folders[number]}" \
+      CORPUS="${folders[number]}/1-corpus" EXPERT_RUNS="$EXPERT_RUNS" METHODS="$METHODS" SEEDS="$SEEDS" \
+      BASE_STEPS="$BASE_STEPS" bash "$0" ${EXTRA:+-- "${EXTRA[@]}"} || exit
+  done
+  set -- --targets "${names[@]}"
   [ -z "${RECORD:-}" ] || set -- "$@" --record "$RECORD" --command "$COMMAND_LINE"
   comparison "$@"
 }
 
-list_domains() {
-  python -c 'import json, sys; print(*json.load(open(sys.argv[1]))["domains"])' "$CORPUS/corpus.json"
+# Print the names of TARGETS, or the folders of their comparisons, each followed by a NUL.
+list_targets() {
+  python -c '
+import json, sys
+from megatron_chameleon.artifacts.corpus import file_name_of
+what, value, run, corpus = sys.argv[1:]
+domains = list(json.load(open(corpus))["domains"])
+if value == "leave-one-out":
+    names = domains
+elif value in domains:
+    names = [value]
+else:
+    names = [name.strip() for name in (value.split(",") if "," in value else value.split())]
+for name in filter(None, dict.fromkeys(names)):
+    print(name if what == "names" else f"{run}/targets/{file_name_of(name)}", end="\0")
+' "$1" "$TARGETS" "$RUN" "$CORPUS/corpus.json"
 }
 
 compare() {

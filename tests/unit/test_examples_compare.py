@@ -5,15 +5,20 @@ tests/launchers runs the script with the real programs.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_chameleon.artifacts.corpus import file_name_of
+from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
+from megatron_chameleon.methods.mixmin import MixminOptions
 from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.report.options import CompareMethodsOptions, ReportOptions
+from megatron_chameleon.training.options import PretrainOptions
 from tests.unit.launched import (
     RECORDER,
     Launched,
@@ -38,8 +43,9 @@ while (($#)); do
         echo "error: it is $FAILS" >&2
         exit 2
       fi
-      case $1 in
-        --run-dir) mkdir -p "$2"; echo '"status": "finished"' > "$2/run.json" ;;
+      case $1:$2 in
+        *:*/1-corpus) mkdir -p "$2"; touch "$2/corpus.json" ;;
+        --run-dir:*) mkdir -p "$2"; echo '"status": "finished"' > "$2/run.json" ;;
         *) name=$(basename "$2" .json)
           printf '  "weights": {\\n    "a": 0.%09d\\n  }\\n' \\
             "$(cksum <<< "$name" | cut -c-8)" > "$2" ;;
@@ -49,9 +55,11 @@ while (($#)); do
   shift
 done
 """
-# Run the real tool for ``--check choice``; let other checks always succeed.
+# Run the real tool for ``--check choice``; let other checks always succeed. Lines of Python are
+# real, too.
 CHECKS = f"""#!/usr/bin/env bash
 case " $* " in
+  " -c "*) exec {sys.executable} "$@" ;;
   *" --check choice "*) exec {sys.executable} "$@" ;;
   *" --check evaluations "* | *" --check downstream "*) exit ;;
 esac
@@ -238,6 +246,39 @@ def test_small_setting_trains_online_methods_and_fine_tunes_its_models(launch):
     assert (proxies, len(tuned)) == ([], 9)
     for run in tuned:
         assert str(run.pretrained_checkpoint) == f"{trained}/5-base/uniform-seed{run.seed}"
+
+
+def targets_of(launch: Launcher, value: str) -> list[str]:
+    """Return the targets that are held out, computed a mixture for, trained for and compared."""
+    launched = small(launch, TARGETS=value, METHODS="uniform mixmin", RUN="run")
+    held_out: list[str] = []
+    weighed: list[str | None] = []
+    trained: dict[str, None] = {}
+    compared: list[list[str]] = []
+    for options in (call.options for call in succeeded(launched).calls):
+        if isinstance(options, ImportOptions):
+            assert options.held_out is not None
+            held_out.append(options.held_out)
+        elif isinstance(options, MixminOptions):
+            weighed.append(options.target)
+        elif isinstance(options, PretrainOptions):
+            trained[options.run_dir.parents[1].name] = None
+        elif isinstance(options, CompareMethodsOptions) and options.targets is not None:
+            compared.append(list(options.targets))
+    assert weighed == held_out
+    assert compared == [held_out]
+    assert list(trained) == [file_name_of(name) for name in held_out]
+    return held_out
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("leave-one-out", ["my notes", "a/b"]), ("a/b, my notes", ["a/b", "my notes"])],
+)
+def test_names_of_targets_may_have_spaces(launch, value, expected):
+    domains = dict.fromkeys(("my notes", "a/b"))
+    (launch.folder / CORPUS / "corpus.json").write_text(json.dumps({"domains": domains}))
+    assert targets_of(launch, value) == expected
 
 
 @pytest.mark.parametrize(
