@@ -297,9 +297,20 @@ def make_plan(options: DomainsAndTarget) -> Plan:
             limit = epoch_limit(options, corpus, names)
     else:
         coder = _text_coder(options.tokenizer)
-        domains, vocab_size = _raw_domains(options, coder, sample_tokens), coder.vocab_size
-        names, limit = domains.names, EpochLimit({}, None, None)
-        target = _target(options, names, names)
+        sources = _raw_sources(options)
+        names = select_domains(options.domains, list(sources), "--input")
+        target, limit = _target(options, list(sources), names), EpochLimit({}, None, None)
+        domains = RawDomains(
+            options.source,
+            names,
+            sources,
+            coder,
+            options.samples_folder,
+            sample_tokens,
+            estimate.estimate_seed,
+            tuple(name for name in target.shares if name in sources),
+        )
+        vocab_size = coder.vocab_size
     if limit.caps is not None:
         limit.check()
     if len(names) < 2:
@@ -361,23 +372,14 @@ def _text_coder(options: ExpertTokenizer) -> TextCoder:
     return load_tokenizer(options.tokenizer_model, options.eod_token, options.tiktoken_pattern)
 
 
-def _raw_domains(options: DomainsAndTarget, coder: TextCoder, sample_tokens: int) -> RawDomains:
-    """Find the files of ``--input``, without reading them."""
+def _raw_sources(options: DomainsAndTarget) -> dict[str, list[Source]]:
+    """Find the files of each domain of ``--input``, without reading them."""
     sources: dict[str, list[Source]] = {}
     for found in find_sources(options.source):
         if found.domain is None:
             raise UserError(f"--input: {found.name} has no domain; pass it as NAME=PATH")
         sources.setdefault(found.domain, []).append(found)
-    chosen = select_domains(options.domains, list(sources), "--input")
-    return RawDomains(
-        options.source,
-        {name: sources[name] for name in chosen},
-        coder,
-        options.samples_folder,
-        sample_tokens,
-        options.estimate.estimate_seed,
-        frozenset(_target(options, chosen, chosen).shares),
-    )
+    return sources
 
 
 def read_target(plan: Plan, longest: int = ANSWER_TOKENS) -> dict[str, Blocks]:

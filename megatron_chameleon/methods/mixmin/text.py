@@ -131,48 +131,48 @@ class RawDomains:
 
     Attributes:
         source: options of the text.
-        sources: domain -> its files or shards of data sets.
+        names: the domains to weigh, in the order of ``--input``.
+        sources: domain -> its files or shards of data sets, of all domains of ``--input``.
         coder: tokenizer of the samples.
         store: folder of the samples.
         sample_tokens: maximum tokens of a sample.
         seed: seed of the samples.
-        held_out_from: domains of which a part of the sample is held out.
+        targets: domains of the target. Of those to weigh, a part of the sample is held out.
     """
 
     source: SourceOptions
+    names: list[str]
     sources: Mapping[str, Sequence[Source]]
     coder: TextCoder
     store: Path
     sample_tokens: int
     seed: int
-    held_out_from: frozenset[str]
+    targets: tuple[str, ...]
     where: str = "--input"
-
-    @property
-    def names(self) -> list[str]:
-        """The domains, in the order of ``--input``."""
-        return list(self.sources)
 
     @property
     def sizes(self) -> Mapping[str, float]:
         """Domain -> bytes on disk; 0 if unknown."""
         return {
-            name: float(sum(source.bytes for source in sources))
-            for name, sources in self.sources.items()
+            name: float(sum(source.bytes for source in self.sources[name])) for name in self.names
         }
 
     @property
     def hash(self) -> str:
-        """Hash of the identities of all domains."""
-        return sha256_of_json([[name, self._identity(name)] for name in self.names])
+        """Hash of the identities of all domains that are read."""
+        names = [*self.names, *(name for name in self.targets if name not in self.names)]
+        return sha256_of_json([[name, self._identity(name)] for name in names])
 
     def sample(self, name: str, most: int) -> TokenFile:
         """Return sampled text of a domain without the documents that are held out."""
-        return _part(self._read(name), most, held_out=False, holds_out=name in self.held_out_from)
+        return _part(self._read(name), most, held_out=False, holds_out=name in self.targets)
 
     def held_out(self, name: str) -> TokenFile:
-        """Return the sampled documents that are held out."""
-        return _part(self._read(name), self.sample_tokens, held_out=True, holds_out=True)
+        """Return the sampled documents that are held out: all of a domain that has no weight."""
+        is_weighed = name in self.names
+        return _part(
+            self._read(name), self.sample_tokens, held_out=is_weighed, holds_out=is_weighed
+        )
 
     def training_text(self, name: str) -> TokenFile:
         """Return the sampled text of a domain."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -156,6 +157,37 @@ def test_an_added_domain_reads_only_its_own_text(options, texts, tmp_path, monke
     compute(options())
     assert sorted(read) == ["law", "sea"]
     assert Mixture.load(options().output).weights != first.weights
+
+
+def test_a_domain_without_a_weight_is_a_target(options, texts, corpus):
+    inputs = tuple((f"{name}={path}",) for name, path in texts.items())
+    chosen = options(source=SourceOptions(inputs), domains="sea,farm,law", target="target")
+    compute(chosen)
+    mixture = Mixture.load(chosen.output)
+    assert mixture.parameters["target_documents"] == 40
+    assert mixture.parameters["target"]["shares"] == {"target": 1.0}
+    expected = {"sea": 0.75, "law": 0.25, "farm": 0.0}
+    assert mixture.weights == pytest.approx(expected, abs=0.05)
+    write_lines(texts["target"], [json.loads(line)["text"] for line in texts["target"].open()][:20])
+    compute(chosen)
+    assert Mixture.load(chosen.output).parameters["target_documents"] == 20
+    # The same with a corpus.
+    first, *others = corpus.names
+    compute(
+        MixminOptions(
+            corpus=corpus.root,
+            output=chosen.output,
+            domains=",".join(others),
+            target=first,
+            estimate=QUICK,
+        )
+    )
+    mixture = Mixture.load(chosen.output)
+    assert mixture.parameters["target"]["shares"] == {first: 1.0}
+    assert set(mixture.weights) == set(others)
+    # The name of a text must not be that of a domain.
+    with pytest.raises(UserError, match="'target' is a domain"):
+        compute(dataclasses.replace(chosen, target=f"target={texts['sea']}"))
 
 
 @pytest.mark.parametrize(
