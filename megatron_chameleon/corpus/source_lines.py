@@ -8,7 +8,9 @@ exactly the text of the document.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+import os
+from collections.abc import Collection, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts import Corpus
@@ -35,7 +37,7 @@ def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tupl
     """Find texts in the sources of ``corpus``.
 
     Args:
-        corpus: corpus that preprocess_data wrote.
+        corpus: corpus that preprocess_data wrote, or that links the token files of such a corpus.
         digests: domain -> ``text_digest`` of each text to find.
 
     Returns:
@@ -47,12 +49,8 @@ def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tupl
     Raises:
         UserError: if the corpus does not record its sources, or a source cannot be read.
     """
+    corpus = _preprocessed(corpus, digests)
     options: dict[str, Any] = corpus.provenance.options
-    if not options.get("source", {}).get("input"):
-        raise UserError(
-            f"--source-lines: {corpus.root} does not record the raw text of its documents; only "
-            "corpora of preprocess_data do"
-        )
     where = f"{corpus.root / corpus.FILE_NAME}: provenance.options"
     recorded = check_values(where, _Recorded, options, corpus.RESTORE)
     lines: dict[tuple[str, bytes], str] = {}
@@ -73,3 +71,36 @@ def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tupl
                     elif not recorded.drop_duplicates:
                         lines[key] += f", {place}"
     return lines
+
+
+def _preprocessed(corpus: Corpus, names: Collection[str]) -> Corpus:
+    """Return the corpus of preprocess_data that holds the training text of ``names``.
+
+    It is ``corpus`` itself, or the corpus whose token files it links (``import_corpus --corpus``).
+
+    Raises:
+        UserError: if there is none, or it cannot be read or has changed.
+    """
+    made_by = corpus.provenance
+    if made_by.options.get("source", {}).get("input"):
+        return corpus
+    folder, expected = made_by.options.get("corpus"), made_by.inputs.get("corpus")
+    if folder is not None and expected is not None:
+        with in_folder(made_by.working_folder):
+            linked = Corpus.load(Path(os.path.abspath(folder)))
+        if linked.hash != expected:
+            raise UserError(
+                f"--source-lines: the text of {corpus.root} is that of {linked.root}, which has "
+                "changed since; restore that corpus"
+            )
+        same = (
+            name in linked.domains
+            and linked.domains[name].train.sha256 == corpus.domains[name].train.sha256
+            for name in names
+        )
+        if all(same):  # not the clusters of another corpus
+            return _preprocessed(linked, names)
+    raise UserError(
+        f"--source-lines: {corpus.root} does not record the raw text of its documents; only "
+        "corpora of preprocess_data do, and those that import_corpus --corpus makes from them"
+    )

@@ -23,7 +23,13 @@ from megatron_chameleon.artifacts.training_run import BatchLayout
 from megatron_chameleon.blend import trace as trace_module
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
 from megatron_chameleon.blend.trace import DocumentIndex, RunTrace, trace_samples
-from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions, SourceOptions
+from megatron_chameleon.corpus.import_corpus import import_corpus
+from megatron_chameleon.corpus.options import (
+    EncoderOptions,
+    ImportOptions,
+    PreprocessOptions,
+    SourceOptions,
+)
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.online import hook_class
@@ -211,6 +217,32 @@ def test_document_is_found_with_its_source_line_and_its_steps(corpus, run_dir, t
     assert written(tmp_path, run=run_dir, find="no such text").empty
     trace_samples(TraceOptions(run=run_dir, steps=f"1:{STEPS}", output=tmp_path / "trace.csv"))
     assert pd.read_csv(tmp_path / "trace.csv").equals(everything.astype(object).infer_objects())
+
+
+def test_source_lines_of_a_corpus_with_linked_token_files(corpus, tmp_path):
+    first = tmp_path / "first"
+    shutil.copytree(corpus.root, first)
+    import_corpus(ImportOptions(corpus=first, held_out="a", output=tmp_path / "linked"))
+    linked, run = Corpus.load(tmp_path / "linked"), tmp_path / "run"
+    pretrain(options_of(linked, run, DataOptions()))
+    rows = written(tmp_path, run=run, steps="1", text=True, source_lines=True)
+    assert len(rows)
+    lines = gzip.decompress((corpus.root.parent / "b.jsonl.gz").read_bytes()).splitlines()
+    for row in rows.itertuples():
+        file, _, number = row.source.rpartition(":")
+        assert Path(file).name == "b.jsonl.gz"
+        text = json.loads(lines[int(number) - 1])["text"]
+        assert row.text.split() == text.split()[row.first_token : row.stop_token]
+    # The linked corpus has its own copies or links of the tokens; the sources are those of `first`.
+    record = json.loads((first / "corpus.json").read_text())
+    record["domains"]["a"]["train"]["sha256"] = "0" * 64
+    del record["checksum"]
+    (first / "corpus.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="first, which has changed"):
+        written(tmp_path, run=run, steps="1", source_lines=True)
+    shutil.rmtree(first)
+    with pytest.raises(UserError, match="first"):
+        written(tmp_path, run=run, steps="1", source_lines=True)
 
 
 def test_user_errors(corpus, run_dir, tmp_path):
