@@ -96,6 +96,8 @@ setup(
         # Loads proxies in Hugging Face format, and the folders that tools/convert_checkpoint.py
         # writes; the tool itself needs no extra.
         "hf": ["transformers>=4.56"],
+        # --optimizer muon, with megatron-core 0.18 or newer.
+        "muon": ["emerging-optimizers>=0.3"],
         # The report's map of windows, which uses PCA if umap-learn is not installed.
         "plots": ["umap-learn>=0.5.9", "threadpoolctl>=3.1"],
         # Runs tasks on the machines of a cluster: shards of a corpus, members of a swarm.
@@ -116,6 +118,7 @@ setup(
         "dev": [
             # Required by lm-eval's `hf` model, with which tests compare our lm-eval model.
             "accelerate>=1.0",
+            "emerging-optimizers>=0.3; python_version >= '3.12'",
             # A local S3 server, which needs both Flask packages, and the client that is tested.
             "flask>=3",
             "flask-cors>=4",

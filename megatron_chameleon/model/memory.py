@@ -51,6 +51,7 @@ class TrainingSetup:
         hidden_dropout: dropout rate of hidden states.
         attention_dropout: dropout rate of attention probabilities.
         on_cpu: whether the model computes on the CPU, on which dropout needs more memory.
+        muon: whether Muon trains the layers' matrices, with one moment instead of Adam's two.
     """
 
     config: ModelConfig
@@ -63,6 +64,7 @@ class TrainingSetup:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     on_cpu: bool = False
+    muon: bool = False
 
     @property
     def embedding_elements(self) -> int:
@@ -92,7 +94,7 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         - parameters: weights in the compute dtype.
         - gradients: float32 buffers of all parameters, also with a sharded optimizer.
         - main_weights: the optimizer's float32 copy of the weights; 0 without bf16.
-        - moments: both moments of Adam, in float32.
+        - moments: moments of Adam or Muon, in float32.
         - activations: kept by forward passes for the backward passes of the micro-batches in
           flight.
         - logits: logits of the one micro-batch whose loss is computed.
@@ -169,12 +171,13 @@ def estimate_memory(setup: TrainingSetup) -> list[dict[str, int]]:
         activations, logits, working = max(peaks, key=sum)
         count = stage_parameters(setup, stage)
         own = -(-count // optimizer_shards)  # parameters with optimizer state on this rank
+        matrices = config.num_layers // pipeline * config.layer_matrix_parameters // tensor
         stages.append(
             {
                 "parameters": count * element,
                 "gradients": count * FLOAT32_BYTES,
                 "main_weights": own * FLOAT32_BYTES if setup.bf16 else 0,
-                "moments": 2 * own * FLOAT32_BYTES,
+                "moments": (2 * own - setup.muon * matrices) * FLOAT32_BYTES,
                 "activations": activations,
                 "logits": logits,
                 "working": working,

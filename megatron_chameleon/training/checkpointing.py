@@ -63,6 +63,13 @@ FIXED_OPTIONS = (
     *(field.name for field in dataclasses.fields(DocumentBoundaryOptions)),
     *(field.name for field in dataclasses.fields(OptimizerOptions)),
 )
+# Runs of earlier releases do not record these options.
+_DEFAULTS_BEFORE = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "optimizer": OptimizerOptions.optimizer,
+    "muon_momentum": OptimizerOptions.muon_momentum,
+}
 
 
 def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
@@ -123,8 +130,7 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
                 f"{run.root} holds a run with another {name} (SHA-256 {', not '.join(hashes)}); "
                 f"{FRESH_START}"
             )
-    # Runs of earlier releases, which do not record these rates, had no dropout.
-    before = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | _flat(options_before)
+    before = _DEFAULTS_BEFORE | _flat(options_before)
     now = _flat(options)
     where, hint = f"{run.root}/{TrainingRun.FILE_NAME}", FRESH_START
     config = check_values(where, ModelConfig, model_fields(run.model), hint, "model")

@@ -16,7 +16,7 @@ from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.optimizer import TrainedModel
-from megatron_chameleon.training.options import ModelOptions
+from megatron_chameleon.training.options import ModelOptions, TrainingOptions
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import BatchShape
 
@@ -53,6 +53,7 @@ def training_setup(
         hidden_dropout=options.hidden_dropout,
         attention_dropout=options.attention_dropout,
         on_cpu=on_cpu,
+        muon=isinstance(options, TrainingOptions) and options.optimizer.optimizer == "muon",
     )
 
 

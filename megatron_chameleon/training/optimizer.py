@@ -9,6 +9,7 @@ gradients, and only the global norm is copied.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,9 +32,12 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.state import State, training_state
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import compile_layers
 from megatron_chameleon.model.gpt import build_model_chunks, unwrap
+from megatron_chameleon.model.initialization import POSITION_EMBEDDINGS
 from megatron_chameleon.parallel.layout import Layout
+from megatron_chameleon.parallel.releases import require_fields
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import BatchShape, Passes, StepResult, finalize_gradients
@@ -78,9 +82,13 @@ def build_optimizer(
     *,
     bf16: bool,
 ) -> GuardedOptimizer:
-    """Build AdamW, with weight decay on matrices only and global gradient clipping."""
+    """Build AdamW or Muon, with weight decay on matrices only and global gradient clipping.
+
+    Raises:
+        UserError: if the optimizer needs a package, or another release of megatron-core.
+    """
     config = OptimizerConfig(
-        optimizer="adam",
+        optimizer=options.optimizer,
         lr=options.lr,
         min_lr=options.min_lr,
         weight_decay=options.weight_decay,
@@ -92,7 +100,14 @@ def build_optimizer(
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
+        **_muon_fields(options),
     )
+    if options.optimizer == "muon":
+        for chunk in model:
+            for name, parameter in unwrap(chunk).named_parameters():
+                # megatron would orthogonalize the table of positions.
+                if name == POSITION_EMBEDDINGS:
+                    parameter.is_embedding_or_output_parameter = True
     # The distributed optimizer keeps views of the parameters. If autograd recorded these views,
     # they would form a reference cycle that Python cannot detect, and this process would never free
     # the model.
@@ -111,6 +126,22 @@ def build_optimizer(
     return optimizer
 
 
+def _muon_fields(options: OptimizerOptions) -> dict[str, Any]:
+    """Return the fields of megatron's config for Muon.
+
+    Raises:
+        UserError: if a package is missing, or the installed release of megatron-core has no Muon.
+    """
+    if options.optimizer != "muon":
+        return {}
+    require_fields(OptimizerConfig, ["muon_nesterov"], "--optimizer muon", since="0.18")
+    if importlib.util.find_spec("emerging_optimizers") is None:
+        raise UserError(
+            "--optimizer muon needs emerging-optimizers: pip install 'megatron-chameleon[muon]'"
+        )
+    return {"muon_momentum": options.muon_momentum}
+
+
 def _config_overrides(config: OptimizerConfig, model: TransformerConfig) -> dict[Any, Any]:
     """Return megatron's settings for groups of parameters: no weight decay of vectors, and muP's.
 
@@ -121,7 +152,7 @@ def _config_overrides(config: OptimizerConfig, model: TransformerConfig) -> dict
     if getattr(model, "use_mup", False):
         from megatron.core.optimizer import get_mup_config_overrides
 
-        overrides |= get_mup_config_overrides(config, model.mup_width_mult)
+        overrides |= get_mup_config_overrides(config, model.mup_width_mult, config.optimizer)
     return overrides
 
 

@@ -271,13 +271,18 @@ class TargetOptions(CheckedOptions):
             self.reject_changed(["target_text_key"], "has no effect without --target")
 
 
+Optimizer = Literal["adam", "muon"]
 DryFirstStep = Literal["auto", "on", "off"]
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions(CheckedOptions):
-    """AdamW with linear warm-up and cosine decay."""
+    """AdamW or Muon with linear warm-up and cosine decay."""
 
+    optimizer: Optimizer = "adam"
+    """AdamW for all weights, or Muon for the layers' matrices and AdamW for the rest (Jordan et al.
+    2024, "Muon: An optimizer for hidden layers in neural networks"). Muon needs megatron-core 0.18
+    or newer and the extra muon, and has no --use-distributed-optimizer."""
     lr: Positive = 5e-4
     """Peak learning rate (paper: 5e-4 for proxies, 1.5e-4 for the 684M and 1.2B models)."""
     min_lr: NonNegative = 1e-4
@@ -293,12 +298,16 @@ class OptimizerOptions(CheckedOptions):
     """Second-moment decay (assumed)."""
     adam_eps: NonNegative = 1e-8
     """Number added to the denominator of Adam's update."""
+    muon_momentum: BelowOne = 0.95
+    """Momentum of Muon."""
     clip_grad: NonNegative = 1.0
     """Maximum global gradient norm; 0 disables clipping (paper: 1.0)."""
 
     def __post_init__(self) -> None:
-        """Raise UserError if --min-lr exceeds --lr."""
+        """Raise UserError if --min-lr exceeds --lr, or an option has no effect."""
         super().__post_init__()
+        if self.optimizer != "muon":
+            self.reject_changed(["muon_momentum"], "needs --optimizer muon")
         if self.lr < self.min_lr:
             raise UserError(f"--lr {self.lr} --min-lr {self.min_lr}: --lr must be >= --min-lr")
 
@@ -374,6 +383,11 @@ class TrainingOptions(ModelOptions):
         if self.compile_layers:
             why = "is not supported with --compile-layers"
             self.reject_changed(["hidden_dropout", "attention_dropout"], why)
+        if self.optimizer.optimizer == "muon" and self.parallel.use_distributed_optimizer:
+            raise UserError(
+                "--optimizer muon and --use-distributed-optimizer exclude each other: Muon needs "
+                "whole matrices; leave out one of them"
+            )
         if self.compile_layers and self.parallel.overlap_param_gather:
             raise UserError(
                 "--compile-layers and --overlap-param-gather exclude each other: gathering "

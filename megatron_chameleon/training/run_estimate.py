@@ -259,8 +259,8 @@ def transfer_seconds(
 def checkpoint_bytes(setup: TrainingSetup) -> int:
     """Return the bytes of the tensors in a checkpoint, over all ranks.
 
-    A checkpoint holds each weight in the compute dtype, both moments of Adam in float32, and, in
-    bfloat16 or with a sharded optimizer, the weight in float32. Replicated tensors and tied
+    A checkpoint holds each weight in the compute dtype, the moments of Adam or Muon in float32,
+    and, in bfloat16 or with a sharded optimizer, the weight in float32. Replicated tensors and tied
     embeddings are stored once; the embedding is padded as in training. Not counted are random
     states, 25 kB for each rank, and about 2 kB that torch adds to each shard of a tensor.
     """
@@ -270,7 +270,9 @@ def checkpoint_bytes(setup: TrainingSetup) -> int:
     padding = matrices * (rows - config.vocab_size) * config.hidden_size
     has_main_weights = setup.bf16 or parallel.use_distributed_optimizer
     of_parameter = setup.element_bytes + (3 if has_main_weights else 2) * FLOAT32_BYTES
-    return (config.num_parameters + padding) * of_parameter
+    matrices_of_layers = config.num_layers * config.layer_matrix_parameters
+    without = setup.muon * matrices_of_layers * FLOAT32_BYTES  # Muon has one moment
+    return (config.num_parameters + padding) * of_parameter - without
 
 
 def _step_seconds(

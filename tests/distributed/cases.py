@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_chameleon.training.options import (
     DryFirstStep,
     GuardOptions,
     OnlineOptions,
+    Optimizer,
     OptimizerOptions,
     PretrainOptions,
     TargetOptions,
@@ -65,6 +67,7 @@ class Case:
     """Name of a preset, or of a family in tests/families.py."""
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    optimizer: Optimizer = "adam"
 
 
 Again = dict[str, tuple[str, Case]]
@@ -161,6 +164,12 @@ RUNS_DROPOUT = {
     for name in ("one", "tp2")
 }
 """Runs with dropout of hidden states, whose masks the tensor-parallel ranks share."""
+# Muon needs a release of megatron-core for Python 3.12, and a package.
+MUON_LAYOUTS = ("one", "dp2", "pp2", "tp2") if find_spec("emerging_optimizers") else ()
+RUNS_MUON = {
+    f"{name}-muon": dataclasses.replace(RUNS[name], optimizer="muon", micro_batch_size=4)
+    for name in MUON_LAYOUTS
+}
 DROPOUTS = "sp2-dropouts"
 """A run with every dropout: under sequence parallelism, all masks differ between the ranks."""
 UNINTERRUPTED = {
@@ -169,6 +178,7 @@ UNINTERRUPTED = {
     **RUNS_APART,
     **RUNS_CHANGING,
     **RUNS_DROPOUT,
+    **RUNS_MUON,
     DROPOUTS: dataclasses.replace(SP2, hidden_dropout=0.2, attention_dropout=0.2),
     **RUNS_FAMILIES,
 }
@@ -184,6 +194,7 @@ RESUMED: Again = {
         ("tp2-pp2", "one"),
         ("sp2", "sp2"),
         ("tp2-dropout", "one-dropout"),
+        *((f"{name}-muon", f"{name}-muon") for name in MUON_LAYOUTS if name in ("dp2", "tp2")),
         (DROPOUTS, DROPOUTS),
         ("vpp2-dp2-overlapped-full", "vpp2-dp2-overlapped-full"),
         ("tp2-pp2-llama", "one-llama"),
@@ -214,7 +225,7 @@ def one_rank(name: str) -> str:
     if name in RUNS:
         return "one"
     family, suffix = name.split("-")[0], name.rpartition("-")[2]
-    if suffix in ("bf16", "apart", "changing", "dropout", "bad", *OTHER_FAMILIES):
+    if suffix in ("bf16", "apart", "changing", "dropout", "muon", "bad", *OTHER_FAMILIES):
         return f"one-{suffix}"
     return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
@@ -480,6 +491,7 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
         boundaries=case.boundaries,
         data=data,
         optimizer=OptimizerOptions(
+            optimizer=case.optimizer,
             lr=3e-3,
             min_lr=1e-3,
             lr_warmup_iters=2,

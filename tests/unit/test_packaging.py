@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHONS = ("3.11", "3.12", "3.13")
 
 
 @pytest.fixture(scope="module")
@@ -27,31 +28,41 @@ def setup_arguments() -> dict[str, Any]:
     return seen
 
 
-def read_requirements(lines: Iterable[str]) -> dict[str, Requirement]:
+def read_requirements(lines: Iterable[str], python: str) -> dict[str, Requirement]:
+    """Return the requirements of a Python, by name; those of other systems than Linux, too."""
     found = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return {canonicalize_name(each.name): each for each in found}
+    return {canonicalize_name(each.name): each for each in found if is_for(each, python)}
 
 
-def test_requirements_are_ranges_and_constraints_pin_them(setup_arguments):
+def is_for(requirement: Requirement, python: str) -> bool:
+    marker = requirement.marker
+    versions = {"python_version": python, "python_full_version": f"{python}.1"}
+    return marker is None or "python" not in str(marker) or marker.evaluate(versions)
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_requirements_are_ranges_and_constraints_pin_them(setup_arguments, python):
     extras = setup_arguments["extras_require"]
-    pins = read_requirements((ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines())
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = read_requirements(lines, python)
     for pin in pins.values():
         assert [part.operator for part in pin.specifier] == ["=="]
     for extra, lines in {"": setup_arguments["install_requires"], **extras}.items():
-        for name, requirement in read_requirements(lines).items():
+        for name, requirement in read_requirements(lines, python).items():
             assert {part.operator for part in requirement.specifier} <= {">=", "<", "!="}
             # make installs only these extras, so only these need pins.
             if extra in ("", "dev", "data", "docs", "eval", "hf", "plots", "ray"):
                 (pinned,) = pins[name].specifier
                 assert requirement.specifier.contains(pinned.version), f"{requirement} excludes it"
-    torch = read_requirements(setup_arguments["install_requires"])["torch"].specifier
+    torch = read_requirements(setup_arguments["install_requires"], python)["torch"].specifier
     # NVIDIA's container has this pre-release of torch, which pip must not replace.
     assert torch.contains("2.9.0a0+145a3a7bda.nv25.10", prereleases=True)
 
 
-def test_uv_lock_agrees_with_the_constraints():
+@pytest.mark.parametrize("python", PYTHONS)
+def test_uv_lock_agrees_with_the_constraints(python):
     constraints, lock = (
-        read_requirements((ROOT / name).read_text(encoding="utf-8").splitlines())
+        read_requirements((ROOT / name).read_text(encoding="utf-8").splitlines(), python)
         for name in ("constraints.txt", "requirements.lock")
     )
     assert {name: lock[name].specifier for name in constraints} == {

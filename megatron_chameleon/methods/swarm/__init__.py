@@ -128,9 +128,10 @@ class SwarmOptions(CheckedOptions):
 
     @property
     def optimizer(self) -> OptimizerOptions:
-        """Optimizer options of a member. A constant rate is a cosine decay to the peak rate."""
-        fields = dataclasses.fields(OptimizerOptions)
-        values = {field.name: getattr(self, field.name) for field in fields}
+        """Options of a member's AdamW. A constant rate is a cosine decay to the peak rate."""
+        shared = {field.name for field in dataclasses.fields(OptimizerOptions)}
+        fields = [field.name for field in dataclasses.fields(self) if field.name in shared]
+        values = {name: getattr(self, name) for name in fields}
         if self.lr_decay_style == "constant":
             values["min_lr"] = self.lr
         return OptimizerOptions(**values)
