@@ -71,9 +71,8 @@ def main() -> int:
                 print(f"{layout}: {release} to {other}: {row['resumed_equals_whole']}", flush=True)
     rows.sort(key=lambda row: (row["layout"], row["from"], row["to"]))
     RESULTS.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    print(
-        "| Layout | From | To | Resumed equals whole | Whole runs are equal |\n|---|---|---|---|---|"
-    )
+    print("| Layout | From | To | Resumed equals whole | Whole runs are equal |")
+    print("|---|---|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(map(str, row.values()))} |")
     return int(not all(row["resumed_equals_whole"] for row in rows))
