@@ -35,7 +35,7 @@ from megatron_chameleon.console import (
     open_output,
 )
 from megatron_chameleon.errors import STOPPED_STATUS, UserError, system_error_message
-from megatron_chameleon.parallel.releases import release_problem
+from megatron_chameleon.parallel.releases import import_problem
 from megatron_chameleon.ranges import each_value
 
 Options = TypeVar("Options")
@@ -93,8 +93,8 @@ def run_tool(
         exit_with_error(str(error), rank)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_STATUS)
-    except ImportError:
-        problem = release_problem()
+    except ImportError as error:
+        problem = import_problem(error)
         if problem is None:
             raise
         exit_with_error(problem, rank)

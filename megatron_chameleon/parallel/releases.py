@@ -7,7 +7,6 @@ range has.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import platform
 from collections.abc import Callable, Iterable
@@ -17,11 +16,10 @@ from typing import Any
 from megatron_chameleon.errors import UserError
 
 _PACKAGE = "megatron-core"
-_FIRST_WITH_TRITON = (0, 18)
 
 
 def release_problem() -> str | None:
-    """Check the installed megatron-core against this package, Python and Triton. Loads no torch.
+    """Check the installed megatron-core against this package and Python. Loads no torch.
 
     pip refuses such an installation, but not one with --no-deps, of a container or of a checkout.
 
@@ -32,7 +30,6 @@ def release_problem() -> str | None:
         installed = metadata.metadata(_PACKAGE)
         from packaging.requirements import Requirement
         from packaging.specifiers import SpecifierSet
-        from packaging.version import Version
     except ImportError:  # not installed, or a folder in PYTHONPATH, which has no metadata
         return None
     version, python = installed["Version"], platform.python_version()
@@ -48,13 +45,20 @@ def release_problem() -> str | None:
             f"megatron-core {version} needs Python {needed}, but this is Python {python}: use "
             f"another Python, or pip install --force-reinstall 'megatron-core{supported or ''}'"
         )
-    needs_triton = Version(version).release >= _FIRST_WITH_TRITON
-    if needs_triton and importlib.util.find_spec("triton") is None:
-        return (
-            f"megatron-core {version} imports Triton, which builds of torch for the CPU do not "
-            "bring: pip install triton"
-        )
     return None
+
+
+def import_problem(error: ImportError) -> str | None:
+    """Explain a failed import by the installed megatron-core; None if it is not the cause.
+
+    From 0.18 on, megatron-core imports Triton without declaring it.
+    """
+    if (error.name or "").partition(".")[0] == "triton":
+        return (
+            "megatron-core needs Triton, which builds of torch for the CPU do not bring: "
+            "pip install triton"
+        )
+    return release_problem()
 
 
 def require_fields(config: type, fields: Iterable[str], flag: str, since: str) -> None:

@@ -20,6 +20,7 @@ import pytest
 from megatron_chameleon import __version__, cli, commands
 from megatron_chameleon.cli import Subcommands, Tool, parse_options, run_tool
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.parallel import releases
 
 LOST_PEER = RuntimeError("[1] Connection closed by peer [127.0.0.1]:29500")
 TOOLS = sorted((Path(__file__).resolve().parents[2] / "tools").glob("*.py"))
@@ -127,16 +128,17 @@ def test_rank_1_leaves_the_message_to_rank_0(capsys, monkeypatch, error):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("problem", [None, "megatron-core 0.20.0 is installed, but ..."])
-def test_a_failed_import_is_explained_by_an_unsupported_release(capsys, monkeypatch, problem):
-    monkeypatch.setattr(cli, "release_problem", lambda: problem)
+def test_a_failed_import_is_explained_by_the_installed_packages(capsys, monkeypatch):
     failing = raising(ImportError("cannot import name 'x' from 'megatron.core'"))
-    if problem is None:
-        with pytest.raises(ImportError):
-            run_tool(failing, ToolOptions, ["--corpus", "c"])
-    else:
-        assert exit_status(failing) == cli.USER_ERROR_STATUS
-        assert capsys.readouterr().err == f"error: {problem}\n"
+    with pytest.raises(ImportError):
+        run_tool(failing, ToolOptions, ["--corpus", "c"])
+    capsys.readouterr()
+    assert exit_status(raising(ModuleNotFoundError(name="triton"))) == cli.USER_ERROR_STATUS
+    assert capsys.readouterr().err.endswith(": pip install triton\n")
+    problem = "megatron-core 0.20.0 is installed, but ..."
+    monkeypatch.setattr(releases, "release_problem", lambda: problem)
+    assert exit_status(failing) == cli.USER_ERROR_STATUS
+    assert capsys.readouterr().err == f"error: {problem}\n"
 
 
 def test_bug_keeps_its_traceback_and_status_1():

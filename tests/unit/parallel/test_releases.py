@@ -46,10 +46,3 @@ def test_another_python_is_named_with_the_one_that_is_needed(install):
     install("0.17.0", python=">=3.99")
     found = ".".join(map(str, sys.version_info[:3]))
     assert f"0.17.0 needs Python >=3.99, but this is Python {found}" in (release_problem() or "")
-
-
-@pytest.mark.parametrize(("version", "is_needed"), [("0.17.1", False), ("0.18.0rc1", True)])
-def test_missing_triton_is_a_problem_of_later_releases(install, monkeypatch, version, is_needed):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    install(version)
-    assert ("pip install triton" in (release_problem() or "")) == is_needed
