@@ -1,5 +1,6 @@
 """Decide how much of each data domain a language model trains on, and train it."""
 
+import logging
 import warnings
 
 __version__ = "0.1.0"
@@ -15,5 +16,12 @@ for _message in (
     "The .grad attribute of a Tensor that is not a leaf",
     # This warning is about Transformer Engine's core_attn, which is not used here.
     "If you are using transformer_engine as the transformer implementation",
+    # A model that is not used here, but imported from 0.19 on.
+    "MimoModelConfig is experimental",
 ):
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)
+
+# megatron-core imports torch's builder of extensions, which logs that there is no GPU.
+logging.getLogger("torch.utils.cpp_extension").addFilter(
+    lambda record: "No CUDA runtime is found" not in record.getMessage()
+)

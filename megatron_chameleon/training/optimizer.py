@@ -100,7 +100,7 @@ def build_optimizer(
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
-        **_muon_fields(options),
+        **_muon_fields(options, model[0].config),
     )
     if options.optimizer == "muon":
         for chunk in model:
@@ -126,8 +126,10 @@ def build_optimizer(
     return optimizer
 
 
-def _muon_fields(options: OptimizerOptions) -> dict[str, Any]:
+def _muon_fields(options: OptimizerOptions, model: TransformerConfig) -> dict[str, Any]:
     """Return the fields of megatron's config for Muon.
+
+    With muP, updates have the scale whose learning rate fits all widths.
 
     Raises:
         UserError: if a package is missing, or the installed release of megatron-core has no Muon.
@@ -139,7 +141,9 @@ def _muon_fields(options: OptimizerOptions) -> dict[str, Any]:
         raise UserError(
             "--optimizer muon needs emerging-optimizers: pip install 'megatron-chameleon[muon]'"
         )
-    return {"muon_momentum": options.muon_momentum}
+    has_mup = getattr(model, "use_mup", False)
+    scale = {"muon_scale_mode": "unit_rms_norm"} if has_mup else {}
+    return {"muon_momentum": options.muon_momentum, **scale}
 
 
 def _config_overrides(config: OptimizerConfig, model: TransformerConfig) -> dict[Any, Any]:
