@@ -3,7 +3,7 @@
 #
 #   docker build -t megatron-chameleon .
 #   docker run --rm --gpus all --ipc host megatron-chameleon megatron-chameleon doctor
-ARG PYTORCH_TAG=25.10-py3
+ARG PYTORCH_TAG=26.08-py3
 FROM nvcr.io/nvidia/pytorch:${PYTORCH_TAG}
 
 WORKDIR /opt/megatron_chameleon
