@@ -17,7 +17,8 @@ EXTRAS := dev,data,docs,eval,hf,plots,ray
 TESTS := tests --ignore tests/gpu
 
 # constraints.txt pins another megatron-core for Python 3.11 than for later ones. test-core runs the
-# tests that touch megatron-core with the other Python: 3.12 beside 3.11, or else 3.11.
+# tests that touch megatron-core with the other Python: with 3.12 if PYTHON is 3.11, otherwise with
+# 3.11. MEGATRON_CORE=0.18.2 selects another release for this Python.
 CORE_VENV := .venv-core
 CORE_TESTS := tests/distributed $(addprefix tests/unit/,model parallel blend training checkpoint)
 
@@ -72,12 +73,16 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS) -n 2 $(PYTEST_ARGS)
 
 test-core:
-	python="$$($(MAKE) core-python)"
+	python="$$($(MAKE) --no-print-directory core-python)"
 	if [ -z "$$python" ]; then
-	  echo "make test-core: neither Python 3.12 nor Python 3.11 is here beside $(PYTHON)." >&2
+	  echo "make test-core: found neither Python 3.12 nor Python 3.11 next to $(PYTHON)." >&2
 	  exit 1
 	fi
-	$(MAKE) test PYTHON="$$python" VENV=$(CORE_VENV) EXTRAS=dev TESTS="$(CORE_TESTS)"
+	core() { $(MAKE) --no-print-directory "$$@" PYTHON="$$python" VENV=$(CORE_VENV) EXTRAS=dev; }
+	core setup
+	$(CORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  $(if $(MEGATRON_CORE),megatron-core==$(MEGATRON_CORE),--constraint constraints.txt megatron-core)
+	core test TESTS="$(CORE_TESTS)"
 
 # Print the Python of test-core; nothing if there is none. pyenv keeps Pythons that are not selected
 # in its folder of versions.

@@ -7,8 +7,8 @@ PyTorch container, whose torch, Transformer Engine, Apex and Triton were built f
   (2.9.0a0+...), which pip would replace if the bound were ``>=2.9``.
 * Triton is not listed. CUDA builds of torch install the matching version of Triton, and installing
   another version over it breaks torch.compile. The make targets install Triton explicitly, since
-  torch's CPU build does not. megatron-core needs it from 0.18 on; without it, a command that trains
-  or embeds says so in one line.
+  torch's CPU build does not. megatron-core needs it from 0.18 on; a command that trains or embeds
+  reports in one line that it is missing.
 * megatron-core 0.16 is the last release for Python 3.11, and its support ends with that of Python
   3.11. The upper bound is the newest minor release that passes all tests.
 * NVIDIA's Apex and Transformer Engine are part of the container and are used if they are installed.

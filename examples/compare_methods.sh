@@ -392,6 +392,7 @@ print_estimate() {
 compare_targets() {
   local number names folders
   mapfile -d '' -t names < <(list_targets names)
+  wait $! || exit 2
   mapfile -d '' -t folders < <(list_targets folders)
   [ "${#names[@]}" != 0 ] || refuse "TARGETS=$TARGETS: names no domain"
   for number in "${!names[@]}"; do
@@ -416,14 +417,20 @@ list_targets() {
 import json, sys
 from megatron_chameleon.artifacts.corpus import file_name_of
 what, value, run, corpus = sys.argv[1:]
-domains = list(json.load(open(corpus))["domains"])
+with open(corpus) as stream:
+    domains = list(json.load(stream)["domains"])
 if value == "leave-one-out":
     names = domains
 elif value in domains:
     names = [value]
 else:
     names = [name.strip() for name in (value.split(",") if "," in value else value.split())]
-for name in filter(None, dict.fromkeys(names)):
+names = list(filter(None, dict.fromkeys(names)))
+for name in names:
+    if name not in domains:
+        print(f"error: TARGETS={value}: {name} is not a domain of {corpus}", file=sys.stderr)
+        sys.exit(2)
+for name in names:
     print(name if what == "names" else f"{run}/targets/{file_name_of(name)}", end="\0")
 ' "$1" "$TARGETS" "$RUN" "$CORPUS/corpus.json"
 }

@@ -215,7 +215,7 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     """Read the entries of ``wanted`` in the checkpoint: tensors and plain values, no pickles.
 
     These are the steps of megatron's ``dist_checkpointing.load``, which also reads the common
-    state: every release reads it from another place, and runs code that is in it.
+    state. Releases differ in where they store it, and unpickle it without restriction.
 
     megatron's "_extra_state" entries are skipped. These entries are empty without Transformer
     Engine, and torch would unpickle any bytes stored in their place.
@@ -239,7 +239,7 @@ def _read(record: CheckpointRecord, wanted: State, index: Metadata) -> State:
     torch_dist._get_filesystem_reader = lambda *_arguments, **_more: _TensorReader(record, index)
     try:
         with warnings.catch_warnings():
-            # About the arguments of megatron's own call of torch.
+            # Both are about how megatron calls torch.
             for message in ("The argument order of load has been", "torch.distributed is disabled"):
                 warnings.filterwarnings("ignore", message)
             merge(state, strategy.load(shards, record.root))

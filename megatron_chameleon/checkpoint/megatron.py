@@ -385,17 +385,20 @@ def read_common_state(folder: Path) -> tuple[Path, dict[str, Any]]:
         UserError: if the file is missing or damaged.
     """
     path = folder / COMMON_STATE_FNAME
-    place = None if path.exists() else _place_of_common_state(folder)
-    if place is not None:
-        path = folder / place.relative_path
+    index = None if path.exists() else read_index(folder)
     try:
+        place = index and (index.storage_data or {}).get(MetadataIndex(_COMMON_STATE))
+        if place:
+            if place.relative_path not in os.listdir(folder):
+                raise ValueError(f"{place.relative_path!r} is not in {folder}")
+            path = folder / place.relative_path
         with path.open("rb") as stream:
-            if place is None:
-                (common,) = _plain_values(stream)
-            else:
+            if place:
                 stream.seek(place.offset)
-                # The object is a list of this rank's part, of one rank.
+                # The object is a list with the state of one rank.
                 ((common,),) = _plain_values(io.BytesIO(stream.read(place.length)))
+            else:
+                (common,) = _plain_values(stream)
         if not isinstance(common, dict):
             raise pickle.UnpicklingError(f"it holds a {type(common).__name__}")
     except OSError as error:
@@ -409,22 +412,6 @@ def read_common_state(folder: Path) -> tuple[Path, dict[str, Any]]:
     if isinstance(arguments, _Unread):  # an argparse.Namespace
         common["args"] = arguments.state
     return path, common
-
-
-def _place_of_common_state(folder: Path) -> Any:
-    """Return the index's entry of the common state; None if the index has none.
-
-    Raises:
-        UserError: if the index is damaged, or locates the common state outside of ``folder``.
-    """
-    index = read_index(folder)
-    place = (index.storage_data or {}).get(MetadataIndex(_COMMON_STATE))
-    if place is not None and place.relative_path not in os.listdir(folder):
-        raise UserError(
-            f"{folder / INDEX_NAME} locates {_COMMON_STATE} in {str(place.relative_path)!r}, which "
-            f"is no file of {folder}; use another checkpoint"
-        )
-    return place
 
 
 def _plain_values(stream: IO[bytes]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Fixes for saving and loading optimizer state in megatron-core 0.16.
+"""Fixes for saving and loading optimizer state in megatron-core 0.16 to 0.19.
 
 Loading. Apex and Transformer Engine keep the step count in the parameter groups; torch's AdamW
 keeps it in the state of each parameter. megatron confuses the two conventions:

@@ -60,7 +60,7 @@ from megatron_chameleon.parallel.layout import from_main
 from megatron_chameleon.parallel.releases import saving_arguments
 
 _OWN_WRITER = saving_arguments(TorchDistSaveShardedStrategy.async_save)
-# Releases from 0.17 on announce at every save that another package will replace their writer.
+# From 0.17 on, megatron-core logs at every save that another package will replace its writer.
 logging.getLogger(torch_dist.__name__).addFilter(
     lambda record: "async save is deprecated" not in record.getMessage()
 )

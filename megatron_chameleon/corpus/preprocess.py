@@ -375,8 +375,8 @@ def make_in_processes(
             "or run the same command again"
         ) from error
     finally:
-        # Python 3.12 holds the pool's lock while it waits for the workers of a broken pool, which
-        # the signal mask keeps from ending by themselves: so they are killed before the shutdown.
+        # Python 3.12 sends SIGTERM to the workers of a broken pool and holds the pool's lock until
+        # they end. The workers block SIGTERM, so they are killed before the shutdown.
         workers = multiprocessing.active_children()
         for process in workers:
             process.kill()

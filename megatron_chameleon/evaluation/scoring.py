@@ -276,7 +276,7 @@ class Scorer:
         model = self.reader.model
         is_tied = model.share_embeddings_and_output_weights
         rows = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
-        logits = linear(states, rows).float()
+        logits = linear(states, rows).float() / self.reader.config.mup_width_mult
         if self.layout.tensor_size > 1:
             logits = gather_from_tensor_model_parallel_region(logits)
         logits[:, self.reader.config.vocab_size :] = -torch.inf

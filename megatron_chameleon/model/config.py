@@ -18,6 +18,9 @@ Normalization = Literal["LayerNorm", "RMSNorm"]
 INIT_STD = 0.02
 """Standard deviation of initial weights."""
 PositionEmbedding = Literal["learned_absolute", "rope"]
+MUP_RELEASE = "0.19"
+"""Release of megatron-core for ``use_mup``. Earlier ones confuse the parameter groups of muP when
+they load a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron_chameleon.model.compiled_layers import (
     GroupedRowParallelLinear,
     TraceableColumnParallelLinear,
 )
-from megatron_chameleon.model.config import Activation, ModelConfig
+from megatron_chameleon.model.config import MUP_RELEASE, Activation, ModelConfig
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
 from megatron_chameleon.model.initialization import initialize_weights
 from megatron_chameleon.model.layers import (
@@ -38,7 +38,7 @@ from megatron_chameleon.model.layers import (
 )
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.parallel.options import ParallelOptions, RecomputeOptions
-from megatron_chameleon.parallel.releases import require_fields
+from megatron_chameleon.parallel.releases import require_release
 
 VOCABULARY_MULTIPLE = 128
 """The embedding's rows are padded to a multiple of this number, for aligned matrix products."""
@@ -49,8 +49,8 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": silu,
 }
 
-# Releases from 0.19 on announce at every model that HybridModel will replace it. HybridModel needs
-# Transformer Engine.
+# From 0.19 on, megatron-core logs at every model that HybridModel will replace it. HybridModel
+# needs Transformer Engine.
 logging.getLogger(GPTModel.__module__).addFilter(
     lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
 )
@@ -212,12 +212,12 @@ def _mup_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of megatron's config for ``use_mup``.
 
     Raises:
-        UserError: if the installed release of megatron-core has no such fields.
+        UserError: if the installed release of megatron-core cannot train the model.
     """
     if not model.use_mup:
         return {}
+    require_release("--use-mup", MUP_RELEASE)
     fields = ("use_mup", "mup_base_hidden_size", "mup_base_head_dim")
-    require_fields(TransformerConfig, fields, "--use-mup", since="0.17")
     return {name: getattr(model, name) for name in fields}
 
 

@@ -10,6 +10,7 @@ import tyro
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import (
+    MUP_RELEASE,
     PRESETS,
     Activation,
     ModelConfig,
@@ -17,6 +18,7 @@ from megatron_chameleon.model.config import (
     PositionEmbedding,
     preset,
 )
+from megatron_chameleon.parallel.releases import require_release
 from megatron_chameleon.ranges import CheckedOptions, Count, Positive, PositiveShare, flag_of
 
 Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -68,11 +70,13 @@ class ArchitectureOptions(CheckedOptions):
     use_mup: Switch = False
     """Scale initial weights, logits and learning rates by the width (maximal update
     parametrization), so that the --lr of a small model also fits wider ones. Needs megatron-core
-    0.17 or newer."""
+    0.19."""
     mup_base_hidden_size: Count | None = None
-    """Width at which --use-mup scales nothing; default: 768, that of the paper's proxies."""
+    """Width at which --use-mup scales nothing. Default: 768, that of the paper's proxies; in
+    Megatron-LM, the model's own width."""
     mup_base_head_dim: Count | None = None
-    """Width of a head at which --use-mup does not scale attention; default: 64."""
+    """Width of a head at which --use-mup does not scale attention. Default: 64; in Megatron-LM,
+    1."""
 
     def apply(self, config: ModelConfig) -> ModelConfig:
         """Return ``config`` with these changes.
@@ -117,7 +121,9 @@ class ArchitectureOptions(CheckedOptions):
             for field in dataclasses.fields(self):
                 message = message.replace(field.name, flag_of(field.name))
             raise UserError(f"{message}; pass other values of these flags") from error
-        if not changed.use_mup:
+        if changed.use_mup:
+            require_release("--use-mup", MUP_RELEASE)
+        else:
             self.reject_changed(("mup_base_hidden_size", "mup_base_head_dim"), "needs --use-mup")
         if not changed.is_rotary:
             self.reject_changed(

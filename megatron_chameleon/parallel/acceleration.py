@@ -15,6 +15,7 @@ import torch
 
 from megatron_chameleon.errors import first_line
 from megatron_chameleon.parallel.cpu import unusable_gpu
+from megatron_chameleon.parallel.releases import import_problem, release_problem
 from megatron_chameleon.parallel.triton_probe import triton_problem
 
 State = Literal["active", "available", "unused", "absent", "broken", "wrong package"]
@@ -88,6 +89,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
             for device in map(torch.cuda.get_device_properties, range(count))
         ],
         features=[
+            Feature("megatron-core", *_megatron_core(), "nothing is trained or embedded"),
             Feature("CUDA", *cuda, "everything runs on the CPU over gloo, for smoke tests only"),
             # parallel/layout.py disables TF32, regardless of the container's settings.
             Feature("TF32", "unused", "the tools disable TF32", "use --bf16 for speed"),
@@ -170,6 +172,17 @@ def cuda_coverage(root: Path) -> dict[str, list[str]]:
         else:
             coverage[ON_SIMULATED if row["simulated"] else UNTESTED].append(row["name"])
     return coverage
+
+
+def _megatron_core() -> tuple[State, str]:
+    """Check the installed release."""
+    if problem := release_problem():
+        return "broken", problem
+    try:
+        importlib.import_module("megatron.core")
+        return "active", importlib.metadata.version("megatron-core")
+    except ImportError as error:
+        return "broken", import_problem(error) or first_line(error)
 
 
 def _fused_adam() -> tuple[State, str]:

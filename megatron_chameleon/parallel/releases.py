@@ -6,10 +6,9 @@ range has.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -53,33 +52,42 @@ def import_problem(error: ImportError) -> str | None:
 
     From 0.18 on, megatron-core imports Triton without declaring it.
     """
-    if (error.name or "").partition(".")[0] == "triton":
+    package = (error.name or "").partition(".")[0]
+    if package == "triton":
         return (
-            "megatron-core needs Triton, which builds of torch for the CPU do not bring: "
+            "megatron-core needs Triton, which CPU builds of torch do not include: "
             "pip install triton"
         )
-    return release_problem()
+    return release_problem() if package == "megatron" else None
 
 
-def require_fields(config: type, fields: Iterable[str], flag: str, since: str) -> None:
-    """Check that megatron's ``config``, a dataclass, has ``fields``.
+def require_release(
+    flag: str,
+    since: str,
+    package: str = _PACKAGE,
+    fix: str = "use Python 3.12 or newer, and pip install --upgrade megatron-core",
+) -> None:
+    """Check that ``package`` has what ``flag`` selects.
 
     Raises:
-        UserError: if it does not; the message names ``flag``, and the release ``since`` which it
-            does.
+        UserError: if the package is older than ``since`` or missing; the message has ``fix``.
     """
-    if not set(fields) <= {field.name for field in dataclasses.fields(config)}:
-        raise UserError(
-            f"{flag} needs megatron-core {since} or newer, but {metadata.version(_PACKAGE)} is "
-            "installed: use Python 3.12 or newer, and pip install --upgrade megatron-core"
-        )
+    from packaging.version import Version
+
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        installed = ""
+    if not installed or Version(installed).release < Version(since).release:
+        found = f"{installed} is installed" if installed else "it is not installed"
+        raise UserError(f"{flag} needs {package} {since} or newer, but {found}: {fix}")
 
 
 def saving_arguments(async_save: Callable[..., Any]) -> dict[str, str]:
     """Return the arguments with which megatron's ``async_save`` uses its own writer of files.
 
-    Releases from 0.17 on need nvidia-resiliency-ext otherwise; 0.16 has no such argument. This
-    function goes with the support of 0.16.
+    Releases from 0.17 on need nvidia-resiliency-ext otherwise; 0.16 has no such argument. Remove
+    this function when 0.16 is no longer supported.
     """
     own_writer = {"async_strategy": "mcore"}
     return (

@@ -9,7 +9,6 @@ gradients, and only the global norm is copied.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,13 +31,11 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.state import State, training_state
-from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import compile_layers
 from megatron_chameleon.model.gpt import build_model_chunks, unwrap
 from megatron_chameleon.model.initialization import POSITION_EMBEDDINGS
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.parallel.releases import require_fields
-from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.options import OptimizerOptions, check_muon
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.step import BatchShape, Passes, StepResult, finalize_gradients
 
@@ -100,7 +97,7 @@ def build_optimizer(
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
-        **_muon_fields(options, model[0].config),
+        **_muon_fields(options),
     )
     if options.optimizer == "muon":
         for chunk in model:
@@ -126,24 +123,16 @@ def build_optimizer(
     return optimizer
 
 
-def _muon_fields(options: OptimizerOptions, model: TransformerConfig) -> dict[str, Any]:
+def _muon_fields(options: OptimizerOptions) -> dict[str, Any]:
     """Return the fields of megatron's config for Muon.
 
-    With muP, updates have the scale whose learning rate fits all widths.
-
     Raises:
-        UserError: if a package is missing, or the installed release of megatron-core has no Muon.
+        UserError: see :func:`~megatron_chameleon.training.options.check_muon`.
     """
     if options.optimizer != "muon":
         return {}
-    require_fields(OptimizerConfig, ["muon_nesterov"], "--optimizer muon", since="0.18")
-    if importlib.util.find_spec("emerging_optimizers") is None:
-        raise UserError(
-            "--optimizer muon needs emerging-optimizers: pip install 'megatron-chameleon[muon]'"
-        )
-    has_mup = getattr(model, "use_mup", False)
-    scale = {"muon_scale_mode": "unit_rms_norm"} if has_mup else {}
-    return {"muon_momentum": options.muon_momentum, **scale}
+    check_muon()
+    return {"muon_momentum": options.muon_momentum}
 
 
 def _config_overrides(config: OptimizerConfig, model: TransformerConfig) -> dict[Any, Any]:
@@ -156,7 +145,7 @@ def _config_overrides(config: OptimizerConfig, model: TransformerConfig) -> dict
     if getattr(model, "use_mup", False):
         from megatron.core.optimizer import get_mup_config_overrides
 
-        overrides |= get_mup_config_overrides(config, model.mup_width_mult, config.optimizer)
+        overrides |= get_mup_config_overrides(config, model.mup_width_mult)
     return overrides
 
 
@@ -279,7 +268,7 @@ class TrainedModel:
 
     @property
     def lr(self) -> float:
-        """Learning rate of the last step; with muP, the rate of the embeddings."""
+        """Learning rate of the last step; with muP, that of all but the layers' matrices."""
         return float(self.scheduler.get_lr({}))
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:

@@ -11,6 +11,7 @@ from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOption
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.parallel.releases import require_release
 from megatron_chameleon.ranges import (
     BatchSize,
     BelowOne,
@@ -317,6 +318,17 @@ class OptimizerOptions(CheckedOptions):
             raise UserError(
                 f"--lr-warmup-iters {self.lr_warmup_iters}: must be < --train-iters {train_iters}"
             )
+
+
+def check_muon() -> None:
+    """Check that megatron-core and emerging-optimizers have Muon.
+
+    Raises:
+        UserError: if one of them is too old or missing.
+    """
+    flag, install = "--optimizer muon", "pip install 'megatron-chameleon[muon]'"
+    require_release(flag, "0.18")
+    require_release(flag, "0.3", "emerging-optimizers", install)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

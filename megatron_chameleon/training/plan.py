@@ -40,7 +40,7 @@ from megatron_chameleon.model.config import DEFAULT_MODEL, PRESETS, ModelConfig,
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.storage import is_remote
-from megatron_chameleon.training.options import PretrainOptions, TrainingOptions
+from megatron_chameleon.training.options import PretrainOptions, TrainingOptions, check_muon
 from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
 
 # Beyond about four epochs, repeated text has diminishing returns: Muennighoff et al. 2023,
@@ -232,9 +232,16 @@ def check_model(config: ModelConfig, options: TrainingOptions) -> None:
     """Check that the model can be trained with ``options``.
 
     Raises:
-        UserError: if the model cannot be partitioned as the layout requires, or if an option has no
-            effect on this model.
+        UserError: if the model cannot be partitioned as the layout requires, an option has no
+            effect on this model, or the optimizer is not installed.
     """
+    if options.optimizer.optimizer == "muon":
+        if config.use_mup:
+            raise UserError(
+                "--use-mup and --optimizer muon exclude each other: muP scales the rates of AdamW; "
+                "leave out one of them"
+            )
+        check_muon()
     check_model_layout(config, options.parallel, options.seq_length)
     if config.is_rotary and options.boundaries.reset_position_ids:
         raise UserError(

@@ -242,8 +242,8 @@ def finalize_gradients(
 ) -> None:
     """Bitwise equivalent of megatron's ``finalize_model_grads`` without device synchronization.
 
-    megatron's function synchronizes once per chunk, to check on the host whether the token count is
-    zero.
+    Up to 0.17, megatron's function synchronizes once per chunk, to check on the host whether the
+    token count is zero. Remove this function once 0.18 is the oldest supported release.
 
     Args:
         model: this rank's model chunks.

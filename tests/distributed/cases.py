@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions, Permutation
+from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.parallel.options import (
     ParallelOptions,
     RecomputeOptions,
@@ -68,6 +71,7 @@ class Case:
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     optimizer: Optimizer = "adam"
+    mup_base_hidden_size: int | None = None
 
 
 Again = dict[str, tuple[str, Case]]
@@ -164,11 +168,17 @@ RUNS_DROPOUT = {
     for name in ("one", "tp2")
 }
 """Runs with dropout of hidden states, whose masks the tensor-parallel ranks share."""
-# Muon needs a release of megatron-core for Python 3.12, and a package.
-MUON_LAYOUTS = ("one", "dp2", "pp2", "tp2") if find_spec("emerging_optimizers") else ()
+RELEASE = Version(version("megatron-core")).release
+# Muon and muP need releases of megatron-core for Python 3.12; Muon also needs a package.
+HAS_MUON = RELEASE >= (0, 18) and find_spec("emerging_optimizers") is not None
+MUON_LAYOUTS = ("one", "dp2", "pp2", "tp2") if HAS_MUON else ()
 RUNS_MUON = {
     f"{name}-muon": dataclasses.replace(RUNS[name], optimizer="muon", micro_batch_size=4)
     for name in MUON_LAYOUTS
+}
+MUP_LAYOUTS = ("one", "tp2-pp2", "dp2-overlapped") if RELEASE >= (0, 19) else ()
+RUNS_MUP = {
+    f"{name}-mup": dataclasses.replace(RUNS[name], mup_base_hidden_size=16) for name in MUP_LAYOUTS
 }
 DROPOUTS = "sp2-dropouts"
 """A run with every dropout: under sequence parallelism, all masks differ between the ranks."""
@@ -179,6 +189,7 @@ UNINTERRUPTED = {
     **RUNS_CHANGING,
     **RUNS_DROPOUT,
     **RUNS_MUON,
+    **RUNS_MUP,
     DROPOUTS: dataclasses.replace(SP2, hidden_dropout=0.2, attention_dropout=0.2),
     **RUNS_FAMILIES,
 }
@@ -194,6 +205,7 @@ RESUMED: Again = {
         ("tp2-pp2", "one"),
         ("sp2", "sp2"),
         ("tp2-dropout", "one-dropout"),
+        *(("tp2-pp2-mup", "one-mup") for _ in MUP_LAYOUTS[:1]),
         *((f"{name}-muon", f"{name}-muon") for name in MUON_LAYOUTS if name in ("dp2", "tp2")),
         (DROPOUTS, DROPOUTS),
         ("vpp2-dp2-overlapped-full", "vpp2-dp2-overlapped-full"),
@@ -225,7 +237,7 @@ def one_rank(name: str) -> str:
     if name in RUNS:
         return "one"
     family, suffix = name.split("-")[0], name.rpartition("-")[2]
-    if suffix in ("bf16", "apart", "changing", "dropout", "muon", "bad", *OTHER_FAMILIES):
+    if suffix in ("bf16", "apart", "changing", "dropout", "muon", "mup", "bad", *OTHER_FAMILIES):
         return f"one-{suffix}"
     return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
@@ -478,6 +490,10 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
         corpus=places.corpus,
         run_dir=places.run(name),
         model=places.model(case.model),
+        architecture=ArchitectureOptions(
+            use_mup=case.mup_base_hidden_size is not None,
+            mup_base_hidden_size=case.mup_base_hidden_size,
+        ),
         seq_length=32,
         train_iters=TRAIN_ITERS,
         global_batch_size=8,

@@ -205,6 +205,13 @@ def test_a_damaged_place_of_the_common_state_is_a_user_error(one_rank, tokenizer
         (folder / ".metadata").write_bytes(pickle.dumps(index))
         with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
             open_checkpoint(folder)
+    kept = index.storage_data
+    for storage_data in ([1], {key: 3}, {key: None}):
+        vars(index)["storage_data"] = storage_data
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+        with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
+            open_checkpoint(folder)
+    vars(index)["storage_data"] = kept
     del index.storage_data[key]
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(UserError, match=r"^[^\n]*common\.pt[^\n]*use another checkpoint$"):

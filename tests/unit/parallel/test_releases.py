@@ -1,4 +1,4 @@
-"""Releases of megatron-core that cannot be used are one line; no code depends on the others."""
+"""Releases of megatron-core that cannot be used are reported in one line."""
 
 from __future__ import annotations
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import sys
+from importlib import metadata
+from importlib.metadata import version
 
 import pytest
 import torch
-from megatron.core.optimizer import OptimizerConfig
+from packaging.version import Version
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
@@ -26,15 +27,15 @@ OPTIONS = OptimizerOptions(
     optimizer="muon", lr=1e-2, min_lr=1e-2, lr_warmup_iters=0, weight_decay=0.0
 )
 ROWS = 8
-HAS_RELEASE = "muon_nesterov" in {field.name for field in dataclasses.fields(OptimizerConfig)}
+HAS_RELEASE = Version(version("megatron-core")).release >= (0, 18)
 has_muon = pytest.mark.skipif(
     not HAS_RELEASE or importlib.util.find_spec("emerging_optimizers") is None,
-    reason="megatron-core has this Muon from 0.18 on, for Python 3.12 and later",
+    reason="needs a newer release of megatron-core, and emerging-optimizers",
 )
 
 
-def training_on(layout, **settings):
-    return RandomTraining(SHAPE, layout, optimizer=OPTIONS, **{"bf16": False, **settings})
+def training_on(layout, options=OPTIONS, **settings):
+    return RandomTraining(SHAPE, layout, optimizer=options, **{"bf16": False, **settings})
 
 
 def step_on(training):
@@ -76,11 +77,11 @@ def test_updates_of_the_layers_matrices_are_orthogonal_and_others_are_adams(one_
 @has_muon
 @pytest.mark.parametrize("bf16", [False, True])
 def test_training_resumes_bit_for_bit(one_rank, tmp_path, bf16):
-    straight = training_on(one_rank, bf16=bf16)
+    options = dataclasses.replace(OPTIONS, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1)
+    straight, resumed = (training_on(one_rank, options, bf16=bf16, train_iters=8) for _ in range(2))
     for _ in range(3):
         step_on(straight)
     save_checkpoint(straight.model.state(), record_at(tmp_path / "step"))
-    resumed = training_on(one_rank, bf16=bf16)
     record = CheckpointRecord.load(tmp_path / "step")
     load_training(record, resumed.chunks, resumed.optimizer, resumed.model.scheduler)
     for training in (straight, resumed):
@@ -98,7 +99,15 @@ def test_an_earlier_release_is_named_with_the_one_that_is_needed(one_rank):
 
 
 @has_muon
-def test_a_missing_package_is_named(one_rank, monkeypatch):
-    monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
+@pytest.mark.parametrize("missing", [metadata.PackageNotFoundError, "0.2.1"])
+def test_a_missing_or_old_package_is_named(one_rank, monkeypatch, missing):
+    def installed(package):
+        if package != "emerging-optimizers":
+            return version(package)
+        if isinstance(missing, str):
+            return missing
+        raise missing
+
+    monkeypatch.setattr(metadata, "version", installed)
     with pytest.raises(UserError, match=r"pip install 'megatron-chameleon\[muon\]'"):
         training_on(one_rank)

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.save import save_checkpoint
+from megatron_chameleon.cli import parse_options
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.model.config import ModelConfig
+from megatron_chameleon.evaluation.scoring import Question, Scorer
+from megatron_chameleon.model.config import MUP_RELEASE, ModelConfig
 from megatron_chameleon.model.gpt import build_model, unwrap
+from megatron_chameleon.model.options import ArchitectureOptions
+from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.random_training import RandomTraining, random_batches
+from tests.small_corpus import word_tokenizer
 from tests.unit.checkpoint.samples import record_at
 
 BASE, HEAD, LENGTH, ROWS = 64, 16, 32, 8
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-2, lr_warmup_iters=0, weight_decay=0.0)
-has_mup = pytest.mark.skipif(
-    "use_mup" not in {field.name for field in dataclasses.fields(TransformerConfig)},
-    reason="megatron-core has muP from 0.17 on, for Python 3.12 and later",
-)
+HAS_MUP = Version(version("megatron-core")) >= Version(MUP_RELEASE)
+has_mup = pytest.mark.skipif(not HAS_MUP, reason="needs a newer release of megatron-core")
 
 
 def shape(width, *, use_mup=True, **changes):
@@ -129,8 +134,10 @@ def test_training_resumes_with_the_rate_of_each_group(one_rank, tmp_path, sharde
         for _ in range(2):
             training.step(lambda: passes.forward_backward(random_batches(200, ROWS, LENGTH)))
 
+    options = dataclasses.replace(OPTIONS, min_lr=1e-3, lr_warmup_iters=2, weight_decay=0.1)
     straight, resumed = (
-        RandomTraining(shape(4 * BASE), layout, bf16=False, optimizer=OPTIONS) for _ in range(2)
+        RandomTraining(shape(4 * BASE), layout, bf16=False, optimizer=options, train_iters=6)
+        for _ in range(2)
     )
     train(straight)
     save_checkpoint(straight.model.state(), record_at(tmp_path / "step"))
@@ -143,7 +150,25 @@ def test_training_resumes_with_the_rate_of_each_group(one_rank, tmp_path, sharde
         assert torch.equal(weight, expected[name]), name
 
 
-@pytest.mark.skipif(not has_mup.args[0], reason="this release has muP")
+@has_mup
+def test_answers_are_scored_with_the_scale_of_the_logits(one_rank, tmp_path):
+    """The scorer computes the logits of the predicted tokens only, by itself."""
+    config, tokenizer = shape(4 * BASE), load_tokenizer(word_tokenizer(tmp_path / "tokenizer.json"))
+    model = build_model(config, one_rank, seed=0).eval()
+    scorer = Scorer(Reader(model=unwrap(model), config=config, layout=one_rank), 1, tokenizer)
+    batch = next(random_batches(200, 1, LENGTH))
+    tokens = batch["tokens"][0].numpy().astype("int32")
+    found = scorer.score([Question(tokens[:20], tokens[20:])]).log_likelihoods
+    with torch.no_grad():
+        logits = model(batch["tokens"], batch["position_ids"], None)[0, :, :200]
+    expected = logits.double().log_softmax(-1)[range(19, LENGTH - 1), tokens[20:]].sum()
+    assert found == pytest.approx([float(expected)], rel=1e-5)
+
+
+@pytest.mark.skipif(HAS_MUP, reason="this release has muP")
 def test_an_earlier_release_is_named_with_the_one_that_is_needed(one_rank):
-    with pytest.raises(UserError, match=r"--use-mup needs megatron-core 0\.17 .* but 0\.16"):
+    problem = r"--use-mup needs megatron-core 0\.19 or newer, but 0\.1[678]"
+    with pytest.raises(UserError, match=problem):
         build_model(shape(BASE), one_rank, seed=0)
+    with pytest.raises(UserError, match=problem):
+        parse_options(ArchitectureOptions, ["--use-mup"]).apply(shape(BASE, use_mup=False))
