@@ -129,7 +129,7 @@ def test_rank_1_leaves_the_message_to_rank_0(capsys, monkeypatch, error):
 
 
 def test_a_failed_import_is_explained_by_the_installed_packages(capsys, monkeypatch):
-    failing = raising(ImportError("cannot import name 'x' from 'megatron.core'"))
+    failing = raising(ImportError("cannot import name 'x'", name="megatron.core"))
     with pytest.raises(ImportError):
         run_tool(failing, ToolOptions, ["--corpus", "c"])
     capsys.readouterr()

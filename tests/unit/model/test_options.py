@@ -51,11 +51,6 @@ def changed(flags: str, config: ModelConfig) -> ModelConfig:
         ("--untie-embeddings-and-output-weights", {"untie_embeddings_and_output_weights": True}),
         ("--disable-bias-linear", {"add_bias_linear": False, "add_qkv_bias": False}),
         ("--disable-bias-linear --add-qkv-bias", {"add_bias_linear": False, "add_qkv_bias": True}),
-        ("--use-mup", {"use_mup": True, "mup_base_hidden_size": 768, "mup_base_head_dim": 64}),
-        (
-            "--use-mup --mup-base-hidden-size 32 --mup-base-head-dim 8",
-            {"use_mup": True, "mup_base_hidden_size": 32, "mup_base_head_dim": 8},
-        ),
         (
             "--position-embedding-type rope --rotary-base 5e5 --rotary-percent 0.5",
             {"position_embedding_type": "rope", "rotary_base": 5e5, "rotary_percent": 0.5},

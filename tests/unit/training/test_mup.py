@@ -18,7 +18,7 @@ from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.scoring import Question, Scorer
-from megatron_chameleon.model.config import MUP_RELEASE, ModelConfig
+from megatron_chameleon.model.config import MUP_RELEASE, ModelConfig, preset
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.model.readout import Reader
@@ -56,6 +56,17 @@ def trained(layout, config, steps):
     for _ in range(steps):
         training.step(lambda: passes.forward_backward(random_batches(200, ROWS, LENGTH)))
     return training, before, logits_of(model)
+
+
+@has_mup
+def test_the_default_base_is_the_papers():
+    flags = ["--use-mup", "--hidden-size", "1536", "--num-attention-heads", "12"]
+    config = parse_options(ArchitectureOptions, flags).apply(preset("82m", 200, LENGTH))
+    assert (config.mup_base_hidden_size, config.mup_base_head_dim) == (768, 64)
+    assert (config.mup_width_mult, config.kv_channels) == (2, 128)
+    flags += ["--mup-base-hidden-size", "256", "--mup-base-head-dim", "32"]
+    config = parse_options(ArchitectureOptions, flags).apply(preset("82m", 200, LENGTH))
+    assert (config.mup_width_mult, config.mup_base_head_dim) == (6, 32)
 
 
 @has_mup
