@@ -5,7 +5,6 @@ keeps it in the state of each parameter. megatron confuses the two conventions:
 
 - It reads the step count of a new optimizer, which has no step count yet.
 - It expects a step count in the saved state of every parameter.
-- It writes in place to views of leaf tensors, which autograd rejects.
 - All parameters get the same step tensor, which is then incremented once per parameter.
 - An unsharded optimizer restores the step count only if the saving optimizer kept the step count in
   the same place.
@@ -95,7 +94,6 @@ def _distributed_parts(optimizer: MegatronOptimizer) -> list[DistributedOptimize
 def load_into_own_steps(optimizer: DistributedOptimizer) -> None:
     """Replace the method that writes loaded tensors, on this optimizer only."""
 
-    @torch.no_grad()  # autograd rejects writes to fp32 shards: views of leaf tensors
     def set_state(model_parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         group, order = optimizer.model_param_group_index_map[model_parameter]
         main_parameter = optimizer.optimizer.param_groups[group]["params"][order]
