@@ -2,10 +2,11 @@
 
     python benchmarks/resume_across_releases.py .venv/bin/python .venv-core/bin/python
 
-Each interpreter has one release. A small model is trained with each of them, on one rank and on two
-ranks with the distributed optimizer. Then every other interpreter resumes each run from its middle.
-Losses, gradient norms and learning rates of all steps must be equal bit for bit. Results are
-merged into benchmarks/results/resume-across-releases.json, and printed as a table in Markdown.
+Each interpreter has one release. A small model is trained with each of them, on one rank, in
+bfloat16, and on two ranks with the distributed optimizer. Then every other interpreter resumes each
+run from its middle. Losses, gradient norms and learning rates of all steps must be equal bit for
+bit. Results are merged into benchmarks/results/resume-across-releases.json, and printed as a table
+in Markdown.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from install_matrix import ROOT, write_text
 
 RESULTS = ROOT / "benchmarks/results/resume-across-releases.json"
 STEPS, MIDDLE = 6, 3
-LAYOUTS = {"1 rank": (1, []), "2 ranks, sharded": (2, ["--use-distributed-optimizer"])}
+LAYOUTS = {
+    "1 rank": (1, []),
+    "1 rank, bf16": (1, ["--bf16"]),
+    "2 ranks, sharded": (2, ["--use-distributed-optimizer"]),
+}
 COMPARED = ("step", "loss", "domain_loss", "grad_norm", "lr")
 PREPARE = (
     "train_tokenizer --input a.jsonl b.jsonl --output t.json --vocab-size 300",
