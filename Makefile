@@ -25,7 +25,7 @@ CORE_TESTS := tests/distributed $(addprefix tests/unit/,model parallel blend tra
 # The name of the stamp file contains a digest of the environment's inputs: a changed pin, another
 # interpreter or a moved clone (an editable install refers to its folder) triggers a new install.
 SETUP_FILES := setup.py pyproject.toml constraints.txt
-SETUP_KEY := $(shell { echo "$(CURDIR)"; command -v "$(PYTHON)"; cat $(SETUP_FILES); } | cksum | cut -d' ' -f1)
+SETUP_KEY := $(shell { echo "$(CURDIR) $(EXTRAS)"; command -v "$(PYTHON)"; cat $(SETUP_FILES); } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(SETUP_KEY)
 
 # Use one thread per process, because the tests and the ranks already use all cores.
@@ -78,7 +78,7 @@ test-core:
 	  echo "make test-core: found neither Python 3.12 nor Python 3.11 next to $(PYTHON)." >&2
 	  exit 1
 	fi
-	core() { $(MAKE) --no-print-directory "$$@" PYTHON="$$python" VENV=$(CORE_VENV) EXTRAS=dev; }
+	core() { $(MAKE) --no-print-directory "$$@" PYTHON="$$python" VENV=$(CORE_VENV) EXTRAS=dev,eval,hf; }
 	core setup
 	$(CORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  $(if $(MEGATRON_CORE),megatron-core==$(MEGATRON_CORE),--constraint constraints.txt megatron-core)
