@@ -78,7 +78,7 @@ test-core:
 	  echo "make test-core: found neither Python 3.12 nor Python 3.11 next to $(PYTHON)." >&2
 	  exit 1
 	fi
-	core() { $(MAKE) --no-print-directory "$$@" PYTHON="$$python" VENV=$(CORE_VENV) EXTRAS=dev,eval,hf; }
+	core() { $(MAKE) --no-print-directory "$$@" PYTHON="$$python" VENV=$(CORE_VENV) EXTRAS=dev,data,eval,hf; }
 	core setup
 	$(CORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  $(if $(MEGATRON_CORE),megatron-core==$(MEGATRON_CORE),--constraint constraints.txt megatron-core)
