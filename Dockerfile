@@ -22,6 +22,7 @@ RUN python -m pip list --format freeze \
 # --no-build-isolation builds with the image's packages; an isolated build would download others.
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_chameleon/__init__.py megatron_chameleon/__init__.py
+COPY megatron_chameleon/parallel/releases.py megatron_chameleon/parallel/releases.py
 RUN python -m pip install --no-cache-dir 'setuptools>=77' wheel \
     && python -m pip install --no-cache-dir --no-build-isolation \
        --constraint /etc/container-pins.txt --editable '.[data,eval,hf,plots]'

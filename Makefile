@@ -24,7 +24,7 @@ CORE_TESTS := tests/distributed $(addprefix tests/unit/,model parallel blend tra
 
 # The name of the stamp file contains a digest of the environment's inputs: a changed pin, another
 # interpreter or a moved clone (an editable install refers to its folder) triggers a new install.
-SETUP_FILES := setup.py pyproject.toml constraints.txt
+SETUP_FILES := setup.py megatron_chameleon/parallel/releases.py pyproject.toml constraints.txt
 SETUP_KEY := $(shell { echo "$(CURDIR) $(EXTRAS)"; command -v "$(PYTHON)"; cat $(SETUP_FILES); } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(SETUP_KEY)
 

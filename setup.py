@@ -23,17 +23,17 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).resolve().parent
 
 
-def package_version() -> str:
-    """Read ``__version__`` from the package without importing it."""
-    source = (ROOT / "megatron_chameleon" / "__init__.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
+def constant(name: str, file: str) -> str:
+    """Read a string from a file of the package without importing it."""
+    source = (ROOT / "megatron_chameleon" / file).read_text(encoding="utf-8")
+    found = re.search(rf'^{name} = "([^"]+)"', source, re.MULTILINE)
     assert found is not None
     return found.group(1)
 
 
 setup(
     name="megatron-chameleon",
-    version=package_version(),
+    version=constant("__version__", "__init__.py"),
     description="Data mixing by kernel ridge leverage scores, on megatron-core",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -54,7 +54,7 @@ setup(
     install_requires=[
         # Model, parallelism, data files and checkpoints.
         "torch>=2.9.0a0",
-        "megatron-core>=0.16,<0.20",
+        "megatron-core" + constant("SUPPORTED", "parallel/releases.py"),
         # megatron-core's checkpoint writer hangs without psutil, but does not declare it.
         "psutil>=5.9",
         # Numerical computation.

@@ -92,15 +92,16 @@ def main() -> int:
 
 def admitted_releases(program: str | None) -> list[str]:
     """Return the newest patches of megatron-core that setup.py admits and ``program`` installs."""
-    requirement = re.search(r'"megatron-core(>=.*)"', (ROOT / "setup.py").read_text())
-    assert requirement is not None
+    releases = ROOT / "megatron_chameleon/parallel/releases.py"
+    supported = re.search(r'^SUPPORTED = "(.*)"', releases.read_text(), re.MULTILINE)
+    assert supported is not None
     command = [program or sys.executable, "-m", "pip", "index", "versions", "megatron-core"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = re.search(r"Available versions: (.*)", printed)
     assert found is not None
     from pip._vendor.packaging.specifiers import SpecifierSet
 
-    admitted = list(SpecifierSet(requirement[1]).filter(found[1].split(", ")))
+    admitted = list(SpecifierSet(supported[1]).filter(found[1].split(", ")))
     newest = {version.rpartition(".")[0]: version for version in reversed(admitted)}
     return list(newest.values())
 

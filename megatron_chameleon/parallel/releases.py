@@ -1,7 +1,6 @@
 """Releases of megatron-core: whether the installed one can be used, and what differs between them.
 
-setup.py has the range of supported releases. All other modules call only what every release in the
-range has.
+All other modules call only what every release in the range of SUPPORTED has.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 from megatron_chameleon.errors import UserError
 
 _PACKAGE = "megatron-core"
+SUPPORTED = ">=0.16,<0.20"
+"""Supported releases, which setup.py reads from this line."""
 
 
 def release_problem() -> str | None:
@@ -27,22 +28,20 @@ def release_problem() -> str | None:
     """
     try:
         installed = metadata.metadata(_PACKAGE)
-        from packaging.requirements import Requirement
         from packaging.specifiers import SpecifierSet
     except ImportError:  # not installed, or a folder in PYTHONPATH, which has no metadata
         return None
     version, python = installed["Version"], platform.python_version()
     needed = str(installed.json.get("requires_python", ""))
-    supported = _own_requirement(Requirement)
-    if supported is not None and not supported.contains(version, prereleases=True):
+    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
         return (
             f"megatron-core {version} is installed, but this release of megatron-chameleon "
-            f"supports {supported}: pip install 'megatron-core{supported}'"
+            f"supports {SUPPORTED}: pip install 'megatron-core{SUPPORTED}'"
         )
     if not SpecifierSet(needed).contains(python, prereleases=True):
         return (
             f"megatron-core {version} needs Python {needed}, but this is Python {python}: use "
-            f"another Python, or pip install --force-reinstall 'megatron-core{supported or ''}'"
+            f"another Python, or pip install --force-reinstall 'megatron-core{SUPPORTED}'"
         )
     return None
 
@@ -89,16 +88,5 @@ def saving_arguments(async_save: Callable[..., Any]) -> dict[str, str]:
     Releases from 0.17 on need nvidia-resiliency-ext otherwise; 0.16 has no such argument. Remove
     this function when 0.16 is no longer supported.
     """
-    own_writer = {"async_strategy": "mcore"}
-    return (
-        own_writer if own_writer.keys() <= inspect.signature(async_save).parameters.keys() else {}
-    )
-
-
-def _own_requirement(parse: Callable[[str], Any]) -> Any:
-    """Return the versions of megatron-core in the metadata of this package, from setup.py."""
-    try:
-        requirements = map(parse, metadata.requires("megatron-chameleon") or ())
-        return next((r.specifier for r in requirements if r.name == _PACKAGE), None)
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return None
+    has_choice = "async_strategy" in inspect.signature(async_save).parameters
+    return {"async_strategy": "mcore"} if has_choice else {}

@@ -163,7 +163,7 @@ def test_training_resumes_with_the_rate_of_each_group(one_rank, tmp_path, sharde
 
 @has_mup
 def test_answers_are_scored_with_the_scale_of_the_logits(one_rank, tmp_path):
-    """The scorer computes the logits of the predicted tokens only, by itself."""
+    """The scorer computes logits of the predicted tokens only, without GPTModel.forward."""
     config, tokenizer = shape(4 * BASE), load_tokenizer(word_tokenizer(tmp_path / "tokenizer.json"))
     model = build_model(config, one_rank, seed=0).eval()
     scorer = Scorer(Reader(model=unwrap(model), config=config, layout=one_rank), 1, tokenizer)
