@@ -113,7 +113,7 @@ class Run:
     def step(self) -> None:
         """Train for one more step."""
         begin = self._clock()
-        self.trainer._run_step()
+        self.trainer.run_step()
         self.seconds += self._clock() - begin
 
 

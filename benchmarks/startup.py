@@ -184,8 +184,8 @@ def run_rank(results: Path, arguments: list[str]) -> None:
             note("before the first step")
             super().run()
 
-        def _run_step(self) -> None:
-            super()._run_step()
+        def run_step(self) -> None:
+            super().run_step()
             note("after the first step")
             self.records.stopped_by = "the benchmark"
 

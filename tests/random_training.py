@@ -89,6 +89,17 @@ class RandomTraining:
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
         """Take one optimizer step, and assert that the gradient norm is finite."""
-        result = self.model.step(forward_backward)
-        assert math.isfinite(result.grad_norm)
-        return result
+        return train_step(self.model, forward_backward)
+
+
+def train_step(model: TrainedModel, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
+    """Take one optimizer step as the trainer does, and assert that the gradient norm is finite."""
+    model.zero_gradients()
+    model.scheduler.step(1)
+    domain_sums = forward_backward()
+    model.optimizer.prepare_grads()
+    grad_norm = model.optimizer.get_grad_norm()
+    assert math.isfinite(grad_norm)
+    model.clip_gradients(grad_norm)
+    model.optimizer.step_with_ready_grads()
+    return StepResult(domain_sums, grad_norm)

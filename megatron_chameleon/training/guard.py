@@ -61,7 +61,6 @@ class StepGuard:
         updates: number of steps over the whole run that were not skipped.
         streak: step numbers of the consecutive skipped steps up to the last step.
         unlogged: number of steps skipped since the last log.
-        reason: why the last step was skipped, or None.
     """
 
     def __init__(self, options: GuardOptions, state: dict[str, Any]) -> None:
@@ -76,10 +75,9 @@ class StepGuard:
         streak = state.get("streak", ())
         self.streak: list[int] = [s["step"] if isinstance(s, dict) else s for s in streak]
         self.unlogged: list[SkippedStep] = []
-        self.reason: str | None = None
 
-    def accepts(self, loss: float | None, grad_norm: float, phase: int = 0) -> bool:
-        """Return whether the step may update the model, and count the step.
+    def check(self, loss: float | None, grad_norm: float, phase: int = 0) -> str | None:
+        """Count the step; return why it must not update the model, or None if it may.
 
         Args:
             loss: mean loss of the step's tokens; None if no token has a loss.
@@ -90,23 +88,22 @@ class StepGuard:
         if self._phase is not None and phase != self._phase:
             for window in self._windows.values():
                 window.clear()
-        self._phase, self.reason = phase, None
+        self._phase = phase
         values = {"loss": loss, "grad_norm": grad_norm}
         measured = {name: value for name, value in values.items() if value is not None}
         for name, value in measured.items():
             limit = self._spike_threshold(name)
             if not math.isfinite(value):
-                self.reason = f"the {LABELS[name]} is {value}"
-            elif value > limit:
-                self.reason = f"the {LABELS[name]} is {value:.4g}, above {limit:.4g}"
-            if self.reason:
                 self.skipped += 1
-                return False
+                return f"the {LABELS[name]} is {value}"
+            if value > limit:
+                self.skipped += 1
+                return f"the {LABELS[name]} is {value:.4g}, above {limit:.4g}"
         for name, value in measured.items():
             self._windows[name].append(value)
         self.updates += 1
         self.streak = []
-        return True
+        return None
 
     def _spike_threshold(self, name: str) -> float:
         """Largest value that is not a spike: the mean plus --spike-factor standard deviations.
@@ -120,7 +117,7 @@ class StepGuard:
         return statistics.fmean(values) + factor * statistics.stdev(values)
 
     def record(self, step: SkippedStep, *, is_last_step: bool) -> bool:
-        """Record a step that was not accepted; return whether to stop the run.
+        """Record a step that :meth:`check` rejected; return whether to stop the run.
 
         The run stops if the streak has reached its limit, or after the last step if no step of the
         run was accepted.

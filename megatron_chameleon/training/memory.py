@@ -101,7 +101,7 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
         torch.OutOfMemoryError: if the device memory does not suffice.
     """
     optimizer = model.optimizer
-    accepts, states = optimizer.accepts, random_states()
+    states = random_states()
     groups = [group for chunk in model.chunks for group in chunk.bucket_groups]
     bookkeeping = [{name: getattr(group, name) for name in BOOKKEEPING} for group in groups]
     parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
@@ -110,15 +110,14 @@ def dry_first_step(plan: TrainingPlan, layout: Layout, model: TrainedModel) -> N
     model.zero_gradients()
     for part in parts:  # allocates Adam's moments of the parameters that have none yet
         part.init_state_fn(part.optimizer, part.config)
-    optimizer.accepts = lambda _grad_norm: False
     # Two rounds of micro-batches fill a pipeline of interleaved stages; one round fills any other
     # pipeline.
     count = layout.pipeline_size * (2 if len(model.chunks) > 1 else 1)
     count = min(count, model.passes.shape.num_microbatches)
     model.passes.forward_backward(_random_batches(plan, count), count)
-    optimizer.step()
+    optimizer.prepare_grads()
+    model.clip_gradients(optimizer.get_grad_norm())
 
-    optimizer.accepts = accepts
     for part, had in zip(parts, with_moments, strict=True):
         for parameter in set(part.optimizer.state) - had:
             del part.optimizer.state[parameter]

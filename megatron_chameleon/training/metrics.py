@@ -72,7 +72,7 @@ class IntervalMeter:
 
     def add(self, result: StepResult) -> None:
         """Add a step. If it was skipped, add only its number of sampled tokens."""
-        if result.skipped:
+        if result.skip_reason is not None:
             self._sums[:, 2] += result.domain_sums[:, 2]
             return
         self._sums += result.domain_sums

@@ -9,7 +9,7 @@ gradients, and only the global norm is copied.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from megatron_chameleon.model.initialization import POSITION_EMBEDDINGS
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.options import OptimizerOptions, check_muon
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.step import BatchShape, Passes, StepResult, finalize_gradients
+from megatron_chameleon.training.step import BatchShape, Passes, finalize_gradients
 
 
 def data_parallel(
@@ -78,7 +78,7 @@ def build_optimizer(
     layout: Layout,
     *,
     bf16: bool,
-) -> GuardedOptimizer:
+) -> ChainedOptimizer:
     """Build AdamW or Muon, with weight decay on matrices only and global gradient clipping.
 
     Raises:
@@ -109,13 +109,12 @@ def build_optimizer(
     # they would form a reference cycle that Python cannot detect, and this process would never free
     # the model.
     with torch.no_grad():
-        wrapped = get_megatron_optimizer(
+        optimizer = get_megatron_optimizer(
             config,
             list(model),
             config_overrides=_config_overrides(config, model[0].config),
             use_gloo_process_groups=False,
         )
-    optimizer = GuardedOptimizer(wrapped)
     use_fused_kernels(optimizer)
     shared_config = model[0].config
     shared_config.grad_scale_func = optimizer.scale_loss
@@ -168,34 +167,6 @@ def build_scheduler(
     )
 
 
-class GuardedOptimizer(ChainedOptimizer):
-    """megatron's optimizer with a callback that may reject a step by its gradient norm.
-
-    The callback adds no synchronization, since clipping needs the norm on the host anyway. A
-    rejected step changes neither weights nor moments, and ``step`` returns False as its first
-    value, as megatron does when a loss scale overflows.
-
-    Attributes:
-        accepts: callback that takes the gradient norm and returns whether to update the model.
-    """
-
-    def __init__(self, optimizer: MegatronOptimizer) -> None:
-        super().__init__(optimizer.chained_optimizers)
-        self.accepts: Callable[[float], bool] = lambda _grad_norm: True
-        self._grad_norm = 0.0
-
-    @torch.no_grad()
-    def get_grad_norm(self) -> float:
-        """Global gradient norm before clipping, identical on every rank."""
-        self._grad_norm = float(super().get_grad_norm())
-        return self._grad_norm
-
-    @torch.no_grad()
-    def step_with_ready_grads(self) -> bool:
-        """Update the model if the step is accepted; return whether the model was updated."""
-        return self.accepts(self._grad_norm) and bool(super().step_with_ready_grads())
-
-
 def is_counted(parameter: torch.nn.Parameter) -> bool:
     """Whether megatron's gradient norm counts this rank's copy of the gradient.
 
@@ -205,7 +176,7 @@ def is_counted(parameter: torch.nn.Parameter) -> bool:
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
 
 
-def use_fused_kernels(optimizer: GuardedOptimizer) -> None:
+def use_fused_kernels(optimizer: ChainedOptimizer) -> None:
     """Use torch's fused kernels in ``optimizer`` and in megatron's gradient clipping.
 
     Functions of Transformer Engine or Apex that megatron uses are kept.
@@ -259,10 +230,14 @@ def scale(
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """This rank's model chunks with optimizer, learning-rate schedule and passes."""
+    """This rank's model chunks with optimizer, learning-rate schedule and passes.
+
+    The optimizer is a chain of megatron's: one for AdamW, two for Muon. :meth:`Trainer.run_step`
+    shows how a step uses them.
+    """
 
     chunks: list[DistributedDataParallel]
-    optimizer: GuardedOptimizer
+    optimizer: ChainedOptimizer
     scheduler: OptimizerParamScheduler
     passes: Passes
 
@@ -271,26 +246,24 @@ class TrainedModel:
         """Learning rate of the last step; with muP, that of all but the layers' matrices."""
         return float(self.scheduler.get_lr({}))
 
-    def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
-        """Run one step: forward passes, backward passes and update.
-
-        Args:
-            forward_backward: fills the gradient buffers from the next global batch, and returns
-                ``domain_sums`` of :class:`StepResult`.
-        """
-        self.zero_gradients()
-        # The schedule advances before the update, so that the first step does not run at rate 0. It
-        # also advances before the passes, because a hook may need the learning rate of the update.
-        self.scheduler.step(1)
-        domain_sums = forward_backward()
-        updated, grad_norm, _ = self.optimizer.step()
-        return StepResult(domain_sums, float(grad_norm or 0.0), skipped=not updated)
-
     def zero_gradients(self) -> None:
         """Clear all gradients and gradient buffers."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def clip_gradients(self, grad_norm: float) -> None:
+        """Scale all gradients to the norm of --clip-grad if ``grad_norm`` exceeds it.
+
+        Args:
+            grad_norm: global norm of the gradients that ``optimizer.prepare_grads`` has prepared.
+        """
+        for part in self.optimizer.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters and part.config.clip_grad > 0.0:
+                clip_grads.clip_grad_by_total_norm_fp32(
+                    parameters, part.config.clip_grad, grad_norm
+                )
 
     def state(self) -> State:
         """State for a checkpoint."""

@@ -40,12 +40,12 @@ class StepResult:
             of tokens with a loss, and tokens sampled; zero outside the last pipeline stage,
             identical on tensor-parallel ranks.
         grad_norm: global gradient norm before clipping.
-        skipped: whether the update of the model was skipped.
+        skip_reason: why the step did not update the model; None if it did.
     """
 
     domain_sums: torch.Tensor
     grad_norm: float
-    skipped: bool = False
+    skip_reason: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

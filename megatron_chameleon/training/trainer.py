@@ -124,7 +124,6 @@ class Trainer:
         on_gpu = layout.device.type == "cuda"
         if options.dry_first_step == "on" or (options.dry_first_step == "auto" and on_gpu):
             dry_first_step(plan, layout, self.model)
-        self.model.optimizer.accepts = self._accepts
         self.validation = build_validation(plan, self.model.passes, layout)
         self.profiler = build_profiler(options, layout, progress.step)
         self.sync = StepSync(layout, len(plan.data.names))
@@ -169,60 +168,63 @@ class Trainer:
             self.batches = self.phases.timed(batches, "data")
             records.meter.restart_clock()
             while not (records.is_done or records.stopped_by):
-                self._run_step()
+                self.run_step()
                 self._log_and_save()
             self.checkpoints.finish()
 
-    def _run_step(self) -> None:
-        """Read a batch, compute its gradient, and update the model unless the guard skips the step.
+    def run_step(self) -> None:
+        """Train on the next global batch; the guard may skip the update of the model.
 
         Raises:
             UserError: if too many consecutive steps were skipped.
         """
+        records, options, model = self.records, self.options, self.model
+        samples, step = records.samples, records.step
         self.phases.start()
-        result = self.model.step(self._forward_backward)
+        model.zero_gradients()
+        # The schedule advances before the update, so that the first step does not run at rate 0. It
+        # also advances before the passes, because a hook may need the learning rate of the update.
+        model.scheduler.step(1)
+        if self.hook.change_mixture(step, samples, options.global_batch_size):
+            self.phases.lap("mixture")
+        if options.hidden_dropout or options.attention_dropout:
+            seed_dropout(records.layout, options.seed, step)
+        domain_sums = self.hook.forward_backward(self.batches, step, model.lr)
+        self.phases.lap("forward_backward")
+
+        self.sync.send(domain_sums, self.stops.flags())
+        model.optimizer.prepare_grads()
+        # The host waits for the device here only; the results of ``sync`` have then arrived, too.
+        grad_norm = model.optimizer.get_grad_norm()
+        phase = samples.schedule.phases[samples.schedule.phase_at(records.samples_at(step))]
+        reason = self.guard.check(self.sync.loss(), grad_norm, phase.first_sample)
+        if reason is None:
+            model.clip_gradients(grad_norm)
+            model.optimizer.step_with_ready_grads()
         self.phases.lap("optimizer")
-        self.records.add(result)
+
+        records.add(StepResult(domain_sums, grad_norm, reason))
         if self.profiler:
             self.profiler.step()
-        if not self.records.is_done:
-            self.records.stopped_by = ", ".join(self.sync.stop_reasons()) or None
-        if result.skipped:
-            self._record_skipped(result)
+        if not records.is_done:
+            records.stopped_by = ", ".join(self.sync.stop_reasons()) or None
+        if reason is None:
+            self.hook.end_step(records.step, self.sync.domain_losses())
         else:
-            self.hook.end_step(self.records.step, self.sync.domain_losses())
+            self._record_skipped(reason, domain_sums)
 
-    def _forward_backward(self) -> torch.Tensor:
-        """Compute the gradient of a batch, and start the all-reduce of loss and stop flags."""
-        step, samples = self.records.step, self.records.samples
-        if self.hook.change_mixture(step, samples, self.options.global_batch_size):
-            self.phases.lap("mixture")
-        if self.options.hidden_dropout or self.options.attention_dropout:
-            seed_dropout(self.records.layout, self.options.seed, step)
-        sums = self.hook.forward_backward(self.batches, step, self.model.lr)
-        self.phases.lap("forward_backward")
-        self.sync.send(sums, self.stops.flags())
-        return sums
-
-    def _accepts(self, grad_norm: float) -> bool:
-        """Return whether the step may update the model; the optimizer calls this function."""
-        records, schedule = self.records, self.records.samples.schedule
-        phase = schedule.phases[schedule.phase_at(records.samples_at(records.step))]
-        return self.guard.accepts(self.sync.loss(), grad_norm, phase.first_sample)
-
-    def _record_skipped(self, result: StepResult) -> None:
+    def _record_skipped(self, reason: str, domain_sums: torch.Tensor) -> None:
         """Report a skipped step, and undo the changes that it made to the hook's state.
 
         Raises:
             UserError: if too many consecutive steps were skipped.
         """
         records = self.records
-        assert self.guard.reason is not None
         skipped = SkippedStep(
             records.step,
-            self.guard.reason,
+            reason,
             records.domain_samples(),
-            records.meter.domain_losses(result.domain_sums),
+            records.meter.domain_losses(domain_sums),
         )
         records.print(str(skipped))
         self.hook.undo_step()

@@ -35,8 +35,6 @@ from megatron_chameleon.corpus.indexed import map_file
 from megatron_chameleon.methods.online import hook_class
 from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.training.optimizer import TrainedModel
-from megatron_chameleon.training.step import StepResult
 from megatron_chameleon.training.trainer import Trainer, pretrain
 from tests.communication import CountedCollectives
 from tests.distributed import cases, methods, readings
@@ -148,13 +146,13 @@ def train(places: Places, name: str, case: Case) -> None:
 def counted_step(path: Path) -> Iterator[None]:
     """Count the communication of COUNTED_STEP within the block, and write it to ``path``."""
     steps, counted = itertools.count(1), CountedCollectives()
-    original = TrainedModel.step
+    original = Trainer.run_step
 
-    def step(model: TrainedModel, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
+    def run_step(trainer: Trainer) -> None:
         with counted if next(steps) == cases.COUNTED_STEP else contextlib.nullcontext():
-            return original(model, forward_backward)
+            original(trainer)
 
-    with mock.patch.object(TrainedModel, "step", step):
+    with mock.patch.object(Trainer, "run_step", run_step):
         yield
     counted.write(path)
 
@@ -221,16 +219,15 @@ def around_steps(before: Callable[[Sequence[torch.nn.Module]], Any]) -> Iterator
 
     ``before`` returns the handle of a hook, which is removed after the step.
     """
-    original = TrainedModel.step
+    original = Trainer.run_step
 
-    def step(model: TrainedModel, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
-        handle = before(model.chunks)
-        result = original(model, forward_backward)
+    def run_step(trainer: Trainer) -> None:
+        handle = before(trainer.model.chunks)
+        original(trainer)
         if handle:
             handle.remove()
-        return result
 
-    with mock.patch.object(TrainedModel, "step", step):
+    with mock.patch.object(Trainer, "run_step", run_step):
         yield
 
 

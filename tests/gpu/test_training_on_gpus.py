@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core.optimizer import ChainedOptimizer
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.training.optimizer import GuardedOptimizer
 from tests.gpu.conftest import IS_SIMULATED, STEPS, Tools, losses
 from tests.peak_memory import STEPS as MEASURED_STEPS
 from tests.peak_memory import training_step
@@ -138,9 +138,9 @@ def test_a_step_waits_for_the_gradients_norm_alone(
     monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
     """After the first step, CUDA raises an error if anything but the gradient norm synchronizes."""
-    norm = GuardedOptimizer.get_grad_norm
+    norm = ChainedOptimizer.get_grad_norm
 
-    def norm_that_waits(optimizer: GuardedOptimizer) -> float:
+    def norm_that_waits(optimizer: ChainedOptimizer) -> float:
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
         try:
@@ -148,7 +148,7 @@ def test_a_step_waits_for_the_gradients_norm_alone(
         finally:
             torch.cuda.set_sync_debug_mode(before)
 
-    monkeypatch.setattr(GuardedOptimizer, "get_grad_norm", norm_that_waits)
+    monkeypatch.setattr(ChainedOptimizer, "get_grad_norm", norm_that_waits)
     setup = setup_of(ModelConfig(2, 4, 200, 400, 1000, 64), bf16=bf16, micro_batch_size=2)
     with distributed(setup.parallel, seed=0) as layout:
         step = training_step(setup, layout)

@@ -15,11 +15,11 @@ from megatron_chameleon.checkpoint.load import open_reader
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.checkpointing import find_progress, resumed_schedule, roll_back
-from megatron_chameleon.training.optimizer import TrainedModel
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.records import Progress
 from megatron_chameleon.training.run_folder import LOCK_NAME, locked_run_folder
+from megatron_chameleon.training.trainer import Trainer
 
 
 def progress_of_run(options: PretrainOptions) -> Progress:
@@ -73,13 +73,13 @@ def run_out(*_arguments, **_more):
 
 def before_steps(patched, actions):
     """Call ``actions[n](model)`` before the n-th step of the next run, counted from 1."""
-    steps, original = itertools.count(1), TrainedModel.step
+    steps, original = itertools.count(1), Trainer.run_step
 
-    def step(model, forward_backward):
-        actions.get(next(steps), lambda _model: None)(model.chunks)
-        return original(model, forward_backward)
+    def run_step(trainer):
+        actions.get(next(steps), lambda _model: None)(trainer.model.chunks)
+        original(trainer)
 
-    patched.setattr(TrainedModel, "step", step)
+    patched.setattr(Trainer, "run_step", run_step)
 
 
 def poison(factor):

@@ -36,7 +36,9 @@ def test_interval_sums_its_steps(one_rank):
     meter = IntervalMeter(["a", "b", "c"], one_rank)
     meter.add(StepResult(sums([6.0, 2, 3], [0, 0, 0], [12.0, 2, 2]), grad_norm=0.5))
     meter.add(StepResult(sums([4.0, 2, 3], [0, 0, 0], [2.0, 2, 2]), grad_norm=0.25))
-    skipped = StepResult(sums([math.nan, 2, 2], [3.0, 1, 4], [0, 0, 0]), math.inf, skipped=True)
+    skipped = StepResult(
+        sums([math.nan, 2, 2], [3.0, 1, 4], [0, 0, 0]), math.inf, "the loss is nan"
+    )
     meter.add(skipped)
     losses = meter.domain_losses(skipped.domain_sums)
     assert losses == {"a": pytest.approx(math.nan, nan_ok=True), "b": 3.0}
