@@ -41,8 +41,8 @@ from megatron_chameleon.model.huggingface_config import describe
 from megatron_chameleon.model.memory import FLOAT32_BYTES, TrainingSetup, estimate_memory
 from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.parallel.layout import check_layout, rank_groups
-from megatron_chameleon.training.memory import MEMORY_HINT, training_setup
 from megatron_chameleon.training.options import PlanRunOptions
+from megatron_chameleon.training.out_of_memory import MEMORY_HINT, training_setup
 from megatron_chameleon.training.plan import check_model
 
 Wanted = Callable[[Communication], bool]

@@ -32,14 +32,14 @@ from megatron_chameleon.training.hook import (
     build_hook,
     load_hook,
 )
-from megatron_chameleon.training.memory import (
+from megatron_chameleon.training.metrics import build_profiler
+from megatron_chameleon.training.optimizer import build_trained_model
+from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.out_of_memory import (
     check_host_memory,
     dry_first_step,
     explain_out_of_memory,
 )
-from megatron_chameleon.training.metrics import build_profiler
-from megatron_chameleon.training.optimizer import build_trained_model
-from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from megatron_chameleon.training.records import Progress, RunRecords
 from megatron_chameleon.training.run_folder import locked_run_folder, on_main, starting_run

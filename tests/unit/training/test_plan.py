@@ -18,8 +18,8 @@ from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.options import ArchitectureOptions
-from megatron_chameleon.training.memory import check_host_memory
 from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.out_of_memory import check_host_memory
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.families import write_config
 from tests.small_corpus import DOMAINS, VOCAB_SIZE, word_tokenizer

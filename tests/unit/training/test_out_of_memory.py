@@ -13,10 +13,10 @@ from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
-from megatron_chameleon.training import memory, optimizer
-from megatron_chameleon.training.memory import dry_first_step
+from megatron_chameleon.training import optimizer, out_of_memory
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.training.out_of_memory import dry_first_step
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.trainer import pretrain
 from tests.peak_memory import peak_bytes
@@ -41,7 +41,7 @@ def test_dry_step_peaks_at_the_memory_of_real_steps(pretrain_options, tmp_path, 
         random_state = torch.get_rng_state()
         taken = peak_bytes(lambda: dry_first_step(plan, layout, dry))
         assert torch.equal(torch.get_rng_state(), random_state)
-        batches = memory._random_batches(plan, 2 * real.passes.shape.num_microbatches)
+        batches = out_of_memory._random_batches(plan, 2 * real.passes.shape.num_microbatches)
         passes = functools.partial(real.passes.forward_backward, batches)
 
         def two_steps():

@@ -1,4 +1,4 @@
-"""Memory of a run: inputs of the estimate, out-of-memory hints, and a dry first step."""
+"""Out of memory: found in a dry first step or on the host before training, and explained."""
 
 from __future__ import annotations
 
