@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -203,6 +204,19 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
     def counts(self, samples: int) -> NDArray[np.int64]:
         """Count each domain's samples among the first ``samples``, [num_domains]."""
         return self._phases[self._stepped.phase_at(max(samples - 1, 0))].counts(samples)
+
+    def state_dict(self, num_samples: int) -> dict[str, Any]:
+        """Return what a checkpoint records after ``num_samples`` samples, by field of its record.
+
+        A resumed run is built with the same schedule, and compares its counts with these.
+        """
+        names, counts = self.data.names, self.counts(num_samples).tolist()
+        return {
+            "samples": num_samples,
+            "domain_samples": dict(zip(names, counts, strict=True)),
+            "mixture_phases": self.schedule.record(num_samples, names),
+            "order_version": self.order_version,
+        }
 
     def change_weights(self, first_sample: int, weights: Sequence[float]) -> None:
         """Change the weights from ``first_sample`` on. Call it on every rank.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_chameleon.artifacts import MixturePhase
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
 
@@ -78,6 +79,32 @@ class MixtureSchedule:
     def fixed(cls, weights: Sequence[float]) -> MixtureSchedule:
         """Return a schedule that never changes its weights."""
         return cls((Phase(0, tuple(weights)),))
+
+    @classmethod
+    def from_record(cls, phases: Iterable[MixturePhase], names: Sequence[str]) -> MixtureSchedule:
+        """Return the schedule of recorded ``phases``; the inverse of :meth:`record`.
+
+        Raises:
+            KeyError: if a phase has no weight of one of the domains ``names``.
+            ValueError: if the phases form no schedule.
+        """
+        return cls(
+            tuple(
+                Phase(p.first_sample, tuple(p.weights[name] for name in names), p.ramp_samples)
+                for p in phases
+            )
+        )
+
+    def record(self, num_samples: int, names: Sequence[str]) -> list[MixturePhase]:
+        """Return the phases that begin within the first ``num_samples`` samples, to record them."""
+        return [
+            MixturePhase(
+                phase.first_sample,
+                dict(zip(names, phase.weights, strict=True)),
+                phase.ramp_samples,
+            )
+            for phase in self.until(num_samples)
+        ]
 
     def phase_at(self, sample: int) -> int:
         """Index of the phase of ``sample``."""

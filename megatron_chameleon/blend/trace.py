@@ -27,7 +27,7 @@ from megatron_chameleon.artifacts.record import Count, Positive, check_values
 from megatron_chameleon.blend.dataset import BlendedTokens, TokenRanges
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
 from megatron_chameleon.blend.sampler import place_in_step
-from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
+from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.blend.token_data import (
     DomainData,
     TokenData,
@@ -193,15 +193,7 @@ class RunTrace:
 
     def _schedule(self) -> MixtureSchedule:
         try:
-            phases = (
-                Phase(
-                    phase.first_sample,
-                    tuple(phase.weights[name] for name in self.data.names),
-                    phase.ramp_samples,
-                )
-                for phase in self.run.mixture_phases
-            )
-            return MixtureSchedule(tuple(phases))
+            return MixtureSchedule.from_record(self.run.mixture_phases, self.data.names)
         except (KeyError, ValueError) as error:
             where = f"{self.run.root / self.run.FILE_NAME}: field mixture_phases"
             problem = f"no weight of {error}" if isinstance(error, KeyError) else error

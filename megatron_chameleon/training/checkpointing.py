@@ -13,11 +13,13 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.checkpoint import (
     FOLDER_NAME,
+    BestTarget,
     CheckpointRecord,
     CheckpointWarning,
     checkpoint_folders,
     go_back_to,
     keep_last,
+    step_folder,
 )
 from megatron_chameleon.artifacts.files import finish_replacements, writing
 from megatron_chameleon.artifacts.record import (
@@ -34,7 +36,7 @@ from megatron_chameleon.artifacts.training_run import (
 )
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
-from megatron_chameleon.blend.schedule import MixtureSchedule, Phase, check_ramps
+from megatron_chameleon.blend.schedule import MixtureSchedule, check_ramps
 from megatron_chameleon.checkpoint.save import SaveError, plan_save
 from megatron_chameleon.checkpoint.state import State
 from megatron_chameleon.errors import UserError
@@ -199,11 +201,7 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
     """
     if checkpoint is None:
         return plan.schedule
-    names = plan.data.names
-    past = tuple(
-        Phase(phase.first_sample, tuple(phase.weights[name] for name in names), phase.ramp_samples)
-        for phase in checkpoint.mixture_phases
-    )
+    past = MixtureSchedule.from_record(checkpoint.mixture_phases, plan.data.names).phases
     # The first phase is not compared: check_run_folder has compared the initial mixtures' hashes.
     for phase in plan.schedule.until(checkpoint.samples)[1:]:
         if phase not in past:
@@ -277,12 +275,15 @@ class CheckpointWriter:
         self._queue = AsyncCallsQueue()
         self._in_flight: CheckpointRecord | None = None
 
-    def save(self, state: State, record: CheckpointRecord, *, is_last: bool) -> None:
-        """Write a checkpoint, or start an asynchronous save.
+    def save(self, state: State, best: BestTarget | None, *, is_last: bool) -> None:
+        """Write a checkpoint after the last step, or start an asynchronous save.
+
+        Read the meter first.
 
         Args:
-            state: state to save; with ``--async-save``, the caller may modify it after this call.
-            record: record of the checkpoint.
+            state: state of the model; with ``--async-save``, the caller may modify it after this
+                call.
+            best: the lowest target loss once this checkpoint is complete.
             is_last: whether the run stops after this save. The last save is synchronous and must
                 succeed.
 
@@ -290,6 +291,7 @@ class CheckpointWriter:
             UserError: on every rank, if the last checkpoint cannot be written.
         """
         self.finish()
+        record = self._record(best)
         try:
             request = plan_save(state, record)
             if self._options.checkpointing.async_save and not is_last:
@@ -297,7 +299,7 @@ class CheckpointWriter:
                 self._in_flight = record
             else:
                 request.execute_sync()
-                self._records.best = record.best
+                self._records.state.best = record.best
                 # During a streak of skipped steps, no checkpoint is deleted, so that the one before
                 # the streak is kept.
                 if not record.guard.get("streak"):
@@ -310,6 +312,24 @@ class CheckpointWriter:
                 ) from error
             self._report_failure(record, error)
         self._records.write_run("running")
+
+    def _record(self, best: BestTarget | None) -> CheckpointRecord:
+        """Collect the record of a checkpoint after the last step from the parts of the run."""
+        records = self._records
+        plan, layout, step = records.plan, records.layout, records.step
+        return CheckpointRecord(
+            root=step_folder(plan.options.run_dir, step),
+            model=dataclasses.asdict(plan.config),
+            step=step,
+            tokenizer_hash=plan.data.tokenizer.sha256,
+            corpus_hash=plan.data.hash,
+            mixture_hash=plan.mixture.hash,
+            layout=layout.describe(),
+            files={},
+            provenance=plan.provenance,
+            best=best,
+            **records.state.state_dict(records.samples_at(step)),
+        )
 
     def finish(self, *, blocking: bool = True) -> None:
         """Finish the asynchronous save, if there is one.
@@ -326,7 +346,7 @@ class CheckpointWriter:
         except SaveError as error:
             self._report_failure(record, error)
         else:
-            self._records.best = record.best
+            self._records.state.best = record.best
             self._delete_old()
         self._in_flight = None
         self._records.write_run("running")
@@ -344,7 +364,7 @@ class CheckpointWriter:
     def _delete_old(self) -> None:
         if self._records.layout.is_main:
             try:
-                options, best = self._options.checkpointing, self._records.best
+                options, best = self._options.checkpointing, self._records.state.best
                 kept = [*options.keep_steps]
                 if best and self._options.target.keep_best:
                     kept.append(best.step)

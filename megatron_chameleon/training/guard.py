@@ -54,7 +54,6 @@ class StepGuard:
 
     Args:
         options: thresholds for skipping a step and for stopping the run.
-        state: result of :meth:`state` in the checkpoint to resume from; empty for a new run.
 
     Attributes:
         skipped: number of skipped steps over the whole run.
@@ -63,9 +62,14 @@ class StepGuard:
         unlogged: number of steps skipped since the last log.
     """
 
-    def __init__(self, options: GuardOptions, state: dict[str, Any]) -> None:
+    def __init__(self, options: GuardOptions) -> None:
         self._options = options
-        window = options.spike_window
+        self.unlogged: list[SkippedStep] = []
+        self.load_state_dict({})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state returned by :meth:`state_dict`; an empty one is that of a new run."""
+        window = self._options.spike_window
         self._windows = {name: deque(state.get(name, ()), maxlen=window) for name in LABELS}
         self._phase: int | None = state.get("phase")  # older checkpoints lack the phase
         self.skipped: int = state.get("skipped", 0)
@@ -74,7 +78,6 @@ class StepGuard:
         # number.
         streak = state.get("streak", ())
         self.streak: list[int] = [s["step"] if isinstance(s, dict) else s for s in streak]
-        self.unlogged: list[SkippedStep] = []
 
     def check(self, loss: float | None, grad_norm: float, phase: int = 0) -> str | None:
         """Count the step; return why it must not update the model, or None if it may.
@@ -127,7 +130,7 @@ class StepGuard:
         is_over = len(self.streak) >= self._options.max_consecutive_skipped_steps
         return is_over or (is_last_step and not self.updates)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON values.
 
         A resumed run with this state makes the same decisions as an uninterrupted run.

@@ -264,6 +264,23 @@ def load_hook(hook: TrainingHook, checkpoint: CheckpointRecord | None) -> None:
         hook.load_state_dict(saved.state)
 
 
+def copy_of_state(hook: TrainingHook) -> dict[str, Any]:
+    """Copy the state of ``hook``.
+
+    Raises:
+        TypeError: if the state is not JSON-serializable.
+        ValueError: if a number in it is not finite.
+    """
+    copy: dict[str, Any] = json.loads(json.dumps(hook.state_dict(), allow_nan=False))
+    return copy
+
+
+def save_hook(hook: TrainingHook) -> HookState | None:
+    """Return the hook's state for a checkpoint; None without a hook. See :func:`copy_of_state`."""
+    name = hook_name(hook)
+    return HookState(name, copy_of_state(hook)) if name else None
+
+
 class HookRunner:
     """Call a hook at each step, and compute the step's gradient with the hook's weights.
 
@@ -317,7 +334,7 @@ class HookRunner:
         """
         if not self._acts_within_steps:
             return self._passes.forward_backward(batches)
-        self._before_step = self._copy_of_state()
+        self._before_step = copy_of_state(self._hook)
         micro_batches = list(itertools.islice(batches, self._passes.shape.num_microbatches))
         batch = GlobalBatch(
             step, micro_batches, self._passes, self._config, self._layout, self._hook
@@ -345,20 +362,6 @@ class HookRunner:
         """
         if self._acts_within_steps:
             self._hook.load_state_dict(self._before_step)
-
-    def state(self) -> HookState | None:
-        """Copy the hook's state for a checkpoint; None without a hook.
-
-        Raises:
-            TypeError: if the state is not JSON-serializable.
-            ValueError: if a number in it is not finite.
-        """
-        name = hook_name(self._hook)
-        return HookState(name, self._copy_of_state()) if name else None
-
-    def _copy_of_state(self) -> dict[str, Any]:
-        copy: dict[str, Any] = json.loads(json.dumps(self._hook.state_dict(), allow_nan=False))
-        return copy
 
     def _with_target(self, batch: GlobalBatch) -> GlobalBatch:
         """Append this rank's samples of the hook's target to ``batch``, as one more domain."""

@@ -13,7 +13,7 @@ import re
 import time
 import uuid
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,14 +64,30 @@ class Interval:
 
 
 class IntervalMeter:
-    """Accumulate losses and tokens on the device until they are logged."""
+    """Accumulate losses and tokens on the device until they are logged.
+
+    Attributes:
+        steps: number of steps since the last :meth:`read`.
+        sampled_tokens: domain -> tokens sampled up to the last :meth:`read`, over the whole run.
+    """
 
     def __init__(self, domain_names: Sequence[str], layout: Layout) -> None:
         self._names, self._layout = list(domain_names), layout
+        self.sampled_tokens: Counter[str] = Counter()
+        self.steps = 0
         self._restart()
+
+    def state_dict(self) -> dict[str, int]:
+        """State for a checkpoint; call :meth:`read` first."""
+        return dict(self.sampled_tokens)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore the state returned by :meth:`state_dict`."""
+        self.sampled_tokens = Counter(state)
 
     def add(self, result: StepResult) -> None:
         """Add a step. If it was skipped, add only its number of sampled tokens."""
+        self.steps += 1
         if result.skip_reason is not None:
             self._sums[:, 2] += result.domain_sums[:, 2]
             return
@@ -91,6 +107,7 @@ class IntervalMeter:
             tokens_per_second=sum(sampled) / seconds,
             memory_bytes=most_memory_bytes(self._layout.device),
         )
+        self.sampled_tokens.update(interval.domain_tokens_sampled)
         self._restart()
         return interval
 
@@ -109,7 +126,7 @@ class IntervalMeter:
     def _restart(self) -> None:
         shape = (len(self._names), 3)
         self._sums = torch.zeros(shape, dtype=torch.float64, device=self._layout.device)
-        self._grad_norm = math.nan
+        self._grad_norm, self.steps = math.nan, 0
         self.restart_clock()
 
 

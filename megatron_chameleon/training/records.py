@@ -6,15 +6,13 @@ import contextlib
 import dataclasses
 import datetime
 import warnings
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_chameleon.artifacts import Cost, MixturePhase, SampledTokens, Stopwatch, TrainingRun
+from megatron_chameleon.artifacts import Cost, SampledTokens, Stopwatch, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import (
     BestTarget,
     CheckpointRecord,
-    HookState,
     checkpoint_folders,
     step_folder,
 )
@@ -25,7 +23,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import DENSE_BF16_PEAK, model_flops_utilization, training_flops
 from megatron_chameleon.parallel.layout import Layout, device_name, from_main
 from megatron_chameleon.training.guard import StepGuard
-from megatron_chameleon.training.hook import TrainingHook
+from megatron_chameleon.training.hook import TrainingHook, save_hook
 from megatron_chameleon.training.metrics import (
     Interval,
     IntervalMeter,
@@ -53,25 +51,47 @@ class Progress:
         """Number of steps done."""
         return self.checkpoint.step if self.checkpoint else 0
 
-    @property
-    def guard(self) -> dict[str, Any]:
-        """State of the step guard in the checkpoint; empty without a checkpoint."""
-        return self.checkpoint.guard if self.checkpoint else {}
+
+@dataclasses.dataclass
+class RunState:
+    """The state of a run besides the model. Each part saves itself for a checkpoint's record.
+
+    Attributes:
+        samples: the training samples.
+        guard: the guard that skips steps.
+        meter: losses and tokens.
+        hook: the training hook.
+        best: the lowest target loss so far; with --keep-best, of the complete checkpoints.
+    """
+
+    samples: BlendedTokens
+    guard: StepGuard
+    meter: IntervalMeter
+    hook: TrainingHook
+    best: BestTarget | None = None
+
+    def state_dict(self, num_samples: int) -> dict[str, Any]:
+        """Collect the parts' states after ``num_samples`` samples, by field of the record."""
+        return {
+            **self.samples.state_dict(num_samples),
+            "domain_tokens": self.meter.state_dict(),
+            "guard": self.guard.state_dict(),
+            "hook": save_hook(self.hook),
+        }
 
 
 class RunRecords:
-    """Count and measure the steps of a run, and write the run's log and records.
+    """Count the steps of a run, and write the run's log and records.
 
     Attributes:
+        plan: plan of the run.
+        layout: layout of the ranks.
+        progress: progress of the run when this process started.
+        state: the parts of the run that checkpoints record.
         step: number of steps done.
-        first_step: number of steps done when this process started.
-        guard: the guard that counts skipped steps.
         stopped_by: why the run stops before its last step, or None.
         failed_saves: failed checkpoint saves over the whole run.
-        best: the lowest target loss so far; with --keep-best, of the complete checkpoints.
         validation_flops: floating-point operations of validations since this process started.
-        meter: losses and tokens since the last log.
-        phases: timers of the training phases.
     """
 
     def __init__(
@@ -82,23 +102,21 @@ class RunRecords:
         progress: Progress,
         hook: TrainingHook,
     ) -> None:
-        self.plan, self.layout, self.samples, self._hook = plan, layout, samples, hook
-        self.step = self.first_step = self._logged_step = progress.step
-        self.guard = StepGuard(plan.options.guards, progress.guard)
+        self.plan, self.layout, self.progress, self.step = plan, layout, progress, progress.step
+        guard, meter = StepGuard(plan.options.guards), IntervalMeter(plan.data.names, layout)
+        self.state = RunState(samples, guard, meter, hook, self._best_before(progress))
+        if progress.checkpoint:
+            guard.load_state_dict(progress.checkpoint.guard)
+            meter.load_state_dict(progress.checkpoint.domain_tokens)
         self.stopped_by: str | None = None
         self.failed_saves = list(progress.run.failed_saves) if progress.run else []
-        self.best = self._best_before(progress)
         self.validation_flops = 0.0
-        self.meter = IntervalMeter(plan.data.names, layout)
-        self.phases = PhaseTimers(layout.device)
-        self._batch_layouts = self._with_this_layout(progress)
         self._stopwatch = Stopwatch()
-        self._cost_before = progress.run.cost if progress.run else Cost()
-        self._sampled = Counter(progress.checkpoint.domain_tokens if progress.checkpoint else {})
         self._loggers: list[Logger] = []
 
-    def _with_this_layout(self, progress: Progress) -> list[BatchLayout]:
+    def _batch_layouts(self) -> list[BatchLayout]:
         """Batch layouts of all steps: those before this process, and its own if it differs."""
+        progress = self.progress
         recorded = progress.run.batch_layouts if progress.run else []
         layouts = [layout for layout in recorded if layout.first_step < progress.step]
         sizes = self.layout.data_size, self.plan.options.micro_batch_size
@@ -121,7 +139,7 @@ class RunRecords:
 
     def open_loggers(self) -> None:
         """Open the loggers, on rank 0."""
-        self._loggers = open_loggers(self.plan.options, self.first_step)
+        self._loggers = open_loggers(self.plan.options, self.progress.step)
 
     def close_loggers(self) -> None:
         """Close the loggers."""
@@ -137,7 +155,7 @@ class RunRecords:
     def add(self, result: StepResult) -> None:
         """Count a step, and add its losses to the meter."""
         self.step += 1
-        self.meter.add(result)
+        self.state.meter.add(result)
 
     def samples_at(self, step: int) -> int:
         """Number of samples in the first ``step`` steps."""
@@ -146,31 +164,36 @@ class RunRecords:
     def domain_samples(self) -> dict[str, int]:
         """Domain -> samples in the global batch of the last step, without zeros."""
         steps = self.step - 1, self.step
-        before, after = (self.samples.counts(self.samples_at(step)) for step in steps)
+        before, after = (self.state.samples.counts(self.samples_at(step)) for step in steps)
         counts = zip(self.plan.data.names, (after - before).tolist(), strict=True)
         return {name: count for name, count in counts if count}
 
     def sampled(self) -> dict[str, SampledTokens]:
         """Per-domain token and epoch counts up to the last log: target vs. actual."""
-        data, samples = self.plan.data, self.samples_at(self._logged_step)
-        weights = self.samples.schedule.weights_at(max(samples - 1, 0))
-        targets = self.samples.schedule.target_samples(samples)
+        data, meter, schedule = self.plan.data, self.state.meter, self.state.samples.schedule
+        samples = self.samples_at(self.step - meter.steps)
+        weights = schedule.weights_at(max(samples - 1, 0))
+        targets = schedule.target_samples(samples)
         return {
             domain.name: SampledTokens(
                 weight=weight / sum(weights),
                 target=target * self.plan.options.seq_length,
-                actual=self._sampled[domain.name],
-                epochs=self._sampled[domain.name] / max(domain.tokens, 1),
+                actual=meter.sampled_tokens[domain.name],
+                epochs=meter.sampled_tokens[domain.name] / max(domain.tokens, 1),
             )
             for domain, weight, target in zip(data.domains, weights, targets, strict=True)
         }
 
     def cost(self) -> Cost:
         """Cost over all ranks since this process started to train."""
-        tokens = (self.step - self.first_step) * self.plan.tokens_per_step
+        tokens = (self.step - self.progress.step) * self.plan.tokens_per_step
         flops = training_flops(self.plan.config, tokens, self.plan.options.seq_length)
-        flops += self.validation_flops + self._hook.flops
+        flops += self.validation_flops + self.state.hook.flops
         return self._stopwatch.cost(flops, self.layout.world_size)
+
+    def _cost_before(self) -> Cost:
+        """Cost of the run before this process."""
+        return self.progress.run.cost if self.progress.run else Cost()
 
     def last_checkpoint(self, before_step: int | None = None) -> str | None:
         """Folder of the last checkpoint; None without a checkpoint.
@@ -182,19 +205,13 @@ class RunRecords:
         folders = [folder for folder in checkpoint_folders(run_dir) if folder < end]
         return str(folders[-1]) if folders else None
 
-    def read_meter(self) -> Interval:
-        """Return the measurements since the last call. Collective."""
-        interval = self.meter.read()
-        self._sampled.update(interval.domain_tokens_sampled)
-        self._logged_step = self.step
-        return interval
-
     def log(
         self,
         interval: Interval,
         lr: float,
         validation_loss: Mapping[str, float],
         target_loss: float | None,
+        phases: PhaseTimers,
     ) -> None:
         """Print and log an interval, on rank 0; the measured speed excludes the time for logging.
 
@@ -203,9 +220,10 @@ class RunRecords:
             lr: learning rate of the last step.
             validation_loss: domain -> loss; empty if this step has no validation.
             target_loss: loss of the target, if there is one and this step has a validation.
+            phases: timers of the training phases, which are read.
         """
-        plan, layout, guard, step = self.plan, self.layout, self.guard, self.step
-        phase_seconds, skipped = self.phases.read(), guard.unlogged
+        plan, layout, guard, step = self.plan, self.layout, self.state.guard, self.step
+        phase_seconds, skipped = phases.read(), guard.unlogged
         guard.unlogged = []
         flops_per_token = training_flops(plan.config, 1, plan.options.seq_length)
         tokens_per_second = interval.tokens_per_second / layout.world_size
@@ -214,11 +232,11 @@ class RunRecords:
         peak = DENSE_BF16_PEAK.get(device_name(layout.device)) if plan.options.bf16 else None
         mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
         seconds = self._stopwatch.seconds()
-        hook = self._hook.metrics()
+        hook = self.state.hook.metrics()
         figures = {
             "tokens": step * plan.tokens_per_step,
             "lr": lr,
-            "seconds": round(self._cost_before.wall_seconds + seconds, 3),
+            "seconds": round(self._cost_before().wall_seconds + seconds, 3),
             **dataclasses.asdict(interval),
             **({"validation_loss": dict(validation_loss)} if validation_loss else {}),
             **({"target_loss": target_loss} if target_loss is not None else {}),
@@ -244,10 +262,10 @@ class RunRecords:
             f"{tflops:.3g} TFLOP/s",
             *([f"{mfu:.1%} MFU"] if mfu is not None else []),
             *([f"{guard.skipped} skipped"] if guard.skipped else []),
-            f"{format_duration(seconds / (step - self.first_step) * (last - step))} left",
+            f"{format_duration(seconds / (step - self.progress.step) * (last - step))} left",
         ]
         if layout.is_main:
-            with self.phases.during("logging"):
+            with phases.during("logging"):
                 print(" | ".join(line))
                 if validation_loss:
                     losses = (f"{name} {loss:.4f}" for name, loss in validation_loss.items())
@@ -258,7 +276,7 @@ class RunRecords:
                         logger.log(step, figures)
                     except OSError as error:
                         warnings.warn(f"cannot write metrics of step {step}: {error}", stacklevel=2)
-        self.meter.restart_clock()
+        self.state.meter.restart_clock()
 
     def print(self, message: str) -> None:
         """Print ``message`` on rank 0."""
@@ -268,7 +286,7 @@ class RunRecords:
     def start_message(self) -> str:
         """Message at the start of training: model, steps, layout and mixture."""
         plan, layout, step = self.plan, self.layout, self.step
-        options, size, schedule = plan.options, plan.config, self.samples.schedule
+        options, size, schedule = plan.options, plan.config, self.state.samples.schedule
         name = options.model or f"{size.num_layers} layers of width {size.hidden_size}"
         epochs = plan.epochs(schedule)
         weights = (
@@ -306,7 +324,7 @@ class RunRecords:
 
     def end_message(self) -> str:
         """Message at the end of training: tokens, cost and the next command to run."""
-        options, cost = self.plan.options, self.cost()
+        options, cost, best = self.plan.options, self.cost(), self.state.best
         lines = [
             f"trained to step {self.step} in {format_duration(cost.wall_seconds)}, "
             f"{cost.flops:.2e} FLOPs",
@@ -316,13 +334,9 @@ class RunRecords:
                 for name, tokens in self.sampled().items()
             ),
             f"checkpoint: {step_folder(options.run_dir, self.step)}"
-            if self.guard.updates
+            if self.state.guard.updates
             else f"no checkpoint: none of the {self.step} steps has updated the model",
-            *(
-                [f"lowest target loss: {self.best.loss:.4f} after step {self.best.step}"]
-                if self.best
-                else []
-            ),
+            *([f"lowest target loss: {best.loss:.4f} after step {best.step}"] if best else []),
             f"stopped by {self.stopped_by} at step {self.step} of {options.train_iters}; "
             "run the same command again to resume"
             if self.stopped_by
@@ -330,35 +344,6 @@ class RunRecords:
             f"--corpus {options.corpus or 'CORPUS'} --checkpoint {options.run_dir}",
         ]
         return "\n".join(lines)
-
-    def checkpoint(self, hook: HookState | None, best: BestTarget | None) -> CheckpointRecord:
-        """Build the record of a checkpoint after the last step; call :meth:`read_meter` first.
-
-        Args:
-            hook: state of the hook.
-            best: the lowest target loss if this checkpoint is complete.
-        """
-        plan, step, samples = self.plan, self.step, self.samples_at(self.step)
-        counts = self.samples.counts(samples).tolist()
-        return CheckpointRecord(
-            root=step_folder(plan.options.run_dir, step),
-            model=dataclasses.asdict(plan.config),
-            step=step,
-            samples=samples,
-            domain_samples=dict(zip(plan.data.names, counts, strict=True)),
-            mixture_phases=self._phases(),
-            domain_tokens=dict(self._sampled),
-            tokenizer_hash=plan.data.tokenizer.sha256,
-            corpus_hash=plan.data.hash,
-            mixture_hash=plan.mixture.hash,
-            layout=self.layout.describe(),
-            files={},
-            provenance=plan.provenance,
-            guard=self.guard.state(),
-            hook=hook,
-            order_version=self.samples.order_version,
-            best=best,
-        )
 
     def write_run(self, status: Status) -> None:
         """Update run.json, on rank 0.
@@ -370,6 +355,7 @@ class RunRecords:
         if not self.layout.is_main:
             return
         plan, sampled, run_dir = self.plan, self.sampled(), self.plan.options.run_dir
+        samples, best = self.state.samples, self.state.best
         run = TrainingRun(
             root=run_dir,
             status=status,
@@ -379,21 +365,21 @@ class RunRecords:
             model=dataclasses.asdict(plan.config),
             parameters=plan.config.num_parameters,
             mixture={name: domain.weight for name, domain in sampled.items()},
-            mixture_phases=self._phases(),
+            mixture_phases=samples.schedule.record(self.samples_at(self.step), plan.data.names),
             mixture_method=plan.mixture.method,
             domain_tokens=sampled,
             checkpoints=[str(path.relative_to(run_dir)) for path in checkpoint_folders(run_dir)],
             provenance=plan.provenance,
-            cost=self._cost_before + self.cost(),
-            skipped_steps=self.guard.skipped,
+            cost=self._cost_before() + self.cost(),
+            skipped_steps=self.state.guard.skipped,
             stopped_by=self.stopped_by,
             failed_saves=self.failed_saves,
-            batch_layouts=self._batch_layouts,
-            order_version=self.samples.order_version,
+            batch_layouts=self._batch_layouts(),
+            order_version=samples.order_version,
             tokenizer=plan.data.tokenizer,
             target=plan.target.record if plan.target else None,
-            best_step=self.best.step if self.best else None,
-            best_target_loss=self.best.loss if self.best else None,
+            best_step=best.step if best else None,
+            best_target_loss=best.loss if best else None,
         )
         try:
             run.save()
@@ -401,18 +387,6 @@ class RunRecords:
             if status == "finished" or not TrainingRun.exists(run.root):
                 raise
             warnings.warn(f"{error}; the previous record is kept", stacklevel=2)
-
-    def _phases(self) -> list[MixturePhase]:
-        """Mixture phases that have started up to the current step."""
-        names = self.plan.data.names
-        return [
-            MixturePhase(
-                phase.first_sample,
-                dict(zip(names, phase.weights, strict=True)),
-                phase.ramp_samples,
-            )
-            for phase in self.samples.schedule.until(self.samples_at(self.step))
-        ]
 
 
 def describe_shares(shares: Mapping[str, float]) -> str:

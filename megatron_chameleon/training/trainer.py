@@ -32,7 +32,7 @@ from megatron_chameleon.training.hook import (
     build_hook,
     load_hook,
 )
-from megatron_chameleon.training.metrics import build_profiler
+from megatron_chameleon.training.metrics import PhaseTimers, build_profiler
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.out_of_memory import (
@@ -109,7 +109,9 @@ class Trainer:
     ) -> None:
         self.records, self.progress, self.stops = records, progress, stops
         plan, layout, options = records.plan, records.layout, records.plan.options
-        self.options, self.phases, self.guard = options, records.phases, records.guard
+        self.options, self.phases = options, PhaseTimers(layout.device)
+        self.samples, self.guard = records.state.samples, records.state.guard
+        self.meter = records.state.meter
         self.checkpoints = CheckpointWriter(records)
         hook.prepare()
         self.model = build_trained_model(
@@ -117,7 +119,7 @@ class Trainer:
         )
         self.hook = HookRunner(hook, self.model.passes, plan.config, layout)
         shape = self.model.passes.shape
-        self.batches = shape.micro_batches(records.samples, layout, progress.step)
+        self.batches = shape.micro_batches(self.samples, layout, progress.step)
         # Prefetch batches, but not across a step at which a hook may change the mixture.
         steps = steps_between_changes(progress.step, options.train_iters, hook.mixture_interval)
         self.prefetched = [count * shape.num_microbatches for count in steps]
@@ -166,7 +168,7 @@ class Trainer:
         records, device = self.records, self.records.layout.device
         with read_ahead(self.batches, device, self.prefetched) as batches:
             self.batches = self.phases.timed(batches, "data")
-            records.meter.restart_clock()
+            self.meter.restart_clock()
             while not (records.is_done or records.stopped_by):
                 self.run_step()
                 self._log_and_save()
@@ -179,7 +181,7 @@ class Trainer:
             UserError: if too many consecutive steps were skipped.
         """
         records, options, model = self.records, self.options, self.model
-        samples, step = records.samples, records.step
+        samples, step = self.samples, records.step
         self.phases.start()
         model.zero_gradients()
         # The schedule advances before the update, so that the first step does not run at rate 0. It
@@ -224,7 +226,7 @@ class Trainer:
             records.step,
             reason,
             records.domain_samples(),
-            records.meter.domain_losses(domain_sums),
+            self.meter.domain_losses(domain_sums),
         )
         records.print(str(skipped))
         self.hook.undo_step()
@@ -266,31 +268,31 @@ class Trainer:
         if save:
             with self.phases.during("saving"):
                 self.checkpoints.finish()  # its checkpoint may have the lowest target loss
-                record = records.checkpoint(self.hook.state(), new_best or records.best)
-                self.checkpoints.save(self.model.state(), record, is_last=leaving)
+                best = new_best or records.state.best
+                self.checkpoints.save(self.model.state(), best, is_last=leaving)
             self.save_is_due = False
-            records.meter.restart_clock()
+            self.meter.restart_clock()
         else:
             self.checkpoints.finish(blocking=False)
 
     def _new_best(self, target_loss: float) -> BestTarget | None:
         """Return the target loss after this step if it is the lowest one so far.
 
-        With --keep-best, it replaces ``records.best`` when the checkpoint is complete.
+        With --keep-best, it replaces ``state.best`` when the checkpoint is complete.
         """
-        records = self.records
+        records, state = self.records, self.records.state
         with self.phases.during("saving"):
             self.checkpoints.finish()  # its checkpoint may have the lowest target loss
-        if not target_loss < (records.best.loss if records.best else math.inf):
+        if not target_loss < (state.best.loss if state.best else math.inf):
             return None
         best = BestTarget(records.step, target_loss, records.plan.target_hash)
         if not self.options.target.keep_best:
-            records.best = best
+            state.best = best
         return best
 
     def _write_log(self, *, validate: bool) -> float | None:
         """Log the steps since the last log; return the target's loss if it was measured."""
-        interval = self.records.read_meter()
+        interval = self.meter.read()
         losses: dict[str, float] = {}
         target_loss, target = None, self.records.plan.target
         if validate and self.validation:
@@ -298,7 +300,7 @@ class Trainer:
                 losses = self.validation.losses()
             self.records.validation_flops += self.validation.flops(self.records.plan.config)
             target_loss = target.record.loss_of(losses) if target else None
-        self.records.log(interval, self.model.lr, losses, target_loss)
+        self.records.log(interval, self.model.lr, losses, target_loss, self.phases)
         return target_loss
 
 

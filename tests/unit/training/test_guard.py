@@ -20,7 +20,9 @@ BAD = (math.nan, math.inf, -math.inf)
 
 
 def make_guard(state=None, **options):
-    return StepGuard(GuardOptions(**options), state or {})
+    guard = StepGuard(GuardOptions(**options))
+    guard.load_state_dict(state or {})
+    return guard
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -53,10 +55,12 @@ def test_resumed_guard_decides_as_an_uninterrupted_one(cut):
     whole, first = (make_guard(spike_factor=2.0, spike_window=10) for _ in range(2))
     expected = [whole.check(loss, loss + 2, phase) for loss, phase in steps]
     before = [first.check(loss, loss + 2, phase) for loss, phase in steps[:cut]]
-    second = make_guard(json.loads(json.dumps(first.state())), spike_factor=2.0, spike_window=10)
+    second = make_guard(
+        json.loads(json.dumps(first.state_dict())), spike_factor=2.0, spike_window=10
+    )
     after = [second.check(loss, loss + 2, phase) for loss, phase in steps[cut:]]
     assert before + after == expected
-    assert second.state() == whole.state()
+    assert second.state_dict() == whole.state_dict()
     assert 0 < whole.skipped < 10
 
 
