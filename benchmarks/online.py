@@ -74,7 +74,7 @@ class Run:
         hook = build_hook(hook_class(options.online.online), plan, layout)
         progress = find_progress(plan, layout)
         records = RunRecords(plan, layout, plan.samples(plan.schedule), progress, hook)
-        self.trainer = Trainer(records, progress, StopRequests(options.stopping), hook)
+        self.trainer = Trainer(records, StopRequests(options.stopping))
         self.device, self.seconds = layout.device, 0.0
         for name in FORWARD_PASSES:
             if hasattr(hook, name):

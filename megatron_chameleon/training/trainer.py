@@ -28,7 +28,6 @@ from megatron_chameleon.training.guard import SkippedStep, StepSync
 from megatron_chameleon.training.hook import (
     HookFactory,
     HookRunner,
-    TrainingHook,
     build_hook,
     load_hook,
 )
@@ -41,7 +40,7 @@ from megatron_chameleon.training.out_of_memory import (
     explain_out_of_memory,
 )
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
-from megatron_chameleon.training.records import Progress, RunRecords
+from megatron_chameleon.training.records import RunRecords
 from megatron_chameleon.training.run_folder import locked_run_folder, on_main, starting_run
 from megatron_chameleon.training.step import BatchShape, StepResult
 from megatron_chameleon.training.stopping import StopRequests
@@ -95,7 +94,7 @@ def pretrain(
             if progress.checkpoint:
                 check_same_samples(samples, progress.checkpoint)
             load_hook(hook, progress.checkpoint)
-            Trainer(records, progress, stops, hook).run()
+            Trainer(records, stops).run()
     # Trainer, model and process groups form reference cycles. Collecting them frees memory for the
     # next model, and stops the polling threads of the gloo groups.
     gc.collect()
@@ -104,14 +103,12 @@ def pretrain(
 class Trainer:
     """Training loop of one rank. Nothing is written or deleted before :meth:`run`."""
 
-    def __init__(
-        self, records: RunRecords, progress: Progress, stops: StopRequests, hook: TrainingHook
-    ) -> None:
-        self.records, self.progress, self.stops = records, progress, stops
+    def __init__(self, records: RunRecords, stops: StopRequests) -> None:
         plan, layout, options = records.plan, records.layout, records.plan.options
-        self.options, self.phases = options, PhaseTimers(layout.device)
-        self.samples, self.guard = records.state.samples, records.state.guard
-        self.meter = records.state.meter
+        progress, state, hook = records.progress, records.state, records.state.hook
+        self.records, self.stops, self.options = records, stops, options
+        self.samples, self.guard, self.meter = state.samples, state.guard, state.meter
+        self.phases = PhaseTimers(layout.device)
         self.checkpoints = CheckpointWriter(records)
         hook.prepare()
         self.model = build_trained_model(
@@ -160,7 +157,7 @@ class Trainer:
         """Make the first writes to the run folder, on rank 0."""
         with starting_run(self.options.run_dir, overwrite=self.options.overwrite):
             self.records.open_loggers()
-            roll_back(self.progress, self.options.run_dir)
+            roll_back(self.records.progress, self.options.run_dir)
             self.records.write_run("running")
 
     def _train(self) -> None:
@@ -222,12 +219,8 @@ class Trainer:
             UserError: if too many consecutive steps were skipped.
         """
         records = self.records
-        skipped = SkippedStep(
-            records.step,
-            reason,
-            records.domain_samples(),
-            self.meter.domain_losses(domain_sums),
-        )
+        losses = self.meter.domain_losses(domain_sums)
+        skipped = SkippedStep(records.step, reason, records.domain_samples(), losses)
         records.print(str(skipped))
         self.hook.undo_step()
         if self.guard.record(skipped, is_last_step=records.is_done):
