@@ -14,7 +14,7 @@ import time
 import uuid
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -338,15 +338,12 @@ class WandbLogger:
     def __init__(self, options: PretrainOptions) -> None:
         import wandb
 
-        id_file = options.run_dir / "wandb-id.txt"
-        if not id_file.exists():
-            with replacing(id_file) as temporary:
-                temporary.write_text(uuid.uuid4().hex[:8])
+        run_id = kept_id(options.run_dir / "wandb-id.txt", lambda: uuid.uuid4().hex[:8])
         try:
             self._run = wandb.init(
                 project=options.logging.wandb_project,
                 name=options.logging.wandb_exp_name or options.run_dir.name,
-                id=id_file.read_text(encoding="utf-8", errors="replace").strip(),
+                id=run_id,
                 dir=options.run_dir,
                 config=json_values(options),
                 resume="allow",
@@ -376,8 +373,8 @@ class MlflowLogger:
         UserError: if MLflow rejects the run, or its server cannot be reached.
     """
 
-    # Limits of MLflow for one request, and for the length of a parameter's value.
-    MAX_METRICS, MAX_PARAMETERS, MAX_VALUE_LENGTH = 1000, 100, 6000
+    MAX_VALUE_LENGTH = 6000
+    """MLflow's limit for the value of a parameter."""
 
     def __init__(self, options: PretrainOptions) -> None:
         from mlflow import MlflowClient
@@ -389,13 +386,8 @@ class MlflowLogger:
         id_file = options.run_dir / "mlflow-id.txt"
         try:
             self._client = MlflowClient()
-            if id_file.exists():
-                self._id = id_file.read_text(encoding="utf-8", errors="replace").strip()
-                self._client.update_run(self._id, status="RUNNING")
-            else:
-                self._id = self._start(options)
-                with replacing(id_file) as temporary:
-                    temporary.write_text(self._id)
+            self._id = kept_id(id_file, lambda: self._start(options))
+            self._client.update_run(self._id, status="RUNNING")
         except MlflowException as error:
             raise UserError(
                 f"MLflow: {first_line(error)}; check MLFLOW_TRACKING_URI, delete {id_file} to log "
@@ -414,8 +406,7 @@ class MlflowLogger:
             Param(mlflow_name(key), str(value)[: self.MAX_VALUE_LENGTH])
             for key, value in leaves(json_values(options))
         ]
-        for first in range(0, len(params), self.MAX_PARAMETERS):
-            self._client.log_batch(run_id, params=params[first : first + self.MAX_PARAMETERS])
+        self._client.log_batch(run_id, params=params)
         return run_id
 
     def log(self, step: int, figures: Figures) -> None:
@@ -429,8 +420,7 @@ class MlflowLogger:
         self._step, now = step, time.time_ns() // 1_000_000
         metrics = [Metric(mlflow_name(n), value, now, step) for n, value in scalars(figures)]
         with self._as_os_error():
-            for first in range(0, len(metrics), self.MAX_METRICS):
-                self._client.log_batch(self._id, metrics[first : first + self.MAX_METRICS])
+            self._client.log_batch(self._id, metrics)
 
     def close(self) -> None:
         """Mark the run as finished, or as killed if the last step has not been logged.
@@ -448,6 +438,15 @@ class MlflowLogger:
             yield
         except self._error as error:
             raise OSError(f"MLflow: {first_line(error)}") from error
+
+
+def kept_id(file: Path, new: Callable[[], str]) -> str:
+    """Read the id of a run elsewhere from ``file``; write a ``new`` id if there is none."""
+    if not file.exists():
+        run_id = new()
+        with replacing(file) as temporary:
+            temporary.write_text(run_id)
+    return file.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def mlflow_name(name: str) -> str:
