@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ _ZSTD_WINDOW = 2**31
 # zlib's code for "gzip header and trailer, largest window".
 _GZIP_FORMAT = 31
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NOT_FINITE = ("NaN", "Infinity")
 
 # Rows are read from a row group in batches of about this many bytes.
 _BATCH_BYTES = 1 << 20
@@ -53,6 +55,24 @@ _MAX_BATCH_ROWS = 4096
 # Columns are read in chunks of this size; pre-buffering would hold a whole row group in memory.
 # Chunks are larger for remote files, since a request takes longer.
 _CHUNK_BYTES = {False: 1 << 20, True: 1 << 23}
+
+# First bytes of files that hold no text, whatever their suffix, with the format and the fix.
+_NOT_TEXT = (
+    (b"version https://git-lfs.github.com/spec/", "a pointer of Git LFS; run 'git lfs pull'"),
+    (b"/annex/objects/", "a pointer of git-annex; run 'git annex get'"),
+    (b"PK\x03\x04", "a zip archive; unpack it"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive; unpack it"),
+    (b"\x1f\x8b", "compressed with gzip; rename it to end in .gz"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd; rename it to end in .zst"),
+    (b"\xfd7zXZ\0", "compressed with xz; decompress it"),
+    (b"BZh91AY&SY", "compressed with bzip2; decompress it"),
+    (b"PAR1\x15", "a parquet file; rename it to end in .parquet"),
+    (b"ARROW1\0", "an Arrow file; pass its folder as hf:FOLDER, or write it as parquet"),
+    (b"\xff\xfe", "UTF-16, not UTF-8; convert it with 'iconv -f UTF-16 -t UTF-8'"),
+    (b"\xfe\xff", "UTF-16, not UTF-8; convert it with 'iconv -f UTF-16 -t UTF-8'"),
+)
+_START_BYTES = 512
+_TAR_MAGIC = slice(257, 262)
 
 _LINES_SHOWN = 10
 # Number of lines at the beginning of a source. If all of these lines lack the key, reading fails.
@@ -116,9 +136,11 @@ class MalformedLines:
         more = f"; and {self.count - _LINES_SHOWN} more" if self.count > _LINES_SHOWN else ""
         found = f"{self.count} of {self.lines} lines are malformed: {'; '.join(self.first)}{more}"
         if self.count > max_share * self.lines:
+            # If no line can be read, a larger share would not help.
+            larger = "" if self.count == self.lines else ", or allow a larger share"
             raise UserError(
-                f"{found}; this exceeds --max-malformed-share {max_share:g}: correct the lines, or "
-                "allow a larger share"
+                f"{found}; this exceeds --max-malformed-share {max_share:g}: correct the lines"
+                f"{larger}"
             )
         if self.count:
             warnings.warn(f"{found}; they are skipped", stacklevel=3)
@@ -219,7 +241,7 @@ class DocumentReader:
             self._on_bytes(len(block))
 
         longest, size, lines = self._options.max_document_bytes, 0, list[Line]()
-        for _begin, some in read_lines(source.path, on_block, longest):
+        for _begin, some in read_lines(source.path, on_block, longest, is_json=False):
             size += sum(line if isinstance(line, int) else len(line) + 1 for line in some)
             if size <= longest + 1:  # the last line may have no end
                 lines.extend(some)
@@ -400,7 +422,7 @@ class _Parser:
                 )
         domain: str | None = self._source.domain or ""
         if "--domain-key" in self.keys:
-            name = text_at(record, self.keys["--domain-key"], "--domain-key")
+            name = domain_at(record, self.keys["--domain-key"], "--domain-key")
             if not is_domain_name(name):
                 raise MalformedLineError(
                     f"has a domain name of {len(name.encode())} bytes at "
@@ -437,8 +459,15 @@ def object_in(line: Line) -> dict[str, Any]:
                 "--max-document-bytes"
             ) from error
         # If the line is not UTF-8, this call raises a clearer error.
-        _decoded(line)
-        raise MalformedLineError(f"is not JSON ({error.msg} at column {error.colno})") from None
+        text = _decoded(line)
+        if not any(name in text for name in _NOT_FINITE):
+            raise MalformedLineError(f"is not JSON ({error.msg} at column {error.colno})") from None
+        # Python's json module writes NaN and Infinity for metadata such as a perplexity.
+        try:
+            record = json.loads(text)
+            json.dumps(record, ensure_ascii=False).encode()  # fails for unpaired surrogates
+        except (ValueError, RecursionError):
+            raise MalformedLineError(f"is not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(record, dict):
         raise MalformedLineError(f"is not a JSON object but {_kind(record)}")
     return record
@@ -462,6 +491,16 @@ def text_at(record: dict[str, Any], key: str, flag: str) -> str:
     if not isinstance(value, str):
         raise MalformedLineError(f"has {_kind(value)} at '{key}', not a string")
     return value
+
+
+def domain_at(record: dict[str, Any], key: str, flag: str) -> str:
+    """The name of a domain at ``key``: a string, or an integer such as the number of a cluster.
+
+    Raises:
+        MalformedLineError: as :func:`text_at`.
+    """
+    value = _value_at(record, key)
+    return str(value) if type(value) is int else text_at(record, key, flag)
 
 
 def _decoded(value: bytes | bytearray) -> str:
@@ -497,6 +536,7 @@ def read_lines(
     longest: int,
     start: int = 0,
     stop: int | None = None,
+    is_json: bool = True,
 ) -> Iterator[tuple[int, list[Line]]]:
     r"""Yield the lines of ``path`` without their ``\n``, one block of lines at a time.
 
@@ -509,24 +549,29 @@ def read_lines(
         longest: bytes of the longest line that is kept.
         start: first byte at which a line may begin; 0 for a compressed file.
         stop: lines that begin here or later are not read; None for a compressed file.
+        is_json: whether the lines are JSON; False for plain text.
 
     Yields:
         The byte of the (decompressed) file at which the first line begins, and the lines.
 
     Raises:
-        UserError: if the file cannot be read, or is damaged or truncated.
+        UserError: if the file cannot be read, is damaged or truncated, or has another format.
     """
     needed = None if stop is None else stop - start
     with reading(path), open_file(path, size=needed) as stream:
         if is_compressed(path):
             assert (start, stop) == (0, None), f"{path} is compressed: it cannot be divided"
             blocks = _blocks(stream, on_block, None, _COMPRESSED_BLOCK)
-            yield from _split_lines(_decompressed(path, blocks), 0, longest)
+            blocks = _check_start(path, _decompressed(path, blocks), is_json)
+            yield from _split_lines(blocks, 0, longest)
             return
         end = None if stop is None else _line_start(stream, stop)
         begin = stream.seek(_line_start(stream, start))
         size = None if end is None else end - begin
-        yield from _split_lines(_blocks(stream, on_block, size, _BLOCK), begin, longest)
+        blocks = _blocks(stream, on_block, size, _BLOCK)
+        if begin == 0:
+            blocks = _check_start(path, blocks, is_json)
+        yield from _split_lines(blocks, begin, longest)
 
 
 def _line_start(stream: BinaryIO, position: int) -> int:
@@ -565,7 +610,8 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
         return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
 
     decompressor, inside, size = new_decompressor(), False, _FEWEST_BYTES
-    # Zeros after a gzip member are skipped: tapes and block devices pad files with them.
+    # Zeros and line ends after a gzip member are skipped: tapes and block devices pad files with
+    # zeros, and text tools end files with a line end.
     padding = b""
     try:
         for block in blocks:
@@ -581,12 +627,50 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
                     size = min(2 * size, _COMPRESSED_BLOCK)
                 if not inside:
                     decompressor = new_decompressor()
-                    padding = b"\0" if is_gzip else b""
+                    padding = b"\0\r\n" if is_gzip else b""
     except (zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path} is damaged: {error}; download or compress it again") from error
     # Truncation is detected here, since neither zlib nor zstandard reports a truncated file.
     if inside:
         raise UserError(f"{path} is truncated: its compressed data have no end; download it again")
+
+
+def _check_start(path: str, blocks: Iterable[bytes], is_json: bool) -> Iterator[bytes]:
+    """Yield ``blocks``, after their first bytes were checked.
+
+    Raises:
+        UserError: naming the format and the fix, if the file is not text, or, with ``is_json``, is
+            one JSON value instead of JSON lines.
+    """
+    blocks = iter(blocks)
+    first, start = list[bytes](), b""
+    while len(start) < _START_BYTES and (block := next(blocks, None)) is not None:
+        first.append(block)
+        start += block
+    what = next((what for magic, what in _NOT_TEXT if start.startswith(magic)), None)
+    if start[_TAR_MAGIC] == b"ustar":
+        what = "a tar archive; unpack it"
+    if what is None and is_json and _is_one_value(start.removeprefix(_BYTE_ORDER_MARK)):
+        what = (
+            "one JSON value, not JSON lines; pass its folder as hf:FOLDER, or write one object on "
+            f"each line: jq -c '.[]' {PurePosixPath(path).name}"
+        )
+    if what is not None:
+        raise UserError(f"{path} is {what}")
+    yield from first
+    yield from blocks
+
+
+def _is_one_value(start: bytes) -> bool:
+    """Whether ``start`` begins a JSON array, or an object that takes several lines."""
+    first, _, others = start.lstrip().partition(b"\n")
+    if not first.startswith(b"["):
+        return first.strip() == b"{" and others.lstrip().startswith(b'"')
+    try:
+        orjson.loads(first)
+    except orjson.JSONDecodeError:
+        return True
+    return not others.strip()
 
 
 def _split_lines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import hashlib
 import json
@@ -106,7 +107,9 @@ def test_damaged_and_truncated_files_are_rejected(tmp_path, suffix):
 
 MALFORMED = {
     b"{not json": "is not JSON",
-    b'{"text": NaN}': "is not JSON",
+    b'{"text": NaN}': "has a number",
+    b'{"text": "a", "other": NaN,}': "is not JSON",
+    b'{"text": "\\ud800", "other": NaN}': "is not JSON",
     b'{"text": "\xff"}': "is not valid UTF-8 at byte",
     b'{"text": "\\ud800"}': "is not JSON",
     b'["text"]': "is not a JSON object but a list",
@@ -132,6 +135,60 @@ def test_a_malformed_line_is_skipped_and_reported_with_its_number(jsonl, key):
             reader.malformed.check(0.5)
         with pytest.raises(UserError, match="--max-malformed-share"):
             reader.malformed.check(0.49)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_only_python_writes_are_read(jsonl, number):
+    path = jsonl("a.jsonl", [f'{{"text": "one", "loss": {number}}}'.encode(), {"text": "two"}])
+    reader, found = read(path)
+    assert (texts_of(found), reader.malformed.count) == (["one", "two"], 0)
+
+
+def test_integers_name_domains(jsonl):
+    path = jsonl("a.jsonl", [{"text": "a", "cluster": n} for n in (3, 12, "x", 1.5, True)])
+    reader, found = read(path, by_key("cluster"))
+    assert [document.domain for document in found] == ["3", "12", "x"]
+    assert reader.malformed.count == 2
+
+
+FOREIGN = {
+    "array.json": (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "hf:FOLDER"),
+    "line.json": (b'[{"text": "a"}, {"text": "b"}]', "hf:FOLDER"),
+    "object.json": (b'{\n "text": "a"\n}\n', "one JSON value"),
+    "pointer.jsonl": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "lfs pull"),
+    "pointer.txt": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "lfs pull"),
+    "packed.jsonl": (gzip.compress(b'{"text": "a"}\n'), "end in .gz"),
+    "packed.txt": (bz2.compress(b"a"), "bzip2"),
+    "wide.txt": ("text".encode("utf-16"), "UTF-16"),
+    "array.json.gz": (gzip.compress(b'[{"text": "a"}]'), "hf:FOLDER"),
+    "archive.jsonl.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\x0000"), "tar archive"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_another_format_is_named_with_the_fix(tmp_path, name):
+    content, expected = FOREIGN[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        read(tmp_path / name)
+
+
+def test_lines_of_json_arrays_are_malformed_lines(jsonl):
+    path = jsonl("a.jsonl", [b"[1, 2]", {"text": "one"}])
+    reader, found = read(path)
+    assert (texts_of(found), reader.malformed.count) == (["one"], 1)
+
+
+@pytest.mark.parametrize("ending", [b"\r\n", b"\n", b"\0" * 99])
+def test_line_ends_and_zeros_after_gzip_data_are_skipped(tmp_path, ending):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n') + ending + gzip.compress(b'{"text": "b"}'))
+    assert texts_of(read(path)[1]) == ["a", "b"]
+    path.write_bytes(path.read_bytes() + ending)
+    assert texts_of(read(path)[1]) == ["a", "b"]
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(UserError, match="damaged"):
+        read(path)
 
 
 def test_only_the_first_malformed_lines_are_located(jsonl, monkeypatch):
