@@ -109,15 +109,24 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
         UserError: naming the file, if it cannot be read, is not an object, repeats a key or is
             nested too deeply, or if a number in it is not finite or has too many digits.
     """
+    return _parsed(path, hint, lambda text: json.loads(text, **_STRICT))
+
+
+def read_foreign_json(path: Path, hint: str) -> dict[str, Any]:
+    """Read the JSON object in a file of another library, as Python's json module reads it.
+
+    Keys may be repeated, of which the last one counts, and numbers may be NaN or infinite.
+
+    Raises:
+        UserError: as :func:`read_json`, but for these.
+    """
+    return _parsed(path, hint, lambda text: json.loads(text, parse_int=_integer))
+
+
+def _parsed(path: Path, hint: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     text = read_text(path, hint)
     try:
-        body = json.loads(
-            text,
-            object_pairs_hook=_object,
-            parse_float=_finite,
-            parse_int=_integer,
-            parse_constant=_finite,
-        )
+        body = parse(text)
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}:{error.lineno}: not JSON ({error.msg}); repair it; {hint}"
@@ -167,6 +176,14 @@ def _integer(text: str) -> int:
     if len(text) > sys.float_info.max_10_exp:  # float() of the integer could raise OverflowError
         raise ValueError(f"{text[:20]}... has too many digits")
     return int(text)
+
+
+_STRICT: dict[str, Any] = {
+    "object_pairs_hook": _object,
+    "parse_float": _finite,
+    "parse_int": _integer,
+    "parse_constant": _finite,
+}
 
 
 def require_regular_file(path: Path) -> None:

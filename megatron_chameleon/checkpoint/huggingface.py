@@ -20,7 +20,7 @@ from megatron_chameleon.artifacts import CheckpointRecord, Provenance
 from megatron_chameleon.artifacts.files import (
     cannot_write,
     flush_to_disk,
-    read_json,
+    read_foreign_json,
     replace_folder,
     sha256_of_files,
     write_json,
@@ -171,10 +171,15 @@ def find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:
         if (folder / name).is_file():
             names = [name]
         elif index.is_file():
-            weight_map = read_json(index, "download the folder again").get("weight_map")
+            weight_map = read_foreign_json(index, "download the folder again").get("weight_map")
             names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-            if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
-                raise UserError(f"{index}: field weight_map: expected tensor names and file names")
+            suffix = Path(name).suffix  # an index of safetensors must not name a pickle
+            if not names or not all(
+                isinstance(n, str) and Path(n).name == n and n.endswith(suffix) for n in names
+            ):
+                raise UserError(
+                    f"{index}: field weight_map: expected tensor names and names of {suffix} files"
+                )
         else:
             continue
         if name == _PICKLED and not allow_pickle:

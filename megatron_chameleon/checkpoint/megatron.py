@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus, provenance
 from megatron_chameleon.artifacts.checkpoint import CONFIG_NAME, CheckpointFile
-from megatron_chameleon.artifacts.files import read_json
+from megatron_chameleon.artifacts.files import read_foreign_json
 from megatron_chameleon.artifacts.record import check_values
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
 from megatron_chameleon.checkpoint.options import TokenizerChoice
@@ -80,7 +80,7 @@ def find_megatron_folder(path: Path) -> Path | None:
         if is_ours or not is_theirs:
             return None
     config = folder / CONFIG_NAME
-    body = read_json(config, "use another checkpoint") if config.is_file() else {}
+    body = read_foreign_json(config, "use another checkpoint") if config.is_file() else {}
     name = body.get("sharded_backend", "torch")
     if name != _FORMAT:
         raise UserError(

@@ -255,8 +255,9 @@ def _with_one_special_token(tokenizer_json: str | bytes, eod_id: int) -> bytes:
         *(token for token in content.get("added_tokens") or [] if not token["special"]),
         {"id": eod_id, "content": _END, **flags, "special": True},
     ]
-    # Ignore the file's templates, truncation and padding.
+    # Ignore the file's templates, truncation, padding and dropout.
     content |= {"post_processor": None, "truncation": None, "padding": None}
+    content["model"]["dropout"] = None
     return orjson.dumps(content)
 
 

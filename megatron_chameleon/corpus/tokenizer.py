@@ -30,7 +30,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from megatron_chameleon.artifacts import Corpus, TokenizerIdentity
 from megatron_chameleon.artifacts.corpus import tokenizer_hash
-from megatron_chameleon.artifacts.files import read_json, replacing
+from megatron_chameleon.artifacts.files import read_foreign_json, replacing
 from megatron_chameleon.corpus.indexed import TokenType, token_type
 from megatron_chameleon.errors import UserError, one_line
 
@@ -141,9 +141,11 @@ class JsonEncoder:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # The library raises no narrower class of exceptions.
             raise _unreadable(path, "tokenizer.json of the tokenizers library", error) from error
-        # Ignore the file's truncation and padding.
+        # Ignore the file's truncation and padding, and its dropout, which makes tokens random.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if isinstance(self._tokenizer.model, tokenizers.models.BPE):
+            self._tokenizer.model.dropout = None
         self._tokenizer.encode_special_tokens = True
         # Ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -803,7 +805,7 @@ def _configured_eod_id(folder: Path, encoder: Encoder) -> str | None:
 
 
 def _configured(path: Path) -> dict[str, Any]:
-    return read_json(path, "download it again, or remove it") if path.is_file() else {}
+    return read_foreign_json(path, "download it again, or remove it") if path.is_file() else {}
 
 
 def corpus_tokenizer(corpus: Corpus, path: Path | None = None) -> Tokenizer:

@@ -412,6 +412,9 @@ class HuggingFaceEncoder:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
+        model: Any = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
+        if getattr(model, "dropout", None) is not None:
+            model.dropout = None  # it makes tokens random
 
     @functools.cached_property
     def vocab_size(self) -> int:

@@ -27,7 +27,7 @@ from megatron_chameleon.artifacts import (
     MixtureWarning,
     Split,
 )
-from megatron_chameleon.artifacts.files import read_json, read_text
+from megatron_chameleon.artifacts.files import read_foreign_json, read_text
 from megatron_chameleon.corpus.data_path import DataPath, domain_names
 from megatron_chameleon.corpus.options import quoted
 from megatron_chameleon.errors import UserError
@@ -64,14 +64,16 @@ def read_data_path(path: Path, split: Split | None, corpus: Corpus | None) -> Mi
 
 def read_per_split(path: Path, split: Split | None, corpus: Corpus | None) -> Mixture:
     """Read the JSON of ``--per-split-data-args-path``."""
-    body = read_json(path, "pass a file for Megatron-LM's --per-split-data-args-path")
+    body = read_foreign_json(path, "pass a file for Megatron-LM's --per-split-data-args-path")
     blends = {part: _blend_of_words(body.get(part), path, part) for part in SPLITS}
     return _mixture(blends, path, corpus, split=split)
 
 
 def read_automodel(path: Path, split: Split | None, corpus: Corpus | None) -> Mixture:
     """Read the JSON of Automodel's ``paths``, an object of the splits."""
-    body = read_json(path, "pass a JSON file for the paths of Automodel's MegatronPretraining")
+    body = read_foreign_json(
+        path, "pass a JSON file for the paths of Automodel's MegatronPretraining"
+    )
     if unknown := [key for key in body if key not in AUTOMODEL_SPLITS]:
         raise UserError(
             f"{path}: {quoted(unknown)} is not a split; its splits are train, validation and test"
@@ -87,7 +89,7 @@ def read_automodel(path: Path, split: Split | None, corpus: Corpus | None) -> Mi
 
 def read_bridge(path: Path, split: Split | None, corpus: Corpus | None) -> Mixture:
     """Read ``blend`` and ``split``, or ``blend_per_split``, of Megatron Bridge's dataset."""
-    body = read_json(path, "pass a JSON object with blend or blend_per_split")
+    body = read_foreign_json(path, "pass a JSON object with blend or blend_per_split")
     if (blend := _blend_of_lists(body.get("blend"), path, "blend")) is not None:
         mixture = _mixture({"train": blend}, path, corpus)
         if (divided := body.get("split")) is not None:

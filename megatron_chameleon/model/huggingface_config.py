@@ -14,14 +14,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
-    PositiveFloat,
     PositiveInt,
     TypeAdapter,
     ValidationError,
 )
 
-from megatron_chameleon.artifacts.files import read_json
+from megatron_chameleon.artifacts.files import read_foreign_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import INIT_STD, Activation, ModelConfig, RopeScaling
 
@@ -39,6 +37,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 WholeHead = Annotated[float, Field(ge=1, le=1)]
 """Fraction of each head that is rotated. transformers' Llama cannot rotate a part of a head."""
 
@@ -228,7 +228,7 @@ def read_model_config(path: Path) -> FoundConfig:
             names the first such field.
     """
     where = path if path.name == CONFIG_NAME else path / CONFIG_NAME
-    return parse_config(read_json(where, "pass a Hugging Face model's folder"), str(where))
+    return parse_config(read_foreign_json(where, "pass a Hugging Face model's folder"), str(where))
 
 
 def parse_config(body: Mapping[str, Any], where: str) -> FoundConfig:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import signal
 import stat
@@ -8,6 +9,7 @@ import pytest
 
 from megatron_chameleon.artifacts.files import (
     finish_replacements,
+    read_foreign_json,
     replace_folder,
     replacing,
     write_json,
@@ -111,3 +113,14 @@ def test_replaced_folder_is_deleted_and_never_restored(folders, monkeypatch):
     finish_replacements(folder.parent)
     assert (folder / "file").read_text() == new.name
     assert names_in(folder.parent) == [folder.name]
+
+
+def test_files_of_other_libraries_are_read_as_python_reads_them(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1, "a": 2, "b": NaN, "c": -Infinity}')
+    found = read_foreign_json(path, "hint")
+    assert (found["a"], found["c"]) == (2, -math.inf)
+    assert math.isnan(found["b"])
+    path.write_text('{"a": %s}' % ("9" * 400))  # float() of this integer raises OverflowError
+    with pytest.raises(UserError, match="digits"):
+        read_foreign_json(path, "hint")

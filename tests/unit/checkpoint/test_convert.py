@@ -234,6 +234,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "damaged": (lambda f: (f / WEIGHTS).write_bytes(b"x" * 10**7), r"model\.safetensors"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
     "shards elsewhere": (lambda f: write_index(f, "../gpt2/gone.safetensors"), "weight_map"),
+    "a pickle as a shard": (lambda f: write_index(f, "pytorch_model.bin"), "weight_map"),
 }
 
 

@@ -95,6 +95,17 @@ def test_a_byte_level_bpe_gives_the_same_ids_in_every_form(tokenizer_json, tmp_p
     assert [[1 + i for i in ids[:-1]] + [0] for ids in tiktoken] == expected
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_dropout_of_the_file_is_ignored(tokenizer_json, tmp_path, fast):
+    body = json.loads(tokenizer_json.read_bytes())
+    body["model"]["dropout"] = 0.5
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(body))
+    plain, random = load(tokenizer_json), load(path)
+    random = with_gigatoken(random) if fast else random
+    assert documents(random, TEXTS) == documents(plain, TEXTS)
+
+
 def test_a_long_text_has_the_tokens_of_the_whole(path):
     tokenizer = load(path)
     words = "a cabbage, 12  bad\n   feed\n\nfaced " * (LONGEST_PART // 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -246,6 +247,7 @@ def test_a_public_config_is_read_as_transformers_reads_it(name):
         ("Llama-2-7b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("Qwen3-8B", {"model_type": "qwen3_moe"}, "model_type"),
         ("Qwen2.5-0.5B", {"rope_scaling": {"type": "mrope"}}, "rope_scaling"),
+        ("Llama-2-7b", {"rms_norm_eps": math.inf}, "rms_norm_eps"),
     ],
 )
 def test_a_public_config_that_is_not_supported_is_rejected_by_its_field(name, changes, field):
