@@ -377,11 +377,44 @@ def _flatten(box: str) -> str:
 
 
 def start() -> int:
-    """Open the standard streams, after a restart in UTF-8 mode if necessary; return the rank."""
+    """Open the standard streams, after a restart in UTF-8 mode if necessary; return the rank.
+
+    If RANK is set by something other than torchrun, such as a pod, a rank other than 0 prints that
+    it prints nothing else.
+    """
     if sys.getfilesystemencoding() != "utf-8":
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     open_output()
-    return int(os.environ.get("RANK", "0"))
+    try:
+        rank, world_size = launched_rank(os.environ)
+    except UserError as error:
+        exit_with_error(str(error), 0)
+    if rank > 0 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        print(f"rank {rank} of {world_size} (from RANK and WORLD_SIZE): rank 0 prints and writes")
+    return rank
+
+
+def launched_rank(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return the rank and the number of ranks that a launcher set; (0, 1) without RANK.
+
+    Raises:
+        UserError: if the variables of torch.distributed are incomplete or invalid.
+    """
+    if "RANK" not in environment:
+        return 0, 1
+    fix = "unset RANK to run a single process, or launch with torchrun"
+    try:
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    except KeyError:
+        raise UserError(f"RANK is set, but not WORLD_SIZE; {fix}") from None
+    except ValueError:
+        raise UserError(f"RANK and WORLD_SIZE must be integers; {fix}") from None
+    if not 0 <= rank < world_size:
+        raise UserError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}; {fix}")
+    needed = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if world_size > 1 and needed:
+        raise UserError(f"WORLD_SIZE is {world_size}, but {needed[0]} is not set; {fix}")
+    return rank, world_size
 
 
 def _thread_ended(failed: threading.ExceptHookArgs) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.parallel.cpu import install_cpu_stand_in, unusable_gpu
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.parallel.releases import release_problem
@@ -99,7 +99,7 @@ def distributed(options: ParallelOptions, seed: int) -> Iterator[Layout]:
     # requires it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     device = _prepare_device()
-    on_gpu, alone = device.type == "cuda", "RANK" not in os.environ
+    on_gpu, alone = device.type == "cuda", world_size == 1
     timeout = datetime.timedelta(minutes=options.distributed_timeout_minutes)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -309,7 +309,17 @@ def _new_store(timeout: datetime.timedelta) -> Store:
     Without a namespace, a process that creates groups a second time would read the addresses of the
     destroyed groups. Each rank counts how often it has created groups, so all ranks use the same
     number.
+
+    Raises:
+        UserError: if this rank cannot listen or connect.
     """
-    store, rank, _ = next(rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, _ = next(rendezvous("env://", timeout=timeout))
+    except (RuntimeError, ValueError) as error:
+        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"rank {os.environ['RANK']} cannot meet the other ranks at {place} "
+            f"({first_line(error)}); check that the address is rank 0's and the port is free"
+        ) from error
     store.set_timeout(timeout)
     return PrefixStore(f"start-{store.add(f'starts-of-rank-{rank}', 1)}", store)

@@ -30,8 +30,9 @@ from megatron_chameleon.ranges import (
 class StoppingOptions(CheckedOptions):
     """When to stop a run early, after saving a checkpoint to resume from; the exit status is 0.
 
-    SIGTERM, SIGINT (Ctrl-C) or SIGUSR1, sent to any rank, stops the run in this way at any time.
-    compute_mixture exits with status 75 if it was stopped, but with 0 under torchrun.
+    SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 or SIGUSR2, sent to any rank, stops the run in this
+    way at any time. compute_mixture exits with status 75 if it was stopped, but with 0 under
+    torchrun.
     """
 
     exit_duration_in_mins: Positive | None = None

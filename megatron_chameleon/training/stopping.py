@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from megatron_chameleon.training.options import StoppingOptions
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Schedulers send SIGTERM, SIGUSR1 or SIGUSR2 before they end a job; a closed terminal sends SIGHUP.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 OUT_OF_TIME = "--exit-duration-in-mins"
 SIGNAL_NAMES = tuple(number.name for number in SIGNALS)
 REASONS = (*SIGNAL_NAMES, OUT_OF_TIME)
@@ -36,9 +37,13 @@ class StopRequests:
         self._before: dict[signal.Signals, Any] = {}
 
     def install_handlers(self) -> None:
-        """Install the signal handlers, until the block or the process ends."""
+        """Install the signal handlers, until the block or the process ends.
+
+        SIGHUP remains ignored if it is, as under nohup.
+        """
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
 
     def __enter__(self) -> Self:
         self.install_handlers()

@@ -54,11 +54,19 @@ class ToolOptions:
 @pytest.fixture(autouse=True)
 def _process_state(monkeypatch):
     """Set up one rank, and restore the global state that run_tool changes."""
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         yield
+
+
+def set_rank(monkeypatch, rank):
+    """Set the variables that torchrun sets for one of two ranks."""
+    launch = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**launch, "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
 
 
 def raising(error):
@@ -118,7 +126,7 @@ def test_rank_1_leaves_the_message_to_rank_0(capsys, monkeypatch, error):
         waited.append(seconds)
         raise job_ended
 
-    monkeypatch.setenv("RANK", "1")
+    set_rank(monkeypatch, "1")
     monkeypatch.setattr(time, "sleep", wait)
     for argv in (["--corpus", "c"], ["--corpsu", "c"]):
         with pytest.raises(KeyError) as ended:
@@ -168,7 +176,7 @@ def test_warnings_are_one_line_each_once_on_rank_0(capsys, monkeypatch):
         ("0", "warning: the weights sum to 2\nwarning: no valid split\n"),
         ("1", ""),
     ):
-        monkeypatch.setenv("RANK", rank)
+        set_rank(monkeypatch, rank)
         assert exit_status(tool) == 0
         assert capsys.readouterr() == ("", printed)
 
@@ -179,9 +187,31 @@ def test_help_shows_every_docstring_on_rank_0(capsys, monkeypatch):
     assert printed.err == ""
     for docstring in ("The folder with the tokens.", "Settings that belong together.", "How fast."):
         assert docstring in printed.out
-    monkeypatch.setenv("RANK", "1")
+    set_rank(monkeypatch, "1")
     assert exit_status(lambda _options: None, ["--help"]) == 0
     assert capsys.readouterr() == ("", "")
+    # A pod sets the same variables. Without a launcher that shows the output of rank 0, an empty
+    # output would look like a failure.
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert exit_status(lambda _options: None) == 0
+    assert capsys.readouterr().out.startswith("rank 1 of 2 ")
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"RANK": "", "WORLD_SIZE": "2"}, "integers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT"),
+    ],
+)
+def test_incomplete_variables_of_a_launcher_are_an_error(capsys, monkeypatch, variables, named):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert exit_status(lambda _options: None) == cli.USER_ERROR_STATUS
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

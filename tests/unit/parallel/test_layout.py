@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,19 @@ def test_each_rank_uses_the_device_of_its_local_rank(
             layout._prepare_device()
     else:
         assert layout._prepare_device() == torch.device("cuda", index)
+
+
+def test_a_port_in_use_is_an_error_that_names_it(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for name, value in launch.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with (
+            pytest.raises(UserError, match=f"MASTER_PORT={port}"),
+            layout.distributed(ParallelOptions(), seed=1),
+        ):
+            pass

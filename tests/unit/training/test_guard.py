@@ -79,7 +79,8 @@ def sums(*rows):
 
 def test_ranks_agree_on_loss_and_stop_reasons(one_rank):
     sync, none = StepSync(one_rank, 3), [0.0] * len(REASONS)
-    sync.send(sums([6.0, 2, 3], [0, 0, 4], [9.0, 1, 1]), [0.0, 1.0, 0.0, 0.0])
+    one = [float(reason == REASONS[1]) for reason in REASONS]
+    sync.send(sums([6.0, 2, 3], [0, 0, 4], [9.0, 1, 1]), one)
     assert (sync.loss(), sync.stop_reasons()) == (5.0, [REASONS[1]])
     assert sync.domain_losses().tolist() == [[6.0, 0.0, 9.0], [2.0, 0.0, 1.0]]
     sync = StepSync(one_rank, 1)
@@ -90,11 +91,12 @@ def test_ranks_agree_on_loss_and_stop_reasons(one_rank):
     assert math.isnan(sync.loss() or 0.0)
     # Losses of this tensor-parallel rank repeat those of the first, so they are not counted.
     sync = StepSync(dataclasses.replace(one_rank, tensor_rank=1), 1)
-    sync.send(sums([6.0, 2, 2]), [1.0, 0.0, 0.0, 1.0])
-    assert (sync.loss(), sync.stop_reasons()) == (None, [REASONS[0], REASONS[3]])
+    first_and_last = [1.0, *none[2:], 1.0]
+    sync.send(sums([6.0, 2, 2]), first_and_last)
+    assert (sync.loss(), sync.stop_reasons()) == (None, [REASONS[0], REASONS[-1]])
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def reasons(stops):
@@ -106,7 +108,18 @@ def test_signals_are_recorded_without_interrupting():
     with StopRequests(StoppingOptions()) as stops:
         # The terminal and the launcher may send the same signal, so each signal is sent twice.
         for sent, number in enumerate((*SIGNALS, *SIGNALS)):
-            assert len(reasons(stops)) == min(sent, 3)
+            assert len(reasons(stops)) == min(sent, len(SIGNALS))
             os.kill(os.getpid(), number)
         assert set(reasons(stops)) == {number.name for number in SIGNALS}
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_closed_terminal_is_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests(StoppingOptions()) as stops:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not reasons(stops)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
