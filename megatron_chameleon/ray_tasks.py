@@ -14,6 +14,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Times that a task is started again after its worker or machine died.
 MAX_RETRIES = 3
+_CONNECT_SECONDS = 20.0
 
 
 def map_on_ray(
@@ -54,6 +55,7 @@ def map_on_ray(
         raise UserError(
             f"Ray cannot be imported ({error}): pip install 'megatron-chameleon[ray]'"
         ) from error
+    _require_reachable(os.environ.get("RAY_ADDRESS", ""))
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
@@ -89,6 +91,20 @@ def map_on_ray(
             yield result
     finally:
         ray.shutdown()
+
+
+def _require_reachable(address: str) -> None:
+    """Raise UserError unless HOST:PORT accepts a connection; Ray would retry for 14 minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon:
+        return  # "auto", "local", or no address
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"RAY_ADDRESS={address} cannot be reached ({first_line(error)}); correct it, or unset "
+            "it to start Ray on this machine"
+        ) from error
 
 
 def _call(shared: tuple[Callable[[Any], Any], str], item: Any) -> Any:

@@ -159,8 +159,11 @@ class TaskLibrary:
         if not set(names) <= set(self.manager.all_subtasks):
             self.manager = all_tasks()
         for name in names:
-            if name not in self.manager.all_subtasks:
-                raise UserError(f"--tasks {name}: unknown task; `lm_eval ls tasks` lists them")
+            if name in self.manager.all_subtasks:
+                continue
+            if tasks := tasks_of_group(self.manager, name):
+                raise UserError(f"--tasks {name}: a group; name its tasks: {' '.join(tasks)}")
+            raise UserError(f"--tasks {name}: unknown task; `lm_eval ls subtasks` lists them")
         if data_dir is not None:
             if not data_dir.is_dir():
                 raise UserError(
@@ -267,6 +270,22 @@ class TaskLibrary:
 
 
 @functools.cache
+def tasks_of_group(manager: TaskManager, name: str) -> list[str]:
+    """Sorted names of the tasks in a group or with a tag of lm-eval; empty if there is none."""
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return []
+    config = entry.cfg or {}
+    members = {each for each in config.get("task") or () if isinstance(each, str)} | entry.tags
+    return sorted(
+        task
+        for member in members - {name}
+        for task in (
+            [member] if member in manager.all_subtasks else tasks_of_group(manager, member)
+        )
+    )
+
+
 def all_tasks() -> TaskManager:
     """Index all tasks of lm-eval, in about 8 seconds; later calls return the same index."""
     return TaskManager()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -93,3 +95,14 @@ def test_every_file_is_installed(setup_arguments):
     patterns = setup_arguments["package_data"]["megatron_chameleon"]
     assert files == {path for pattern in patterns for path in package.glob(pattern)}
     assert any(path.suffix == ".json" for path in files)
+
+
+def test_a_read_only_installation_without_a_home_compiles():
+    program = (
+        "import os; os.access = lambda *_: False\n"  # root may write anywhere
+        "import megatron_chameleon.blend.order as order; print(os.environ['NUMBA_CACHE_DIR'])"
+    )
+    environment = {"HOME": "/proc/none", "PATH": "", "PYTHONPATH": str(ROOT)}
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert Path(printed.strip()).name.startswith("numba-")
+    assert not Path(printed.strip()).exists()  # it is removed at the end

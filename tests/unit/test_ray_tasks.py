@@ -18,6 +18,13 @@ def _own_cluster(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "local")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:x"])
+def test_an_address_without_a_cluster_is_an_error_at_once(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UserError, match=f"RAY_ADDRESS={address}"):
+        list(map_on_ray(abs, [1]))
+
+
 def killed_until(folder, item):
     """Log the start of ``item``; the first start of item 1 and every start of item 3 are killed."""
     with (folder / str(item)).open("a") as log:

@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import close_session, constants
 from lm_eval.api.task import ConfigurableTask
 
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.tasks import (
     HUB_ATTEMPTS,
     TaskLibrary,
@@ -42,6 +43,19 @@ def test_unreachable_hub_makes_tasks_unavailable(monkeypatch, tmp_path):
     finally:
         close_session()
     assert len(calls) == HUB_ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("ai2_arc", "a group; name its tasks: arc_challenge arc_easy$"),
+        ("mmlu", "a group; name its tasks: mmlu_abstract_algebra .* mmlu_world_religions$"),
+        ("no_such_task", "unknown task"),
+    ],
+)
+def test_a_group_is_rejected_with_the_names_of_its_tasks(name, named):
+    with pytest.raises(UserError, match=f"^--tasks {name}: {named}"):
+        TaskLibrary(["arc_easy", name], None)
 
 
 LEFT_OUT = ", the question's own document left out"
