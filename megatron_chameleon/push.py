@@ -22,6 +22,7 @@ from megatron_chameleon.report.model_card import (
     MIXTURE_NAME,
     load_card_content,
     model_card,
+    portable,
 )
 
 CARD_NAME = "README.md"
@@ -53,7 +54,7 @@ def push(options: PushOptions) -> None:
             f"--run {options.run}: its last intact checkpoint is of step {checkpoint.step}, not of "
             f"step {run.step}; resume the run with its command"
         )
-    content = load_card_content(run, checkpoint, options.evaluations)
+    content = portable(load_card_content(run, checkpoint, options.evaluations))
     tokenizer = find_tokenizer(options, checkpoint)
     body = model_card(
         content,
@@ -72,7 +73,7 @@ def push(options: PushOptions) -> None:
     def write_more(folder: Path) -> None:
         """Write the mixture, the record of the run and the model card to ``folder``."""
         content.mixture.save(folder / MIXTURE_NAME)
-        dataclasses.replace(run, root=folder, checkpoints=[]).save()
+        dataclasses.replace(content.run, root=folder, checkpoints=[]).save()
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
         (folder / CARD_NAME).write_text(str(card), encoding="utf-8")
 

@@ -8,16 +8,23 @@ import datetime
 import functools
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megatron_chameleon.artifacts.record import Amount, Count, json_values
 
+# User and password of a URL, and parameters of signed URLs.
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
+_SECRET_PARAMETER = re.compile(
+    r"([?&](?:sig|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*)=)[^&#\s]+", re.I
+)
+_ABSOLUTE_PATH = re.compile(r"(?<![^\s=,:'\"])/(?!/)(?:[^\s=,:'\"/]+/+)*([^\s=,:'\"/]*)")
 PACKAGES = ("megatron-chameleon", "torch", "megatron-core", "numpy", "scipy", "tokenizers")
 
 
@@ -36,6 +43,43 @@ class Provenance:
     created: str
     working_folder: str | None = None
 
+    def portable(self) -> Provenance:
+        """Copy for other machines, without absolute paths; see :meth:`portable_text`."""
+        return dataclasses.replace(
+            self,
+            command=_mapped(self.command, self.portable_text),
+            options=_mapped(self.options, self.portable_text),
+            inputs={self.portable_text(name): digest for name, digest in self.inputs.items()},
+            working_folder=None,
+        )
+
+    def portable_text(self, text: str) -> str:
+        """Make paths in the working folder relative, and keep only the name of other paths."""
+        if self.working_folder is not None:
+            here = re.escape(self.working_folder.rstrip("/"))
+            text = re.sub(rf"{here}(/|(?![^\s=,:'\"]))", "", text)
+        return _ABSOLUTE_PATH.sub(r"\1", text)
+
+
+def recorded_options(options: Any) -> dict[str, Any]:
+    """The dataclass ``options`` as JSON values without the passwords and tokens of URLs."""
+    body: dict[str, Any] = _mapped(json_values(options), without_credentials)
+    return body
+
+
+def without_credentials(text: str) -> str:
+    """``text`` without the user, the password and the tokens of URLs."""
+    return _SECRET_PARAMETER.sub(r"\1***", _CREDENTIALS.sub("", text))
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """JSON values with every string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return [_mapped(each, change) for each in value] if isinstance(value, list) else value
+
 
 def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
     """Record the provenance of an artifact of this process.
@@ -45,9 +89,10 @@ def provenance(options: Any, inputs: dict[str, str]) -> Provenance:
         inputs: name of each input artifact -> its hash.
     """
     return Provenance(
-        command=[*Path(sys.argv[0]).name.split(), *sys.argv[1:]],  # "megatron-chameleon COMMAND"
-        options=json_values(options),
-        inputs=dict(inputs),
+        # The first word of argv is "megatron-chameleon COMMAND".
+        command=[*Path(sys.argv[0]).name.split(), *map(without_credentials, sys.argv[1:])],
+        options=recorded_options(options),
+        inputs={without_credentials(name): digest for name, digest in inputs.items()},
         versions={"python": platform.python_version(), **package_versions(PACKAGES)},
         git_commit=git_commit(),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

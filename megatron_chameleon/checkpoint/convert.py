@@ -105,7 +105,7 @@ def write_huggingface(
             body,
             tensors,
             tokenizer,
-            provenance(options, {"checkpoint": record.hash}),
+            provenance(options, {"checkpoint": record.hash}).portable(),
             options.max_shard_size,
             write_more,
         )

@@ -107,6 +107,30 @@ def load_card_content(
     )
 
 
+def portable(content: CardContent) -> CardContent:
+    """Copy whose run and mixture can be published: without absolute paths of this machine."""
+    made_by, mixture = content.run.provenance, content.mixture
+    sources = mixture.sources and {
+        name: dataclasses.replace(
+            source,
+            files={
+                split: list(map(made_by.portable_text, files))
+                for split, files in source.files.items()
+            },
+        )
+        for name, source in mixture.sources.items()
+    }
+    return dataclasses.replace(
+        content,
+        run=dataclasses.replace(content.run, provenance=made_by.portable()),
+        mixture=dataclasses.replace(
+            mixture,
+            provenance=mixture.provenance and mixture.provenance.portable(),
+            sources=sources,
+        ),
+    )
+
+
 def _mixture_file(run: TrainingRun, checkpoint: CheckpointRecord) -> Path | None:
     """The file of ``--mixture``; None without one, or if it was moved or has other weights."""
     name = run.provenance.options.get("mixture")

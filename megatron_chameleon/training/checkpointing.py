@@ -22,10 +22,10 @@ from megatron_chameleon.artifacts.checkpoint import (
     step_folder,
 )
 from megatron_chameleon.artifacts.files import finish_replacements, writing
+from megatron_chameleon.artifacts.provenance import recorded_options
 from megatron_chameleon.artifacts.record import (
     check_values,
     differences,
-    json_values,
     model_fields,
 )
 from megatron_chameleon.artifacts.training_run import (
@@ -124,7 +124,7 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
         return None
     run = TrainingRun.load(folder)
     options_before, inputs_before = run.provenance.options, run.provenance.inputs
-    options, inputs = json_values(plan.options), plan.provenance.inputs
+    options, inputs = recorded_options(plan.options), plan.provenance.inputs
     for name in {**inputs, **inputs_before}:
         if inputs_before.get(name) != inputs.get(name):
             hashes = (hashed.get(name, "none")[:8] for hashed in (inputs_before, inputs))
