@@ -17,6 +17,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_chameleon.artifacts import Split
+from megatron_chameleon.artifacts.files import read_foreign_json
 from megatron_chameleon.corpus.options import (
     MAX_DOMAIN_BYTES,
     DomainOptions,
@@ -343,6 +344,8 @@ def find_files(pattern: str, flag: str) -> list[str]:
         problem = f"no file of a supported format; {_FORMATS}"
         if any(kind_of_file(file, TEXT_SUFFIXES) for file in in_folders):
             problem += "; to read text beside data, pass a pattern such as 'FOLDER/**/*.py'"
+        if any(file.endswith(".arrow") for file in in_folders):
+            problem += f"; to read Arrow files, pass the folder as {DATASET_PREFIX}FOLDER"
         raise UserError(f"{flag} {pattern}: {problem}")
     for file in files:
         if any("\ud800" <= character <= "\udfff" for character in file):
@@ -477,10 +480,10 @@ def _dataset_sources(text: str, flag: str, wanted: Split | None) -> list[Source]
         if not is_folder and not datasets.config.HF_HUB_OFFLINE:
             _require_hub(name)
         configs = [name.config]
-        if name.config == ALL_CONFIGS:
+        if name.config == ALL_CONFIGS and not _saved_splits(name.path):
             configs = datasets.get_dataset_config_names(name.path, revision=name.revision)
         for config in configs:
-            builder = datasets.load_dataset_builder(name.path, config, revision=name.revision)
+            builder = datasets.load_dataset_builder(**_load_arguments(name, config))
             files = builder.config.data_files or {}
             # Use the commit in the addresses of the files, so that every machine reads the same.
             addresses = (str(file) for part in files.values() for file in part)
@@ -565,10 +568,36 @@ def _is_supported_directly(builder: DatasetBuilder) -> bool:
     )
 
 
+def _load_arguments(name: DatasetName, config: str | None) -> dict[str, Any]:
+    """Arguments with which ``datasets`` loads the data set."""
+    if splits := _saved_splits(name.path):
+        return {"path": "arrow", "data_files": splits}
+    return {"path": name.path, "name": config, "revision": name.revision}
+
+
+def _saved_splits(folder: str) -> dict[str, list[str]]:
+    """Split -> Arrow files of a folder that ``save_to_disk`` wrote; empty for other data sets."""
+    root = Path(folder).expanduser()
+    if (root / "state.json").is_file():
+        parts = {"train": root}
+    elif (root / "dataset_dict.json").is_file():
+        splits = read_foreign_json(root / "dataset_dict.json", "save the data set again")
+        parts = {str(split): root / str(split) for split in splits.get("splits") or ()}
+    else:
+        return {}
+    found = {}
+    for split, part in parts.items():
+        # The state lists the files in order; the folder may hold files of earlier states.
+        state = read_foreign_json(part / "state.json", "save the data set again")
+        names = [str(file["filename"]) for file in state.get("_data_files") or ()]
+        found[split] = [str(part / Path(name).name) for name in names]
+    return found
+
+
 def _streams(name: DatasetName) -> dict[str, IterableDataset]:
     import datasets
 
-    streams = datasets.load_dataset(name.path, name.config, revision=name.revision, streaming=True)
+    streams = datasets.load_dataset(**_load_arguments(name, name.config), streaming=True)
     return {str(split): stream for split, stream in streams.items()}
 
 

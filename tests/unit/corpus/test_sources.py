@@ -272,6 +272,21 @@ def test_files_of_data_sets_are_read_like_files_and_other_formats_streamed(tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:.*skipping")
+def test_saved_data_sets_are_read_in_the_order_of_their_rows(tmp_path, own_cache):
+    rows = [{"text": f"row {n}"} for n in range(30)]
+    one, two = datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows[:4])
+    one.save_to_disk(tmp_path / "one", num_shards=11)
+    (tmp_path / "one/stale.arrow").write_bytes(b"")
+    _, found = read(f"a=hf:{tmp_path / 'one'}", domains=DomainOptions())
+    assert [document.text for document in found] == [row["text"] for row in rows]
+    datasets.DatasetDict(train=one, test=two).save_to_disk(tmp_path / "both")
+    sources, found = read(f"a=hf:{tmp_path / 'both'}", domains=DomainOptions())
+    assert {source.split for source in sources} == {None, "test"}
+    assert len(found) == 34
+    with pytest.raises(UserError, match="hf:FOLDER"):
+        find(f"a={tmp_path / 'one'}")
+
+
 def test_absent_data_sets_configs_and_splits_are_rejected(tmp_path, own_cache):
     root = write_dataset(tmp_path / "set", {"en": {"train": 1}, "fr": {"dev": 1}})
     for name, problem in {
