@@ -103,6 +103,8 @@ if TYPE_CHECKING:
 TARGET_KEY = "--target"
 # Warn if the target raises the weights of its domains by less than this share of the mean weight.
 MIN_TARGET_GAIN = 0.05
+# Intervals of weights that resampling does not change are not exactly 0.
+_ROUNDING = 1e-9
 PROGRESS_DELAY_SECONDS = 2.0
 
 
@@ -593,12 +595,12 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
     )
     lines = []
     half_width = float((bootstrap.high - bootstrap.low).max()) / 2
-    if outweighs and half_width > 0:
+    if outweighs and half_width > _ROUNDING:
         heavier, lighter, share = min(outweighs, key=lambda pair: pair[2])
         lines.append(
             f"least certain order: {heavier} outweighs {lighter} in {share:.0%} of resamples"
         )
-    if half_width > 0:
+    if half_width > _ROUNDING:
         # The standard error of a mean over n windows is proportional to n^-1/2.
         needed = math.ceil(fewest * (half_width / weighting.precision) ** 2)
         grouped = f" (bootstrap over means of {group} windows each)" if group > 1 else ""
@@ -650,8 +652,17 @@ def _warn_uninformative(
     hint = "try --recipe scaled or, with --target, a smaller --target-strength; see --explain"
     warn_degenerate(plan.names, result, hint)
     uniform, several = 1.0 / len(plan.names), len(plan.names) > 1
-    covers_uniform = (bootstrap.low <= uniform) & (uniform <= bootstrap.high)
-    if several and not is_undertrained and covers_uniform.all():
+    covers_uniform = (bootstrap.low <= uniform + _ROUNDING) & (
+        uniform - _ROUNDING <= bootstrap.high
+    )
+    is_fixed = float(np.ptp(bootstrap.weights, axis=0).max()) < _ROUNDING
+    if len(plan.names) == 2 and is_fixed and covers_uniform.all():
+        # Centred embeddings of two domains are x and -x, and scores do not depend on the sign.
+        warn(
+            f"two domains get the same weight with --recipe {plan.recipe.name}, whatever their "
+            "text: pass --target, add a domain, or use --method mixmin"
+        )
+    elif several and not is_undertrained and covers_uniform.all():
         warn(
             "no weight differs significantly from uniform: use more windows (--num-windows) or a "
             "proxy trained for longer, or train uniformly"

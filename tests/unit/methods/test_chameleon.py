@@ -232,7 +232,7 @@ def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path):
 
 def test_uninformative_weights_raise_warnings(compute):
     # Two domains are symmetric about their mean, so centered embeddings give equal weights.
-    with pytest.warns(UserWarning, match="uniform"):
+    with pytest.warns(UserWarning, match="two domains get the same weight"):
         compute(domains=f"{DOMAINS[0]},{DOMAINS[1]}")
     with pytest.warns(UserWarning, match="one domain"):
         compute(weighting=dataclasses.replace(SCALED, temperature=1e-3))
