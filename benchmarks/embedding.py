@@ -35,7 +35,7 @@ from benchmarks.measure import compared, device_file, format_row, interleaved, m
 from benchmarks.real_text import read_texts, write_real_text
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
@@ -147,7 +147,7 @@ def write_model(folder: Path, text: Path) -> TextCheckpoint:
 
 def ours(task: Task, layout: Layout, *, bf16: bool = False) -> Callable[[], Vectors]:
     """Embed as tools/compute_mixture.py does, sorted by window length."""
-    reader = open_reader(CheckpointRecord.load(task.model.checkpoint), layout, bf16=bf16)
+    reader = CheckpointModel(CheckpointRecord.load(task.model.checkpoint)).reader(layout, bf16=bf16)
     windows = task.windows.longest_first()
     order = np.argsort(-task.windows.length, kind="stable")
     layer = check_layer(reader.config.num_layers, None)

@@ -36,7 +36,7 @@ from benchmarks.embedding import SIZE, TEXT_BYTES, write_model
 from benchmarks.measure import compared, device_file, format_row, interleaved, machine, put_row
 from benchmarks.real_text import write_real_text
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions
@@ -67,7 +67,7 @@ def main() -> None:
         name = device_name(layout.device)
         on = machine() | {"device": name, "cuda": torch.version.cuda}
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads", flush=True)
-        reader = open_reader(CheckpointRecord.load(model.checkpoint), layout)
+        reader = CheckpointModel(CheckpointRecord.load(model.checkpoint)).reader(layout)
         tokenizer = load_tokenizer(model.tokenizer, EOD_TOKEN)
         batch_size = DownstreamOptions.evaluation_batch_size
         models: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Write a training run as a Hugging Face repository, to a folder or to the hub."""
+"""Write a model as a Hugging Face repository, to a folder or to the hub."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from megatron_chameleon.artifacts import CheckpointRecord, TrainingRun, find_checkpoint
+from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.files import require_new, require_writable
 from megatron_chameleon.checkpoint.convert import write_huggingface
-from megatron_chameleon.checkpoint.load import config_of, find_tokenizer
+from megatron_chameleon.checkpoint.model import CheckpointModel, Model, open_model
 from megatron_chameleon.checkpoint.options import PushOptions
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.model.huggingface_config import describe
@@ -31,37 +31,43 @@ EARLIER_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
 def push(options: PushOptions) -> None:
-    """Write the repository of a finished run, and upload it with ``options.hub``.
+    """Write the repository of a finished run or another model; upload it with ``options.hub``.
 
     Raises:
-        UserError: for a run that is not finished, an output folder that exists, a missing token of
-            the hub, a damaged artifact or a failed upload. Only a failed upload leaves a folder,
-            which is complete, at ``options.output``.
+        UserError: for a run that is not finished, a model that cannot be opened, an output folder
+            that exists, a missing token of the hub, a damaged artifact or a failed upload. Only a
+            failed upload leaves a folder, which is complete, at ``options.output``.
     """
     if options.output is not None:
         require_new([options.output], "choose a new folder for --output, or remove it")
         require_writable(options.output.parent, f"--output {options.output}")
-    run = TrainingRun.load(options.run)
-    if run.status != "finished":
-        raise UserError(
-            f"--run {options.run} is not finished ({run.status} at step {run.step} of "
-            f"{run.train_iters}); resume it, or convert its last checkpoint with "
-            "megatron-chameleon convert_checkpoint to-huggingface"
-        )
-    checkpoint = CheckpointRecord.load(find_checkpoint(options.run, "--run"))
-    if checkpoint.step != run.step:
-        raise UserError(
-            f"--run {options.run}: its last intact checkpoint is of step {checkpoint.step}, not of "
-            f"step {run.step}; resume the run with its command"
-        )
-    content = portable(load_card_content(run, checkpoint, options.evaluations))
-    tokenizer = find_tokenizer(options, checkpoint)
-    body = model_card(
-        content,
-        options.hub or Path(str(options.output)).name,
-        describe(config_of(checkpoint)),
-        loads_tokenizer=tokenizer.file.kind == "tokenizers",
-    )
+    run = content = None
+    if TrainingRun.exists(options.run):
+        run = TrainingRun.load(options.run)
+        if run.status != "finished":
+            raise UserError(
+                f"--run {options.run} is not finished ({run.status} at step {run.step} of "
+                f"{run.train_iters}); resume it, or convert its last checkpoint with "
+                "megatron-chameleon convert_checkpoint to-huggingface"
+            )
+    else:
+        options.reject_changed(["evaluations"], f"{options.run} is not a run of pretrain_gpt")
+    opened = open_model(options.run, "--run", options)
+    if run is not None:
+        assert isinstance(opened, CheckpointModel)
+        if opened.step != run.step:
+            raise UserError(
+                f"--run {options.run}: its last intact checkpoint is of step {opened.step}, not "
+                f"of step {run.step}; resume the run with its command"
+            )
+        content = portable(load_card_content(run, opened.record, options.evaluations))
+    model, tokenizer = opened.with_own_vocabulary()
+    name = options.hub or Path(str(options.output)).name
+    loads_tokenizer = tokenizer.file.kind == "tokenizers"
+    if content is None:
+        body = plain_card(model, name)
+    else:
+        body = model_card(content, name, describe(model.config), loads_tokenizer=loads_tokenizer)
     data = ModelCardData(
         language=list(options.language) or None,
         license=options.license,
@@ -71,9 +77,10 @@ def push(options: PushOptions) -> None:
     )
 
     def write_more(folder: Path) -> None:
-        """Write the mixture, the record of the run and the model card to ``folder``."""
-        content.mixture.save(folder / MIXTURE_NAME)
-        dataclasses.replace(content.run, root=folder, checkpoints=[]).save()
+        """Write the model card, and of a run the mixture and the record, to ``folder``."""
+        if content is not None:
+            content.mixture.save(folder / MIXTURE_NAME)
+            dataclasses.replace(content.run, root=folder, checkpoints=[]).save()
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
         (folder / CARD_NAME).write_text(str(card), encoding="utf-8")
 
@@ -81,12 +88,22 @@ def push(options: PushOptions) -> None:
     with tempfile.TemporaryDirectory(prefix="megatron-chameleon-push-") as temporary:
         # Without --output, the folder exists only until it is uploaded.
         output = options.output or Path(temporary) / "repository"
-        write_huggingface(checkpoint, tokenizer, output.absolute(), options, write_more)
+        write_huggingface(model, tokenizer, output.absolute(), options, write_more)
         if options.output is not None:
             print(f"written to {options.output}")
         if hub is not None:
             print(f"uploaded to {hub.upload(output)}")
     print(f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.hub or output}')")
+
+
+def plain_card(model: Model, name: str) -> str:
+    """Write the card, as Markdown, of a model whose training is not recorded."""
+    return (
+        f"# {name.rpartition('/')[2]}\n\n{describe(model.config)}. megatron_chameleon converted it "
+        "from another format; `provenance.json` has the command, and the hash of the weights.\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"model = AutoModelForCausalLM.from_pretrained({name!r})\n```\n"
+    )
 
 
 class Hub:

@@ -51,7 +51,7 @@ def write_text_checkpoint(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_chameleon.checkpoint.convert import (
-        convert_from_huggingface,
+        convert_to_checkpoint,
         convert_to_huggingface,
     )
     from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
@@ -65,6 +65,6 @@ def write_text_checkpoint(
     AutoModelForCausalLM.from_config(settings).save_pretrained(model)
     tokenizer = model / "tokenizer.json"
     tokenizer.write_bytes(byte_level_bpe(texts, config["vocab_size"], EOD_TOKEN))
-    convert_from_huggingface(FromHuggingFaceOptions(model=model, output=checkpoint))
+    convert_to_checkpoint(FromHuggingFaceOptions(model=model, output=checkpoint))
     convert_to_huggingface(ToHuggingFaceOptions(checkpoint=checkpoint, output=exported))
     return TextCheckpoint(checkpoint, exported, tokenizer)

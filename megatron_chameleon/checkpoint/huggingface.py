@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from huggingface_hub import save_torch_state_dict
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -22,27 +24,20 @@ from megatron_chameleon.artifacts.files import (
     flush_to_disk,
     read_foreign_json,
     replace_folder,
-    sha256_of_files,
     write_json,
 )
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError, first_line
-from megatron_chameleon.model.config import ModelConfig
-from megatron_chameleon.model.gpt import unwrap
-from megatron_chameleon.model.huggingface import (
-    Tensors,
-    checked_tensors,
-    load_huggingface,
-)
-from megatron_chameleon.model.huggingface_config import (
-    CONFIG_NAME,
-    FoundConfig,
-    read_model_config,
-)
+from megatron_chameleon.model.huggingface import Tensors
+from megatron_chameleon.model.huggingface_config import CONFIG_NAME
 
 PROVENANCE_NAME = "provenance.json"
 _SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _INDEX_SUFFIX = ".index.json"
+_DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
+CODE = "*.py"
+# Subfolders hold other formats (ONNX, GGUF); consolidated files repeat the weights.
+_NOT_DOWNLOADED = ["*/*", "consolidated*"]
 
 
 def is_huggingface_folder(folder: Path) -> bool:
@@ -52,83 +47,38 @@ def is_huggingface_folder(folder: Path) -> bool:
     return not is_checkpoint and any((folder / name).is_file() for name in names)
 
 
-@dataclasses.dataclass(frozen=True)
-class HuggingFaceWeights:
-    """Hugging Face model folder, whose tensors stay on disk until :meth:`read` or :meth:`load`.
+def download(name: str, flag: str, *, with_code: bool) -> Path:
+    """Download a model from the Hugging Face hub, or find its copy in the hub's cache.
 
-    Attributes:
-        folder: folder of the model.
-        files: files that hold the weights.
-        found: model that the config.json describes.
-        vocab_size: number of embedding rows to read, at most the number in the file: the embeddings
-            of public models are padded beyond their tokenizer's vocabulary.
+    Args:
+        name: OWNER/MODEL.
+        flag: the option with this name, for messages.
+        with_code: download the Python code of the model too.
+
+    Returns:
+        The folder in the cache.
+
+    Raises:
+        UserError: if the hub has no such model, or is not reachable.
     """
-
-    folder: Path
-    files: tuple[Path, ...]
-    found: FoundConfig
-    vocab_size: int
-
-    @classmethod
-    def find(cls, folder: Path, *, allow_pickle: bool = False) -> HuggingFaceWeights:
-        """Open ``folder`` without reading its tensors.
-
-        Args:
-            folder: folder of the model.
-            allow_pickle: accept torch's own format if there is no safetensors file.
-
-        Raises:
-            UserError: for an unsupported model, or weights in an unsupported format.
-        """
-        found = read_model_config(folder)
-        files = find_weights(folder, allow_pickle=allow_pickle)
-        held = sum(path.stat().st_size for path in files)
-        found.config.require_bytes(held, str(folder / CONFIG_NAME))
-        return cls(folder, tuple(files), found, found.config.vocab_size)
-
-    @property
-    def config_file(self) -> Path:
-        """The config.json."""
-        return self.folder / CONFIG_NAME
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model that is read."""
-        return dataclasses.replace(self.found.config, vocab_size=self.vocab_size)
-
-    @property
-    def left_out(self) -> list[str]:
-        """Describe the weights and settings that are not loaded, one line each."""
-        rows_in_file, lines = self.found.config.vocab_size, []
-        if rows := rows_in_file - self.vocab_size:
-            lines.append(
-                f"the last {rows} of its {rows_in_file} embedding rows are not loaded: "
-                f"the tokenizer has {self.vocab_size} tokens"
-            )
-        if dropout := self.found.dropout:
-            lines.append(
-                f"its dropout of {dropout:g} is not used: pass --hidden-dropout and "
-                "--attention-dropout to train with dropout"
-            )
-        return lines
-
-    def hash(self) -> str:
-        """Return the hexadecimal SHA-256 of the config and the weight files."""
-        return sha256_of_files(self.config_file, *self.files)
-
-    def read(self) -> Tensors:
-        """Read the tensors into CPU memory, under their Hugging Face names.
-
-        Raises:
-            UserError: if the tensors are damaged, or do not match the config.
-        """
-        return checked_tensors(read_tensors(self.files), self.found.config, str(self.folder))
-
-    def load(self, model: Sequence[torch.nn.Module]) -> None:
-        """Load the weights into ``model``, this rank's chunks; raises like :meth:`read`."""
-        tensors = self.read()
-        for chunk in model:
-            load_huggingface(unwrap(chunk), tensors, self.config)
+    hint = f"{flag} {name}: no such folder here, and"
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=[*_DOWNLOADED, *([CODE] if with_code else [])],
+            ignore_patterns=_NOT_DOWNLOADED,
+        )
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise UserError(
+            f"{hint} the Hugging Face hub has no model of this name that you may read "
+            f"({first_line(error)}); check the name, or log in with `hf auth login`"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"{hint} the Hugging Face hub is not reachable ({first_line(error)}); pass a folder of "
+            "a run, a checkpoint or a downloaded model"
+        ) from error
+    return Path(folder)
 
 
 def read_tensors(files: Sequence[Path]) -> Tensors:

@@ -34,13 +34,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from megatron_chameleon.artifacts import CheckpointRecord, Corpus, find_checkpoint
-from megatron_chameleon.artifacts.record import check_values, model_fields
-from megatron_chameleon.checkpoint.huggingface import is_huggingface_folder
+from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.index import read_index
-from megatron_chameleon.checkpoint.megatron import find_megatron_folder, megatron_record
 from megatron_chameleon.checkpoint.optimizer_fixes import convert_loaded_state, prepare_for_loading
-from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.checkpoint.state import (
     RANDOM,
     State,
@@ -49,127 +45,8 @@ from megatron_chameleon.checkpoint.state import (
     set_random_states,
     training_state,
 )
-from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, first_line
-from megatron_chameleon.model.config import ModelConfig
-from megatron_chameleon.model.gpt import build_model, unwrap
-from megatron_chameleon.model.readout import Reader
-from megatron_chameleon.parallel.layout import Layout
-
-
-def open_checkpoint(
-    path: Path, flag: str = "--checkpoint", tokenizer: TokenizerChoice | None = None
-) -> CheckpointRecord:
-    """Find the checkpoint at ``path``, and read all its bytes to verify or to hash them.
-
-    Args:
-        path: a run or a checkpoint of this package (see :func:`find_checkpoint`), or a checkpoint
-            of Megatron-LM (see :func:`~megatron_chameleon.checkpoint.megatron.megatron_record`).
-        flag: the option with this path, for messages.
-        tokenizer: location of the tokenizer of Megatron-LM's checkpoint; default: the recorded one.
-
-    Raises:
-        UserError: if there is no such checkpoint, it is damaged, or its model is not supported.
-    """
-    folder = find_megatron_folder(path)
-    if folder is not None:
-        return megatron_record(folder, tokenizer or TokenizerChoice())
-    if is_huggingface_folder(path):
-        raise UserError(
-            f"{flag} {path} is a Hugging Face folder; convert it with megatron-chameleon "
-            "convert_checkpoint from-huggingface, and pass the result"
-        )
-    return CheckpointRecord.load(find_checkpoint(path, flag))
-
-
-def config_of(record: CheckpointRecord) -> ModelConfig:
-    """Return the model's config.
-
-    Raises:
-        UserError: if checkpoint.json has no valid config, or a config too large for the files.
-    """
-    where, hint = f"{record.root}/checkpoint.json", "the checkpoint is damaged; use another"
-    config = check_values(where, ModelConfig, model_fields(record.model), hint, "model")
-    held = sum(file.bytes for file in record.files.values())
-    config.require_bytes(held, f"{where}: field model")
-    return config
-
-
-def require_tokenizer(record: CheckpointRecord, corpus: Corpus) -> None:
-    """Raise UserError if the checkpoint and the corpus use different tokenizers."""
-    if record.tokenizer_hash != corpus.tokenizer.sha256:
-        raise UserError(
-            f"{record.root} was trained with another tokenizer than that of {corpus.root}; "
-            "preprocess the text again with the checkpoint's tokenizer (--tokenizer-model)"
-        )
-
-
-def find_tokenizer(options: TokenizerChoice, record: CheckpointRecord) -> Tokenizer:
-    """Open the tokenizer of the checkpoint's training data.
-
-    The tokenizer's location is taken from ``options``, or else from the options that the checkpoint
-    records: those of a training run with --corpus or --data-path, or of a conversion.
-
-    Raises:
-        UserError: if the tokenizer cannot be found, or differs from that of the training data.
-    """
-    path = options.tokenizer_model or recorded_tokenizer(record)
-    if path is None or not (options.tokenizer_model or path.exists()):
-        problem = f"is no longer at {path}" if path else "is not recorded"
-        raise UserError(
-            f"the tokenizer of {record.root} {problem}; pass the tokenizer, or a corpus made "
-            "with it, with --tokenizer-model"
-        )
-    if Corpus.exists(path):
-        options.reject_changed(("tiktoken_pattern", "eod_token"), f"the corpus {path} records it")
-        tokenizer = corpus_tokenizer(Corpus.load(path))
-    else:
-        recorded = record.provenance.options
-        if not recorded.get("corpus"):  # a run with --data-path records its options under "data"
-            recorded = recorded.get("data") or recorded
-        eod_token = options.eod_token or recorded.get("eod_token")
-        pattern = options.tiktoken_pattern or recorded.get("tiktoken_pattern")
-        tokenizer = load_tokenizer(path, eod_token, pattern)
-        if eod_token is None:
-            warnings.warn(
-                f"{record.root} does not record its end-of-document token: assuming "
-                f"{tokenizer.eod_token}; pass --eod-token, or the corpus with --tokenizer-model",
-                stacklevel=2,
-            )
-    if tokenizer.sha256 != record.tokenizer_hash:
-        raise UserError(
-            f"{tokenizer.path} is not the tokenizer that {record.root} was trained with (its hash "
-            "differs); pass that tokenizer, or a corpus made with it, with --tokenizer-model"
-        )
-    return tokenizer
-
-
-def recorded_tokenizer(record: CheckpointRecord) -> Path | None:
-    """Return the recorded path of the tokenizer, or of the corpus or model folder that holds it.
-
-    A relative path is resolved from the run's working directory, or if nothing is found there, from
-    the current directory.
-    """
-    options = record.provenance.options
-    data = options.get("data") or options
-    place = options.get("corpus") or data.get("tokenizer_model") or options.get("model")
-    if not place:
-        return None
-    from_start = Path(record.provenance.working_folder or ".") / place
-    return Path(place) if Path(place).exists() and not from_start.exists() else from_start
-
-
-def open_reader(record: CheckpointRecord, layout: Layout, *, bf16: bool = False) -> Reader:
-    """Build this rank's model chunk in evaluation mode and load its weights.
-
-    The model computes in float32 by default, regardless of the training dtype, so that embeddings
-    and losses agree across layouts and devices; ``bf16`` is faster.
-    """
-    config = config_of(record)
-    model = build_model(config, layout, seed=0, bf16=bf16)
-    load_weights(record, [model])
-    model.eval()
-    return Reader(model=unwrap(model), config=config, layout=layout)
+from megatron_chameleon.model.gpt import unwrap
 
 
 def load_weights(record: CheckpointRecord, model: Sequence[torch.nn.Module]) -> None:

@@ -17,13 +17,15 @@ class TokenizerChoice(CheckedOptions):
 
     tokenizer_model: Path | None = None
     """The tokenizer that the model was trained with, or a corpus made with that tokenizer; default:
-    the tokenizer of the checkpoint's training or conversion."""
+    the tokenizer of the checkpoint's training or conversion, or that in the Hugging Face
+    folder."""
     tiktoken_pattern: str | None = None
     """Pattern by which a tiktoken file splits text into words; default: the checkpoint's pattern. A
     corpus records its own pattern."""
     eod_token: str | None = None
-    """The tokenizer's end-of-document token; default: the checkpoint's token. A corpus
-    records its own end-of-document token."""
+    """The tokenizer's end-of-document token; default: the checkpoint's token, or the
+    end-of-text token of the Hugging Face folder, or else <|endoftext|>. A corpus records its own
+    end-of-document token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +49,9 @@ class ToHuggingFaceOptions(HuggingFaceFormat):
     """Convert a checkpoint of any layout to a Hugging Face folder."""
 
     checkpoint: Path
-    """A run folder, whose latest checkpoint is converted, or a checkpoint folder, also of
-    Megatron-LM."""
+    """A run folder, whose latest checkpoint is converted, a checkpoint folder, also of Megatron-LM,
+    or a Hugging Face folder or hub name (OWNER/MODEL), which is written again, such as in another
+    --dtype."""
     output: Path
     """The folder to write, with config.json, weights in safetensors and the tokenizer."""
     overwrite: bool = False
@@ -60,10 +63,12 @@ class PushOptions(HuggingFaceFormat):
     """Write the model of a finished run as a Hugging Face repository, to a folder or to the hub.
 
     The repository holds the model, its tokenizer, its mixture, its provenance and a model card.
+    Other models than runs have no mixture.
     """
 
     run: Path
-    """Folder of the training run, such as runs/mine/5-base/chameleon-pretrain-seed1."""
+    """Folder of the training run, such as runs/mine/5-base/chameleon-pretrain-seed1, or any other
+    model that evaluate accepts."""
     output: Path | None = None
     """The folder to write, which must not exist."""
     hub: str | None = None
@@ -90,22 +95,14 @@ class PushOptions(HuggingFaceFormat):
 
 
 @dataclasses.dataclass(frozen=True)
-class FromHuggingFaceOptions(CheckedOptions):
+class FromHuggingFaceOptions(TokenizerChoice):
     """Convert a Hugging Face folder to a checkpoint of step 0, loadable in any layout."""
 
     model: Path
-    """The folder to read, with config.json, weights in safetensors and the tokenizer."""
+    """The folder or hub name (OWNER/MODEL) to read, with config.json, weights in safetensors and
+    the tokenizer; or any other model that --checkpoint accepts, without its training state."""
     output: Path
     """The checkpoint folder to write."""
-    tokenizer_model: Path | None = None
-    """The tokenizer of the model; default: the tokenizer in the folder. Preprocess a corpus with it
-    to use the checkpoint."""
-    tiktoken_pattern: str | None = None
-    """Pattern by which a tiktoken file passed as --tokenizer-model splits text into words, as in
-    preprocess_data."""
-    eod_token: str | None = None
-    """The tokenizer's end-of-document token; default: the end-of-text token of the folder, or else
-    <|endoftext|>."""
     allow_pickle: bool = False
     """Read weights in torch's own format (pytorch_model.bin) if there is no safetensors file. Only
     tensors are read; code in the file is an error."""
@@ -119,7 +116,7 @@ class FromMegatronOptions(TokenizerChoice):
 
     checkpoint: Path
     """A folder that Megatron-LM wrote for --save, or its folder of one iteration (iter_0001000), in
-    the format torch_dist."""
+    the format torch_dist; or any other model that --checkpoint accepts."""
     output: Path
     """The checkpoint folder to write."""
     overwrite: bool = False

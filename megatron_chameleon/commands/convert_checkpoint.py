@@ -19,16 +19,16 @@ def to_huggingface(options: ToHuggingFaceOptions) -> None:
 
 def from_huggingface(options: FromHuggingFaceOptions) -> None:
     """Convert a Hugging Face folder to a checkpoint."""
-    from megatron_chameleon.checkpoint.convert import convert_from_huggingface
+    from megatron_chameleon.checkpoint.convert import convert_to_checkpoint
 
-    convert_from_huggingface(options)
+    convert_to_checkpoint(options)
 
 
 def from_megatron(options: FromMegatronOptions) -> None:
     """Convert a Megatron-LM checkpoint to a checkpoint."""
-    from megatron_chameleon.checkpoint.convert import convert_from_megatron
+    from megatron_chameleon.checkpoint.convert import convert_to_checkpoint
 
-    convert_from_megatron(options)
+    convert_to_checkpoint(options)
 
 
 COMMAND = Subcommands(

@@ -416,24 +416,33 @@ def recorded_tokenizer_file(path: Path, identity: TokenizerIdentity) -> Tokenize
     )
 
 
-def same_ids(own: TokenizerFile, folder: Path) -> bool:
+def same_ids(tokenizer: TokenizerIdentity, path: Path, folder: Path) -> bool | None:
     """Return whether every token of a corpus has the same id in the tokenizer in ``folder``.
 
     Files of a tokenizer.json with the same vocabulary may differ in format and added tokens, so
     their ids are compared token by token. Other files must be identical.
 
     Args:
-        own: tokenizer of the corpus.
+        tokenizer: tokenizer of the corpus.
+        path: its file; if it is missing, only hashes are compared.
         folder: folder of a Hugging Face model, which may hold the same tokenizer in two formats.
+
+    Returns:
+        None if the folder has no tokenizer.
 
     Raises:
         UserError: if a file is damaged, or there are several tokenizers and no tokenizer.json.
     """
-    copy = folder / own.name
+    copy = folder / tokenizer.file
     found = copy if copy.is_file() else tokenizer_file_in(folder)
     if found is None:
+        return None
+    model = recorded_tokenizer_file(found, tokenizer)
+    if model.sha256 == tokenizer.sha256:
+        return True
+    if not path.exists():
         return False
-    model = _read(found)
+    own = recorded_tokenizer_file(path, tokenizer)
     if own.content == model.content:
         return True
     return own.kind == model.kind == "tokenizers" and _ids(own).items() <= _ids(model).items()

@@ -17,23 +17,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import torch
 import torch.distributed as dist
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
-from megatron_chameleon.checkpoint.huggingface import find_weights
+from megatron_chameleon.checkpoint.huggingface import CODE
+from megatron_chameleon.checkpoint.model import HuggingFaceModel
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.indexed import token_type
 from megatron_chameleon.corpus.tokenizer import (
     LONGEST_PART,
     parts,
-    recorded_tokenizer_file,
-    same_ids,
 )
 from megatron_chameleon.embedding.proxy import Proxy
 from megatron_chameleon.errors import UserError, first_line
@@ -44,50 +41,13 @@ from megatron_chameleon.parallel.options import ParallelOptions
 
 # Window length of a model without a maximum: the most tokens of a sequence in an .idx.
 _UNLIMITED = 2**31 - 1
-_DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja"]
-_CODE = "*.py"
-# Subfolders hold other formats (ONNX, GGUF); consolidated files repeat the weights.
-_NOT_DOWNLOADED = ["*/*", "consolidated*"]
 # Files that configure the model and its tokenizer.
 _CONFIGURES = (CONFIG_NAME, "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
 
-def download(name: str, *, with_code: bool) -> Path:
-    """Download a model from the Hugging Face hub, or find its copy in the hub's cache.
-
-    Args:
-        name: OWNER/MODEL.
-        with_code: download the Python code of the model too.
-
-    Returns:
-        The folder in the cache.
-
-    Raises:
-        UserError: if the hub has no such model, or is not reachable.
-    """
-    hint = f"--checkpoint {name}: no such folder here, and"
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name,
-            allow_patterns=[*_DOWNLOADED, *([_CODE] if with_code else [])],
-            ignore_patterns=_NOT_DOWNLOADED,
-        )
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise UserError(
-            f"{hint} the Hugging Face hub has no model of this name that you may read "
-            f"({first_line(error)}); check the name, or log in with `hf auth login`"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"{hint} the Hugging Face hub is not reachable ({first_line(error)}); pass a folder of "
-            "a run, a checkpoint or a downloaded model"
-        ) from error
-    return Path(folder)
-
-
 @dataclasses.dataclass(frozen=True)
 class TransformersProxy(Proxy):
-    """A Hugging Face folder.
+    """A Hugging Face model, run by transformers.
 
     Attributes:
         trust_remote_code: whether Python code in the folder may run.
@@ -107,15 +67,14 @@ class TransformersProxy(Proxy):
     special_tokens: tuple[tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def find(cls, folder: Path, *, trust_remote_code: bool = False) -> TransformersProxy:
-        """Check the model in ``folder``, without reading its weights.
+    def find(cls, found: HuggingFaceModel, *, trust_remote_code: bool = False) -> TransformersProxy:
+        """Check the model, without reading its weights.
 
         Raises:
             UserError: if transformers is not installed or cannot load the model or its tokenizer,
-                if the weights are missing or pickled, or for a model that is neither causal nor an
-                encoder of text.
+                or for a model that is neither causal nor an encoder of text.
         """
-        weights = find_weights(folder, allow_pickle=False)
+        folder = found.where
         config = _read_config(folder, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder or config.get_text_config() is not config:
             raise UserError(
@@ -132,16 +91,18 @@ class TransformersProxy(Proxy):
             longest = _UNLIMITED - special if allows_any_length(model) else declared
             heads = getattr(config, "num_attention_heads", 0)
             head_size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+            parameters = tuple(sum(map(torch.numel, each.parameters())) for each in layers)
             proxy = cls(
-                where=folder,
-                hash=_hash(folder, weights, with_code=trust_remote_code),
+                model=found,
+                hash=_hash(folder, found.files, with_code=trust_remote_code),
                 num_layers=len(layers),
                 hidden_size=config.hidden_size,
                 max_sequence_length=longest,
                 default_window_length=min(declared, DEFAULT_WINDOW_LIMIT),
+                paper_parameters=sum(parameters),
                 trust_remote_code=trust_remote_code,
                 declared_length=declared,
-                layer_parameters=tuple(sum(map(torch.numel, each.parameters())) for each in layers),
+                layer_parameters=parameters,
                 score_width=heads * head_size,
                 is_causal=any(getattr(module, "is_causal", False) for module in model.modules()),
                 special_tokens=encoder.special_tokens,
@@ -154,9 +115,9 @@ class TransformersProxy(Proxy):
         return proxy
 
     @property
-    def paper_parameters(self) -> int:
-        """Parameters of all layers."""
-        return sum(self.layer_parameters)
+    def where(self) -> Path:
+        """The folder."""
+        return self.model.where
 
     def check(self, recipe: EmbeddingRecipe, parallel: ParallelOptions) -> None:
         """Check the recipe and the layout.
@@ -185,18 +146,14 @@ class TransformersProxy(Proxy):
             )
 
     def reads_ids_of(self, corpus: Corpus) -> bool:
-        """Return whether every token of ``corpus`` has the same id here.
+        """Return whether every token of ``corpus`` has the same id here; text can be encoded."""
+        path = corpus.root / corpus.tokenizer.file
+        return bool(self.model.has_ids_of(corpus.tokenizer, path))
 
-        Raises:
-            UserError: if the corpus has lost its tokenizer.
-        """
-        own = recorded_tokenizer_file(corpus.root / corpus.tokenizer.file, corpus.tokenizer)
-        return same_ids(own, self.where)
-
-    def open_encoder(self, choice: TokenizerChoice) -> HuggingFaceEncoder:
+    def open_encoder(self) -> HuggingFaceEncoder:
         """Open the folder's tokenizer."""
-        names = [field.name for field in dataclasses.fields(choice)]
-        choice.reject_changed(names, f"{self.where} has its own tokenizer")
+        names = [field.name for field in dataclasses.fields(TokenizerChoice)]
+        self.model.choice.reject_changed(names, f"{self.where} has its own tokenizer")
         return HuggingFaceEncoder(self.where, trust_remote_code=self.trust_remote_code)
 
     def open_reader(self, layout: Layout, recipe: EmbeddingRecipe) -> TransformersReader:
@@ -358,7 +315,7 @@ def find_layers(model: torch.nn.Module, where: Path) -> torch.nn.ModuleList:
 
 def _hash(folder: Path, weights: Iterable[Path], *, with_code: bool) -> str:
     """Hash the files that determine hidden states."""
-    patterns = (*_CONFIGURES, *([_CODE] if with_code else []))
+    patterns = (*_CONFIGURES, *([CODE] if with_code else []))
     return sha256_of_files(
         *sorted({*weights, *(path for pattern in patterns for path in folder.glob(pattern))})
     )

@@ -25,7 +25,6 @@ import pandas as pd
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.downstream_result import (
     DownstreamPart,
     DownstreamProtocol,
@@ -40,12 +39,7 @@ from megatron_chameleon.artifacts.downstream_result import (
 )
 from megatron_chameleon.artifacts.files import require_writable
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.load import (
-    config_of,
-    find_tokenizer,
-    open_checkpoint,
-    open_reader,
-)
+from megatron_chameleon.checkpoint.model import Model, open_model
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions
 from megatron_chameleon.evaluation.scoring import Scorer
@@ -101,7 +95,7 @@ class DownstreamPlan:
 
     Attributes:
         options: options of the evaluation.
-        checkpoint: the checkpoint to evaluate.
+        model: the model to evaluate.
         protocol: version of lm-eval, numbers of shots and other settings that results must share to
             be comparable.
         provenance: command, software and hashes of the inputs, which the result records.
@@ -111,7 +105,7 @@ class DownstreamPlan:
     """
 
     options: DownstreamOptions
-    checkpoint: CheckpointRecord
+    model: Model
     protocol: DownstreamProtocol
     provenance: Provenance
     settings: list[PartSettings]
@@ -123,7 +117,7 @@ class DownstreamPlan:
 
 
 def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
-    """Evaluate a checkpoint on all tasks with all numbers of shots, and write the result.
+    """Evaluate a model on all tasks with all numbers of shots, and write the result.
 
     Every rank calls this function and gets the result (collective). Existing parts are not
     evaluated again; a task that cannot be evaluated leaves a gap.
@@ -137,10 +131,8 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
         if plan.missing():
             from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 
-            tokenizer = find_tokenizer(options.tokenizer, plan.checkpoint)
-            is_bf16 = options.evaluation_dtype == "bfloat16"
-            reader = open_reader(plan.checkpoint, layout, bf16=is_bf16)
-            scorer = Scorer(reader, options.evaluation_batch_size, tokenizer)
+            reader = plan.model.reader(layout, bf16=options.evaluation_dtype == "bfloat16")
+            scorer = Scorer(reader, options.evaluation_batch_size, plan.model.tokenizer())
             if layout.is_main:
                 gaps = evaluate_parts(plan, ScorerLM(scorer))
                 scorer.stop()
@@ -183,10 +175,10 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     version = require_lm_eval()
     from megatron_chameleon.evaluation.tasks import TaskLibrary
 
-    record = open_checkpoint(options.checkpoint, tokenizer=options.tokenizer)
-    config = config_of(record)
+    opened = open_model(options.checkpoint, tokenizer=options.tokenizer)
+    model, tokenizer = opened.with_own_vocabulary()
+    config, weights = model.config, model.hash
     check_model_layout(config, options.parallel, config.max_sequence_length)
-    tokenizer = find_tokenizer(options.tokenizer, record)
     library = TaskLibrary(options.tasks, options.data_dir)  # raises for unknown task names
     check_output(options.output, DownstreamResult.KIND)
     require_writable(options.parts_dir, f"--work-dir {options.parts_dir}")
@@ -200,14 +192,14 @@ def plan_downstream(options: DownstreamOptions) -> DownstreamPlan:
     common = {k: v for k, v in vars(protocol).items() if k != "shots"}
     data = {task: library.data_of(task) for task in options.tasks}
     settings = [
-        PartSettings(checkpoint_hash=record.hash, task=task, shots=n, data=data[task], **common)
+        PartSettings(checkpoint_hash=weights, task=task, shots=n, data=data[task], **common)
         for task in options.tasks
         for n in options.shots
     ]
     found = {each: find_part(options.parts_dir, each) for each in settings}
     parts = {each: part for each, part in found.items() if part is not None}
-    inputs = {"checkpoint": record.hash, "tokenizer": tokenizer.sha256}
-    return DownstreamPlan(options, record, protocol, provenance(options, inputs), settings, parts)
+    inputs = {"checkpoint": weights, "tokenizer": tokenizer.sha256}
+    return DownstreamPlan(options, model, protocol, provenance(options, inputs), settings, parts)
 
 
 def evaluate_parts(plan: DownstreamPlan, model: ScorerLM) -> list[Gap]:
@@ -348,9 +340,9 @@ def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
     if not tasks:
         raise UserError(f"no task could be evaluated, and nothing is written; {gaps[0]}")
     return DownstreamResult(
-        checkpoint=str(plan.checkpoint.root),
-        checkpoint_hash=plan.checkpoint.hash,
-        step=plan.checkpoint.step,
+        checkpoint=str(plan.model.where),
+        checkpoint_hash=plan.provenance.inputs["checkpoint"],
+        step=plan.model.step,
         protocol=plan.protocol,
         tasks=tasks,
         gaps=gaps,

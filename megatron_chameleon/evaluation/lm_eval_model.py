@@ -1,4 +1,4 @@
-"""Evaluate checkpoints as lm-eval models."""
+"""Evaluate models as lm-eval models."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron_chameleon.checkpoint.load import (
-    config_of,
-    find_tokenizer,
-    open_checkpoint,
-    open_reader,
-)
+from megatron_chameleon.checkpoint.model import open_model
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer, Tokens
@@ -211,11 +206,10 @@ class ScorerLM(TemplateLM):
 
 
 class CheckpointLM(ScorerLM):
-    """A checkpoint that lm-eval's own command opens, with the arguments of --model_args.
+    """A model that lm-eval's own command opens, with the arguments of --model_args.
 
     Args:
-        checkpoint: a run folder (its latest checkpoint) or a checkpoint folder (also of
-            Megatron-LM).
+        checkpoint: any model; see :func:`~megatron_chameleon.checkpoint.model.open_model`.
         batch_size: sequences of the model's length per forward pass and rank.
         tensor_model_parallel_size: see ParallelOptions.
         pipeline_model_parallel_size: see ParallelOptions.
@@ -258,11 +252,12 @@ class CheckpointLM(ScorerLM):
         path = Path(checkpoint)
         with contextlib.ExitStack() as groups:
             layout = groups.enter_context(distributed(parallel, seed=0))
-            record = from_main(lambda: open_checkpoint(path, tokenizer=choice))
-            config = config_of(record)
-            check_model_layout(config, parallel, config.max_sequence_length)
-            reader = open_reader(record, layout, bf16=dtype == "bfloat16")
-            scorer = Scorer(reader, int(batch_size), find_tokenizer(choice, record))
+            model, tokenizer = from_main(
+                lambda: open_model(path, tokenizer=choice).with_own_vocabulary()
+            )
+            check_model_layout(model.config, parallel, model.config.max_sequence_length)
+            reader = model.reader(layout, bf16=dtype == "bfloat16")
+            scorer = Scorer(reader, int(batch_size), tokenizer)
             self._groups = groups.pop_all()
         super().__init__(scorer)
         atexit.register(self.close)  # close at exit, since lm-eval does not close models

@@ -97,7 +97,8 @@ class PerplexityOptions(HeldOutOptions):
     """Options of the perplexity evaluation of one checkpoint."""
 
     checkpoint: Path
-    """A run folder (its latest checkpoint) or a checkpoint folder (also of Megatron-LM)."""
+    """A run folder (its latest checkpoint), a checkpoint folder (also of Megatron-LM), or a Hugging
+    Face folder or hub name (OWNER/MODEL)."""
     output: Path
     """The JSON file to write."""
 
@@ -110,8 +111,8 @@ class PerplexityToolOptions(HeldOutOptions):
     """
 
     checkpoint: Annotated[tuple[tuple[Path, ...], ...], tyro.conf.UseAppendAction] = ()
-    """A run folder (its latest checkpoint) or a checkpoint folder (also of Megatron-LM). Repeat the
-    flag, or list several."""
+    """A run folder (its latest checkpoint), a checkpoint folder (also of Megatron-LM), or a Hugging
+    Face folder or hub name (OWNER/MODEL). Repeat the flag, or list several."""
     output: Annotated[tuple[tuple[Path, ...], ...], tyro.conf.UseAppendAction] = ()
     """The JSON file to write; one per checkpoint, in the same order."""
 
@@ -188,7 +189,8 @@ class DownstreamOptions(TaskOptions):
     """
 
     checkpoint: Path
-    """A run folder (its latest checkpoint) or a checkpoint folder (also of Megatron-LM)."""
+    """A run folder (its latest checkpoint), a checkpoint folder (also of Megatron-LM), or a Hugging
+    Face folder or hub name (OWNER/MODEL)."""
     output: Path
     """The JSON file to write."""
     tasks: tuple[str, ...] = PAPER_TASKS

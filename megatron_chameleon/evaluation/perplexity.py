@@ -29,17 +29,10 @@ from megatron_chameleon.artifacts import (
     TrainingRun,
     provenance,
 )
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.sampler import Batch, read_ahead
-from megatron_chameleon.checkpoint.load import (
-    config_of,
-    open_checkpoint,
-    open_reader,
-    recorded_tokenizer,
-    require_tokenizer,
-)
+from megatron_chameleon.checkpoint.model import Model, open_model
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory, open_tokens
 from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.options import SourceOptions
@@ -84,7 +77,7 @@ class EvaluationPlan:
 
     options: PerplexityOptions
     corpus: Corpus
-    checkpoint: CheckpointRecord
+    model: Model
     protocol: Protocol
     target: Target | None
     provenance: Provenance
@@ -98,7 +91,7 @@ class EvaluationPlan:
 
 
 def evaluate_perplexities(evaluations: Sequence[PerplexityOptions]) -> list[EvaluationResult]:
-    """Evaluate checkpoints on the held-out text of every domain, and write the results.
+    """Evaluate models on the held-out text of every domain, and write the results.
 
     Every rank calls this function and gets the results (collective). All options are checked before
     the first evaluation starts, and each result is written as soon as it is complete. An existing
@@ -136,9 +129,8 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
         UserError: for the first mistake found.
     """
     corpus = Corpus.load(options.corpus)
-    record = open_checkpoint(options.checkpoint)
-    require_tokenizer(record, corpus)
-    config = config_of(record)
+    model = open_model(options.checkpoint).for_corpus(corpus)
+    config = model.config
     length = check_window(config.max_positions, default_window(config), options.window_length)
     if not 0 <= options.overlap < length:
         raise UserError(
@@ -161,19 +153,20 @@ def plan_evaluation(options: PerplexityOptions) -> EvaluationPlan:
         first_token=options.first_token
         or ("after-eod" if options.packing == "documents" else "not-scored"),
     )
-    target = find_target(options, corpus, record)
-    inputs = {"corpus": corpus.hash, "checkpoint": record.hash}
+    target = find_target(options, corpus, model)
+    weights = model.hash
+    inputs = {"corpus": corpus.hash, "checkpoint": weights}
     if target and target.texts:
         inputs["target text"] = target.texts_hash
     kept = None
     if options.output.is_file() and not options.overwrite:
         with contextlib.suppress(UserError):  # an unreadable result is evaluated again
             found = EvaluationResult.load(options.output)
-            same = (record.hash, corpus.hash, protocol)
+            same = (weights, corpus.hash, protocol)
             if (found.checkpoint_hash, found.corpus_hash, found.protocol) == same:
                 kept = _with_target(found, target, options.output)
     made_by = provenance(options, inputs)
-    return EvaluationPlan(options, corpus, record, protocol, target, made_by, kept)
+    return EvaluationPlan(options, corpus, model, protocol, target, made_by, kept)
 
 
 def _with_target(
@@ -194,9 +187,7 @@ def _with_target(
     return result
 
 
-def find_target(
-    options: PerplexityOptions, corpus: Corpus, record: CheckpointRecord
-) -> Target | None:
+def find_target(options: PerplexityOptions, corpus: Corpus, model: Model) -> Target | None:
     """Return the target of ``--target``, or the one that the checkpoint's run records.
 
     The recorded target is used only if all of its domains have tokens in the split.
@@ -214,7 +205,9 @@ def find_target(
                 "empty; name other domains, or pass another --split"
             )
         return target
-    run_dir = record.root.absolute().parent.parent
+    run_dir = model.run_dir
+    if run_dir is None:
+        return None
     with contextlib.suppress(UserError):  # the run's record is not needed otherwise
         recorded = TrainingRun.load(run_dir).target if TrainingRun.exists(run_dir) else None
         if recorded is not None and recorded.shares.keys() <= measured:
@@ -225,12 +218,12 @@ def find_target(
 def _evaluate(
     plan: EvaluationPlan, domains: dict[str, HeldOutDomain], layout: Layout
 ) -> EvaluationResult:
-    """Evaluate one checkpoint and write the result.
+    """Evaluate one model and write the result.
 
     Raises:
         UserError: if a loss is not finite.
     """
-    reader = open_reader(plan.checkpoint, layout)
+    reader = plan.model.reader(layout)
     stopwatch = Stopwatch()
     losses = {}
     total = sum(domain.text.num_predictions for domain in domains.values())
@@ -241,15 +234,15 @@ def _evaluate(
             losses[name] = domain.evaluate(reader, batch_size, progress)
             if not math.isfinite(losses[name].loss):
                 raise UserError(
-                    f"{plan.checkpoint.root}: the loss on domain '{name}' is {losses[name].loss}: "
+                    f"{plan.model.where}: the loss on domain '{name}' is {losses[name].loss}: "
                     "the model has diverged; evaluate an earlier checkpoint"
                 )
     flops = sum(reading_flops(reader.config, domain.text) for domain in domains.values())
     result = EvaluationResult(
-        checkpoint=str(plan.checkpoint.root),
-        checkpoint_hash=plan.checkpoint.hash,
+        checkpoint=str(plan.model.where),
+        checkpoint_hash=plan.provenance.inputs["checkpoint"],
         corpus_hash=plan.corpus.hash,
-        step=plan.checkpoint.step,
+        step=plan.model.step,
         protocol=plan.protocol,
         domains=losses,
         provenance=plan.provenance,
@@ -386,7 +379,7 @@ def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutD
     """
     corpus, split = plan.corpus, plan.protocol.split
     domains: dict[str, HeldOutDomain] = {}
-    sizes = from_main(lambda: token_sizes(corpus, plan.checkpoint))
+    sizes = from_main(lambda: token_sizes(corpus, plan.model))
     for name in corpus.all_domains:
         domain = held_out_domain(corpus, name, plan.protocol, sizes)
         if domain is not None:
@@ -437,14 +430,14 @@ def target_texts(plan: EvaluationPlan, sizes: NDArray[np.int32] | None) -> dict[
     return found
 
 
-def token_sizes(corpus: Corpus, record: CheckpointRecord) -> NDArray[np.int32] | None:
+def token_sizes(corpus: Corpus, model: Model) -> NDArray[np.int32] | None:
     """Count the bytes of text per token id, [vocab_size].
 
-    The tokenizer is that of the corpus, or else that of the checkpoint. Returns None, with a
+    The tokenizer is that of the corpus, or else that of the model. Returns None, with a
     warning, if neither can be loaded; losses do not need a tokenizer.
     """
     problems = []
-    for path in dict.fromkeys([None, recorded_tokenizer(record)]):
+    for path in dict.fromkeys([None, model.tokenizer_choice.tokenizer_model]):
         try:
             return token_bytes(corpus_tokenizer(corpus, path))
         except UserError as error:

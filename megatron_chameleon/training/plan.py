@@ -30,6 +30,7 @@ from megatron_chameleon.blend.token_data import (
     corpus_tokens,
     data_path_splits,
 )
+from megatron_chameleon.checkpoint.model import Model
 from megatron_chameleon.corpus.data_path import DataPath, split_range
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import Target, parse_target, recorded_target
@@ -41,7 +42,7 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.storage import is_remote
 from megatron_chameleon.training.options import PretrainOptions, TrainingOptions, check_muon
-from megatron_chameleon.training.pretrained import Pretrained, find_pretrained
+from megatron_chameleon.training.pretrained import open_pretrained
 
 # Beyond about four epochs, repeated text has diminishing returns: Muennighoff et al. 2023,
 # "Scaling Data-Constrained Language Models".
@@ -74,7 +75,7 @@ class TrainingPlan:
     mixture: Mixture
     schedule: MixtureSchedule
     by_size: bool
-    pretrained: Pretrained | None
+    pretrained: Model | None
     config: ModelConfig
     target: Target | None
     provenance: Provenance
@@ -165,11 +166,8 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
     target = find_target(options, splits, mixture)
-    pretrained = find_pretrained(options, data)
-    if pretrained:
-        config = pretrained.config
-    else:
-        config = dataclasses.replace(config, vocab_size=data.tokenizer.vocab_size)
+    config = dataclasses.replace(config, vocab_size=data.tokenizer.vocab_size)
+    pretrained, config = open_pretrained(options, data) or (None, config)
     check_model(config, options)
     # Record the name of the model, so that records do not depend on how it was passed; for a model
     # without a name, its folder, if any.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.load import find_tokenizer, open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.evaluation.downstream import evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer
@@ -59,9 +59,9 @@ def answer(places: Places, name: str) -> None:
     )
     with distributed(options.parallel, seed=0) as layout:
         record = CheckpointRecord.load(options.checkpoint)
-        tokenizer = find_tokenizer(options.tokenizer, record)
+        tokenizer = CheckpointModel(record, options.tokenizer).tokenizer()
         batch = 4 if layout.world_size == 1 else 1
-        scorer = Scorer(open_reader(record, layout), batch, tokenizer)
+        scorer = Scorer(CheckpointModel(record).reader(layout), batch, tokenizer)
         if layout.is_main:
             answers = scorer.score(make_questions())
             generated, flops = scorer.generate(make_prompts())

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from megatron_chameleon.artifacts import CheckpointRecord, Corpus, find_checkpoint
 from megatron_chameleon.checkpoint.convert import (
-    convert_from_huggingface,
+    convert_to_checkpoint,
     convert_to_huggingface,
 )
-from megatron_chameleon.checkpoint.load import config_of, load_weights, open_checkpoint, open_reader
+from megatron_chameleon.checkpoint.load import load_weights
+from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
@@ -93,9 +94,9 @@ def write_megatron(places: Places) -> None:
 
 def read_megatron(places: Places) -> None:
     """Read the checkpoint of :func:`write_megatron` on one rank, and write its logits."""
-    record = open_checkpoint(places.megatron)
+    opened = open_model(places.megatron)
     with distributed(ParallelOptions(), seed=0) as layout:
-        model = open_reader(record, layout).model
+        model = opened.reader(layout).model
         logits = logits_of(model, LENGTH, VOCAB_SIZE)
         np.save(places.megatron / "read.npy", logits.numpy())
 
@@ -104,7 +105,7 @@ def convert_one(places: Places) -> None:
     """Convert the run READ to a Hugging Face folder and back; copy the folder with more rows."""
     folder = places.huggingface("one")
     convert_to_huggingface(ToHuggingFaceOptions(places.run(cases.READ), folder))
-    convert_from_huggingface(FromHuggingFaceOptions(folder, places.from_huggingface("one")))
+    convert_to_checkpoint(FromHuggingFaceOptions(folder, places.from_huggingface("one")))
     padded = places.huggingface("one-padded")
     shutil.copytree(folder, padded)
     weights, config = padded / "model.safetensors", padded / "config.json"
@@ -127,7 +128,7 @@ def rewrite(places: Places, name: str) -> None:
         narrow if is_narrow else contextlib.nullcontext(),
         distributed(cases.REWRITTEN[name].parallel, seed=0) as layout,
     ):
-        model = build_model_chunks(config_of(record), layout, seed=1)
+        model = build_model_chunks(CheckpointModel(record).config, layout, seed=1)
         load_weights(record, model)
         root, described = places.from_huggingface(name), layout.describe()
         written = dataclasses.replace(record, root=root, layout=described)
@@ -150,7 +151,7 @@ def write_reference(places: Places) -> None:
     record = CheckpointRecord.load(find_checkpoint(places.run(cases.READ)))
     found: dict[str, NDArray[np.floating]] = {}
     with distributed(ParallelOptions(), seed=0) as layout:
-        reader = open_reader(record, layout)
+        reader = CheckpointModel(record).reader(layout)
         length = reader.config.max_sequence_length
         for name in corpus.names:
             for layer in cases.LAYERS:

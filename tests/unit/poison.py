@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.parallel.layout import distributed
@@ -18,7 +18,7 @@ def poison_checkpoint(folder: Path, parameter: str) -> None:
     """Replace the checkpoint in ``folder`` by one of only weights, with NaN in one parameter."""
     record = CheckpointRecord.load(folder)
     with distributed(ParallelOptions(), seed=0) as layout:
-        reader = open_reader(record, layout)
+        reader = CheckpointModel(record).reader(layout)
         with torch.no_grad():
             reader.model.get_parameter(parameter).fill_(float("nan"))
         save_checkpoint(model_state([reader.model]), record)

@@ -32,7 +32,6 @@ from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.mixture import MAX_AFFINITY_DOMAINS
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.encode import TextEncoder
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.target import Target, parse_target, read_target_text
@@ -368,7 +367,7 @@ def plan_embedding(
     open_encoder: Callable[[], TextEncoder] = functools.partial(corpus_tokenizer, corpus)
     if not proxy.reads_ids_of(corpus):
         open_encoder()  # fails before the embedding if the corpus has lost its tokenizer
-        open_encoder = functools.partial(proxy.open_encoder, TokenizerChoice())
+        open_encoder = proxy.open_encoder
         tokenizer_hash = sha256_of_json([tokenizer_hash, open_encoder().sha256])
         text = DecodedCorpusText(corpus, open_encoder)
     recipe = _recipe_for(extraction, proxy, options.parallel, tokenizer_hash)
@@ -386,7 +385,7 @@ def plan_sampling(options: ChameleonOptions) -> EmbeddingPlan:
         trust_remote_code=options.trust_remote_code,
         tokenizer=options.tokenizer,
     )
-    open_encoder = functools.partial(proxy.open_encoder, options.tokenizer)
+    open_encoder = proxy.open_encoder
     tokenizer_hash = open_encoder().sha256
     recipe = _recipe_for(options.extraction, proxy, options.parallel, tokenizer_hash)
     text = find_text(options.source, open_encoder, recipe)

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.blend.sampler import to_device
-from megatron_chameleon.checkpoint.load import config_of, load_weights, require_tokenizer
+from megatron_chameleon.checkpoint.model import Model, open_model
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.output import by_name, epoch_limit, warn
@@ -63,7 +62,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         plan: plan of the proxy's run.
         layout: layout of the ranks; the reference is sharded like the proxy. None if only a saved
             state is read.
-        reference: last checkpoint of the reference, which computes in the precision of the proxy.
+        reference: the reference, which computes in the precision of the proxy.
         recipe: parameters of the update rule.
     """
 
@@ -71,7 +70,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         self,
         plan: TrainingPlan,
         layout: Layout | None,
-        reference: CheckpointRecord,
+        reference: Model,
         recipe: DoremiRecipe,
     ) -> None:
         names = plan.data.names
@@ -79,7 +78,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         settings = {"rule": dataclasses.asdict(recipe), "reference": reference.hash}
         super().__init__(names, range(len(names)), first, settings)
         self._plan, self._layout, self._recipe = plan, layout, recipe
-        self._reference, self._reference_shape = reference, config_of(reference)
+        self._reference, self._reference_shape = reference, reference.config
         sampling = np.array(plan.schedule.weights_at(0), np.float64)
         self._sampling = sampling / sampling.sum()
         self._passes: Passes | None = None
@@ -95,7 +94,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
             bf16=options.bf16,
             deterministic=options.deterministic and layout.device.type == "cuda",
         )
-        load_weights(self._reference, model)
+        self._reference.load(model)
         for chunk in model:
             chunk.eval().requires_grad_(False)
         shape = BatchShape.of(options, layout.data_size)
@@ -126,7 +125,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
             finite = np.isfinite(batch.domain_sums(reference).cpu().numpy())
             if not finite.all():
                 raise UserError(
-                    f"the reference {self._reference.root} has a loss that is not "
+                    f"the reference {self._reference.where} has a loss that is not "
                     f"finite on '{self.names[int(finite.argmin())]}'; use another reference, for "
                     "example one that was trained with a lower --lr"
                 )
@@ -161,7 +160,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
             )
         epoch_limit(options, corpus, corpus.names).check()
         self.reference_dir = options.reference or self.work_dir / REFERENCE
-        self.reference: CheckpointRecord | None = None
+        self.reference: Model | None = None
         if options.reference is not None:
             self.reference = self.load_reference()
             self._warn_reference_differences()
@@ -202,7 +201,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         self.reference = on_rank_0(parallel, self.load_reference)
         return True
 
-    def load_reference(self) -> CheckpointRecord:
+    def load_reference(self) -> Model:
         """Load the last checkpoint of the trained reference.
 
         Raises:
@@ -215,16 +214,15 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
                 f"{name} {folder}: the folder has no finished run; finish the run, or choose "
                 "another --reference or --work-dir"
             )
-        record = CheckpointRecord.load(find_checkpoint(folder, name))
-        require_tokenizer(record, self.corpus)
-        config = config_of(record)
+        model = open_model(folder, name).for_corpus(self.corpus)
+        config = model.config
         if not config.is_rotary and config.max_sequence_length != self.run.seq_length:
             raise UserError(
-                f"{record.root} was trained with --seq-length {config.max_sequence_length}, but "
+                f"{model.where} was trained with --seq-length {config.max_sequence_length}, but "
                 f"the proxy uses {self.run.seq_length}; use the same length, or another --reference"
             )
         check_model_layout(config, self.run.parallel, self.run.seq_length)
-        return record
+        return model
 
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> ExcessLossReweighting:
         """Construct the hook of the proxy's run."""
@@ -257,7 +255,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
         """Write the mean weights of the finished proxy. Called on one rank."""
         recipe, reference = self.recipe, self.reference
         assert reference is not None
-        trained, size = TrainingRun.load(self.reference_dir), config_of(reference)
+        trained, size = TrainingRun.load(self.reference_dir), reference.config
         run, hook, inputs = self.finished()
         variant = self.options.rule.doremi_variant
         self.write_mean_weights(

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, TrainingRun, provenance
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.record import check_output
+from megatron_chameleon.checkpoint.model import Model
 from megatron_chameleon.corpus.sources import Source, find_sources
 from megatron_chameleon.corpus.target import (
     Target,
@@ -125,14 +125,6 @@ class Plan:
     target_tokens: int
 
     @property
-    def tokenizer_hash(self) -> str:
-        """Hash of the tokenizer of domains and target."""
-        if self.corpus is not None:
-            return self.corpus.tokenizer.sha256
-        assert self.coder is not None
-        return self.coder.sha256
-
-    @property
     def eod_id(self) -> int:
         """The end-of-document token."""
         if self.corpus is not None:
@@ -239,7 +231,7 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
             runs = experts.plan_runs(options, plan.corpus, names)
         else:
             opened = experts.passed_experts(options.experts, names)
-            experts.check_experts(opened, plan.tokenizer_hash, plan.domains.where, parallel)
+            experts.check_experts(opened, plan.corpus, plan.coder, parallel)
         return names, runs
 
     names, runs = on_rank_0(parallel, check)
@@ -250,13 +242,13 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
     with distributed(forward_only(parallel), seed=0) as layout:
         stopwatch = Stopwatch()
 
-        def read() -> tuple[Plan, dict[str, Blocks], dict[str, CheckpointRecord], int]:
+        def read() -> tuple[Plan, dict[str, Blocks], dict[str, Model], int]:
             plan = make_plan(options)
             if runs:
                 found = experts.trained_experts(names, runs)
             else:
                 found = experts.passed_experts(options.experts, names)
-            window = experts.check_experts(found, plan.tokenizer_hash, plan.domains.where, parallel)
+            found, window = experts.check_experts(found, plan.corpus, plan.coder, parallel)
             return plan, read_target(plan, window), found, window
 
         plan, blocks, found, window = from_main(read)
@@ -264,7 +256,7 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
             found, list(blocks.values()), window, plan.eod_id, layout
         )
         made_with = ModelsUsed(
-            {f"expert {name}": record.hash for name, record in found.items()},
+            {f"expert {name}": model.hash for name, model in found.items()},
             [run.run_dir for run in runs],
             flops,
             layout.world_size,

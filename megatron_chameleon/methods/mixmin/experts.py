@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Protocol, provenance
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, find_checkpoint
 from megatron_chameleon.artifacts.corpus import file_name_of
-from megatron_chameleon.checkpoint.load import config_of, open_checkpoint, open_reader
+from megatron_chameleon.checkpoint.model import Model, open_model
 from megatron_chameleon.corpus.import_corpus import link_corpus
 from megatron_chameleon.corpus.indexed import in_memory
+from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import held_out_text, reading_flops
 from megatron_chameleon.evaluation.perplexity import cluster_losses
 from megatron_chameleon.methods.mixmin import MixminOptions
-from megatron_chameleon.methods.mixmin.text import Blocks
+from megatron_chameleon.methods.mixmin.text import Blocks, TextCoder
 from megatron_chameleon.methods.output import format_names
 from megatron_chameleon.methods.proxy import is_finished, training_options
 from megatron_chameleon.mixture.checks import Array
@@ -74,22 +74,17 @@ def plan_runs(
     return runs
 
 
-def trained_experts(
-    names: Sequence[str], runs: Sequence[PretrainOptions]
-) -> dict[str, CheckpointRecord]:
-    """Return domain -> last checkpoint of its finished run."""
+def trained_experts(names: Sequence[str], runs: Sequence[PretrainOptions]) -> dict[str, Model]:
+    """Return domain -> model of its finished run."""
     assert all(is_finished(run.run_dir) for run in runs)
-    return {
-        name: CheckpointRecord.load(find_checkpoint(run.run_dir))
-        for name, run in zip(names, runs, strict=True)
-    }
+    return {name: open_model(run.run_dir) for name, run in zip(names, runs, strict=True)}
 
 
-def passed_experts(values: Sequence[str], names: Sequence[str]) -> dict[str, CheckpointRecord]:
-    """Open the checkpoints NAME=PATH of ``--experts``, one for each of ``names``, in their order.
+def passed_experts(values: Sequence[str], names: Sequence[str]) -> dict[str, Model]:
+    """Open the models NAME=PATH of ``--experts``, one for each of ``names``, in their order.
 
     Raises:
-        UserError: for a name that is unknown, repeated or missing, or a path without a checkpoint.
+        UserError: for a name that is unknown, repeated or missing, or a path without a model.
     """
     paths = dict[str, Path]()
     for value in values:
@@ -108,36 +103,48 @@ def passed_experts(values: Sequence[str], names: Sequence[str]) -> dict[str, Che
         raise UserError(
             f"--experts: pass NAME=PATH for '{missing[0]}' too, or leave it out with --domains"
         )
-    return {name: open_checkpoint(paths[name], "--experts") for name in names}
+    return {name: open_model(paths[name], "--experts") for name in names}
 
 
 def check_experts(
-    experts: Mapping[str, CheckpointRecord],
-    tokenizer_hash: str,
-    where: str,
+    experts: Mapping[str, Model],
+    corpus: Corpus | None,
+    coder: TextCoder | None,
     options: ParallelOptions,
-) -> int:
-    """Check that all experts read the target's tokens; return the window length of all of them.
+) -> tuple[dict[str, Model], int]:
+    """Check that all experts read the target's tokens.
+
+    Args:
+        experts: domain -> model.
+        corpus: corpus of the tokens; None for raw text.
+        coder: tokenizer of raw text.
+        options: layout of the ranks.
+
+    Returns:
+        The experts with the target's vocabulary, and the window length of all of them.
 
     Raises:
         UserError: for an expert of another tokenizer, or a model that cannot be partitioned.
     """
-    for name, record in experts.items():
-        if record.tokenizer_hash != tokenizer_hash:
+    found = dict[str, Model]()
+    for name, model in experts.items():
+        if corpus is not None:
+            found[name] = model.for_corpus(corpus)
+        elif isinstance(coder, Tokenizer):
+            found[name] = model.for_tokens(coder.identity, coder.path, "--input")
+        else:
             raise UserError(
-                f"--experts: {record.root}, the expert of '{name}', was trained with another "
-                f"tokenizer than that of {where}; pass a corpus made with its tokenizer, or with "
-                "--input, its --tokenizer-model"
+                f"--experts: the expert of '{name}' does not read bytes; pass its tokenizer with "
+                "--tokenizer-model"
             )
-    configs = [config_of(record) for record in experts.values()]
-    window = min(map(default_window, configs))
-    for config in configs:
-        check_model_layout(config, options, window)
-    return window
+    window = min(default_window(model.config) for model in found.values())
+    for model in found.values():
+        check_model_layout(model.config, options, window)
+    return found, window
 
 
 def expert_probabilities(
-    experts: Mapping[str, CheckpointRecord],
+    experts: Mapping[str, Model],
     blocks: Sequence[Blocks],
     window_length: int,
     eod_id: int,
@@ -149,7 +156,7 @@ def expert_probabilities(
     is predicted from the end-of-document token.
 
     Args:
-        experts: domain -> checkpoint.
+        experts: domain -> model.
         blocks: text of each part of the target.
         window_length: tokens that a forward pass predicts.
         eod_id: id of the end-of-document token.
@@ -170,13 +177,13 @@ def expert_probabilities(
     ends, columns, flops = np.arange(1, len(tokens) + 1), [], 0.0
     total = len(tokens) * len(experts)
     with progress_bar(total, " tokens", "experts", quiet=not layout.is_main) as bar:
-        for name, record in experts.items():
-            reader = open_reader(record, layout)
+        for name, model in experts.items():
+            reader = model.reader(layout)
             losses = cluster_losses(text, ends, reader, WINDOWS_AT_ONCE, bar)
             flops += reading_flops(reader.config, text)
             if not np.isfinite(losses).all():
                 raise UserError(
-                    f"{record.root}: the expert of '{name}' has a loss that is not finite; train "
+                    f"{model.where}: the expert of '{name}' has a loss that is not finite; train "
                     "it again with a lower --lr, or pass an earlier checkpoint"
                 )
             columns.append(np.maximum(np.exp(-losses), SMALLEST_PROBABILITY))

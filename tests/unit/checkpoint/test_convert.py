@@ -24,11 +24,11 @@ from tokenizers import Tokenizer
 from megatron_chameleon.artifacts import CheckpointRecord, provenance
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.convert import (
-    convert_from_huggingface,
+    convert_to_checkpoint,
     convert_to_huggingface,
 )
 from megatron_chameleon.checkpoint.huggingface import read_tensors
-from megatron_chameleon.checkpoint.load import config_of, find_tokenizer, open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,
     ToHuggingFaceOptions,
@@ -101,7 +101,7 @@ def converted(made, tmp_path_factory):
 
 
 def to_checkpoint(folder: Path, output: Path, **options: Any) -> CheckpointRecord:
-    convert_from_huggingface(FromHuggingFaceOptions(folder, output, **options))
+    convert_to_checkpoint(FromHuggingFaceOptions(folder, output, **options))
     return CheckpointRecord.load(output)
 
 
@@ -126,7 +126,7 @@ def test_a_round_trip_by_the_tool_is_bit_identical(made, tmp_path, converted, mo
     assert {CheckpointRecord.load(each).hash for each in (ours, again)} == {converted.hash}
     converted.verify()
     assert converted.step == converted.samples == 0
-    assert config_of(converted) == ModelConfig(
+    assert CheckpointModel(converted).config == ModelConfig(
         2, 3, 150, 600, VOCAB_SIZE, POSITIONS, activation="gelu_tanh"
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(theirs)
@@ -154,7 +154,7 @@ def test_every_family_round_trips_with_the_logits_of_transformers(name, tmp_path
     (folder / "tokenizer.json").write_bytes(byte_level_bpe(iter(TEXTS), VOCAB_SIZE, EOD))
     record = to_checkpoint(folder, tmp_path / "checkpoint")
     back = to_folder(record.root, tmp_path / "back")
-    assert config_of(record) == config
+    assert CheckpointModel(record).config == config
     assert same_tensors(tensors_in(back), tensors_in(folder))
     assert read_model_config(back) == FoundConfig(config, 0.0)
     assert json.loads((back / "config.json").read_text()) == fields
@@ -162,7 +162,8 @@ def test_every_family_round_trips_with_the_logits_of_transformers(name, tmp_path
     tokens = torch.randint(VOCAB_SIZE, (2, config.max_sequence_length))
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
     with distributed(ParallelOptions(), seed=0) as layout, torch.no_grad():
-        ours = open_reader(record, layout).model(tokens, positions, None)[..., :VOCAB_SIZE]
+        reader = CheckpointModel(record).reader(layout)
+        ours = reader.model(tokens, positions, None)[..., :VOCAB_SIZE]
         theirs = transformers.AutoModelForCausalLM.from_pretrained(back).eval()(tokens).logits
     assert theirs.std() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -302,7 +303,7 @@ def test_embedding_rows_beyond_the_tokenizer_are_left_out(folder, tmp_path, caps
     out = capsys.readouterr().out
     assert "the last 20 of its 300 embedding rows" in out
     assert "dropout of 0.1" in out
-    assert config_of(record).vocab_size == VOCAB_SIZE - 20
+    assert CheckpointModel(record).config.vocab_size == VOCAB_SIZE - 20
     back = tensors_in(to_folder(record.root, tmp_path / "back"))
     expected = tensors_in(folder)["transformer.wte.weight"][: VOCAB_SIZE - 20]
     assert torch.equal(back["transformer.wte.weight"], expected)
@@ -321,9 +322,9 @@ def test_the_tokenizer_is_found_through_its_corpus(converted, tmp_path, is_passe
     record = dataclasses.replace(converted, tokenizer_hash=corpus.tokenizer.sha256)
     record = made_with(record, **({} if is_passed else {"corpus": str(corpus.root)}))
     choice = TokenizerChoice(tokenizer_model=corpus.root if is_passed else None)
-    assert find_tokenizer(choice, record).identity == corpus.tokenizer
+    assert CheckpointModel(record, choice).tokenizer().identity == corpus.tokenizer
     with pytest.raises(UserError, match="--tokenizer-model"):
-        find_tokenizer(choice, dataclasses.replace(record, tokenizer_hash="0" * 64))
+        CheckpointModel(dataclasses.replace(record, tokenizer_hash="0" * 64), choice).tokenizer()
 
 
 def test_the_recorded_eod_token_is_used(converted, folder, tmp_path):
@@ -348,7 +349,7 @@ def test_a_relative_tokenizer_path_is_resolved_from_the_runs_working_directory(
     record = dataclasses.replace(converted, provenance=made_by)
     record = made_with(record, model="gpt2", eod_token=EOD)
     monkeypatch.chdir("/")
-    assert find_tokenizer(TokenizerChoice(), record).sha256 == converted.tokenizer_hash
+    assert CheckpointModel(record, TokenizerChoice()).tokenizer().sha256 == converted.tokenizer_hash
     folder.rename(tmp_path / "moved")
     with pytest.raises(UserError, match=str(folder)):
-        find_tokenizer(TokenizerChoice(), record)
+        CheckpointModel(record, TokenizerChoice()).tokenizer()

@@ -21,7 +21,8 @@ from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.checkpoint import load, save
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
-from megatron_chameleon.checkpoint.load import config_of, load_training, open_reader
+from megatron_chameleon.checkpoint.load import load_training
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.checkpoint.save import Handover, save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError
@@ -60,7 +61,7 @@ def test_a_reader_loads_the_saved_weights_in_fp32(one_rank, tmp_path, bf16):
     record = CheckpointRecord.load(tmp_path / "step")
     assert set(record.files) == {p.name for p in record.root.iterdir()} - {"checkpoint.json"}
     record.verify()
-    reader = open_reader(record, one_rank)
+    reader = CheckpointModel(record).reader(one_rank)
     assert reader.config == SHAPE
     assert not reader.model.training
     for name, weight in weights_of(model).items():
@@ -104,7 +105,7 @@ def test_a_save_replaces_the_old_checkpoint_completely_or_not_at_all(one_rank, r
     assert found.hash == record.hash
     save_checkpoint(model_state([model]), record)
     assert not (record.root / "left over").exists()
-    read = weights_of(open_reader(CheckpointRecord.load(record.root), one_rank).model)
+    read = weights_of(CheckpointModel(CheckpointRecord.load(record.root)).reader(one_rank).model)
     assert all(torch.equal(read[name], weight) for name, weight in weights_of(model).items())
 
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_of_another_shape_is_rejected(one_rank, record):
     ):
         other = dataclasses.replace(record, model=shape | change)
         with pytest.raises(UserError, match=problem):
-            open_reader(other, one_rank)
+            CheckpointModel(other).reader(one_rank)
 
 
 def test_the_nested_model_of_earlier_releases_is_read(record):
@@ -127,7 +128,7 @@ def test_the_nested_model_of_earlier_releases_is_read(record):
     sizes = ("num_layers", "num_attention_heads", "hidden_size", "ffn_hidden_size")
     earlier = {name: model[name] for name in ("vocab_size", "max_sequence_length", "activation")}
     earlier["size"] = {name: model[name] for name in sizes}
-    assert config_of(dataclasses.replace(record, model=earlier)) == SHAPE
+    assert CheckpointModel(dataclasses.replace(record, model=earlier)).config == SHAPE
 
 
 def test_a_file_missing_from_the_record_is_not_read(one_rank, record):
@@ -138,7 +139,7 @@ def test_a_file_missing_from_the_record_is_not_read(one_rank, record):
             CheckpointRecord.load(record.root)
         if name.endswith(".distcp"):
             with pytest.raises(UserError, match=f"{name}.* is not listed"):
-                open_reader(dataclasses.replace(record, files=files), one_rank)
+                CheckpointModel(dataclasses.replace(record, files=files)).reader(one_rank)
 
 
 def sample():
@@ -201,7 +202,7 @@ def test_an_interrupt_while_reading_is_not_reported_as_damage(one_rank, record, 
     """torch collects every exception of a read, even an interrupt, in a CheckpointException."""
     monkeypatch.setattr(FileSystemReader, "read_data", raising(error))
     with pytest.raises(error):
-        open_reader(record, one_rank)
+        CheckpointModel(record).reader(one_rank)
 
 
 NAME = "embedding.word_embeddings.weight"
@@ -251,7 +252,7 @@ def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem):
     craft(record, PickledCode(trace))
     record = dataclasses.replace(record, files=hash_files(record.root))
     with pytest.raises(UserError, match=problem) as error:
-        open_reader(record, one_rank)
+        CheckpointModel(record).reader(one_rank)
     assert "weights_only" not in str(error.value)  # torch's own message advises to allow the code
     assert not trace.exists()
 
@@ -270,7 +271,10 @@ def test_torch_does_not_unpickle_the_index_again(one_rank, tmp_path, monkeypatch
 
     content = (record.root / INDEX_NAME).read_bytes()
     monkeypatch.setattr(load, "read_index", read_and_replace)
-    for read in (lambda: open_reader(record, one_rank), lambda: load_training(record, *trainer)):
+    for read in (
+        lambda: CheckpointModel(record).reader(one_rank),
+        lambda: load_training(record, *trainer),
+    ):
         (record.root / INDEX_NAME).write_bytes(content)
         read()
         assert not trace.exists()
@@ -297,7 +301,7 @@ def test_a_missing_or_damaged_file_is_an_error(one_rank, record, name):
         if content is not None:
             (record.root / name).write_bytes(content)
         with pytest.raises(UserError, match=r"^[^\n]*step[^\n]*use another checkpoint$"):
-            open_reader(record, one_rank)
+            CheckpointModel(record).reader(one_rank)
 
 
 @pytest.mark.parametrize("crafted", [{}, {"optimizer": 3}, {"optimizer": [], "random": 3}])

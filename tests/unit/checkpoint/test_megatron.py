@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tokenizers.models import WordLevel
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_chameleon.checkpoint.index import read_index
-from megatron_chameleon.checkpoint.load import config_of, open_checkpoint, open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import RopeScaling
@@ -49,6 +50,12 @@ LAYOUTS = {
 }
 
 
+def opened(folder: Path, tokenizer: TokenizerChoice | None = None) -> CheckpointModel:
+    model = open_model(folder, tokenizer=tokenizer)
+    assert isinstance(model, CheckpointModel)
+    return model
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return word_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
@@ -60,11 +67,11 @@ def test_the_model_computes_the_logits_of_megatrons(one_rank, tokenizer, tmp_pat
     args = arguments(config, tokenizer, padded_vocab_size=320)
     theirs = megatron_model(args, one_rank)
     folder = save_megatron(tmp_path, theirs, args)
-    record = open_checkpoint(folder)
-    found = config_of(record)
+    record = opened(folder).record
+    found = CheckpointModel(record).config
     assert vars(found) == {**vars(config), "vocab_size": VOCAB_SIZE}
     assert (record.step, record.samples, record.root) == (ITERATION, SAMPLES, folder)
-    ours = open_reader(record, one_rank).model
+    ours = CheckpointModel(record).reader(one_rank).model
     names = [name for name, _ in ours.named_parameters()]
     assert names == [name for name, _ in theirs.named_parameters()]
     for name, weight in theirs.named_parameters():
@@ -87,7 +94,7 @@ def test_each_layout_of_tensors_is_read(one_rank, tokenizer, tmp_path, layout):
     # These are also the names of Transformer Engine's layers, which include the norms.
     prefix = "decoder.layers." if layout == "stacked layers" else "decoder.layers.3."
     assert f"{prefix}self_attention.linear_qkv.layer_norm_weight" in names
-    ours = open_reader(open_checkpoint(tmp_path), one_rank).model
+    ours = open_model(tmp_path).reader(one_rank).model
     for name, weight in theirs.named_parameters():
         assert torch.equal(ours.get_parameter(name)[:VOCAB_SIZE], weight[:VOCAB_SIZE].float()), name
 
@@ -128,18 +135,18 @@ def test_what_is_not_supported_is_rejected_by_the_name_of_its_argument(saved):
     for name, value in REJECTED.items():
         change_arguments(folder, args, **{name: value})
         with pytest.raises(UserError, match=rf"^{folder}/common\.pt: [^\n]*{name}[^\n]*$"):
-            open_checkpoint(folder)
+            open_model(folder)
     # A part of the model that the arguments do not show.
     change_arguments(folder, args, qk_layernorm=True)
     with pytest.raises(UserError, match=r"parameters"):
-        open_checkpoint(folder)
+        open_model(folder)
 
 
 def test_arguments_of_later_releases_have_other_names(saved):
     folder, args = saved
     vars(args).pop("norm_epsilon")
     change_arguments(folder, args, layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=False)
-    assert config_of(open_checkpoint(folder)).layernorm_epsilon == 1e-6
+    assert open_model(folder).config.layernorm_epsilon == 1e-6
 
 
 def test_an_index_of_an_earlier_release_is_read(saved, one_rank):
@@ -152,7 +159,7 @@ def test_an_index_of_an_earlier_release_is_read(saved, one_rank):
     content = pickle.dumps(index, protocol=2)
     assert now in content
     (folder / ".metadata").write_bytes(content.replace(now, before))
-    open_reader(open_checkpoint(folder), one_rank)
+    open_model(folder).reader(one_rank)
 
 
 @pytest.mark.parametrize("among_tensors", [False, True])
@@ -165,9 +172,12 @@ def test_common_state_is_read_where_each_release_keeps_it(
     folder = save_megatron(tmp_path / "a", theirs, args, common_among_tensors=among_tensors)
     assert (folder / "common.pt").exists() != among_tensors
     assert b"mkdir" in b"".join(path.read_bytes() for path in folder.iterdir())
-    record = open_checkpoint(folder)
-    assert (record.step, record.samples) == (ITERATION, SAMPLES)
-    assert vars(config_of(record)) == {**vars(FAMILIES["qwen3"]), "vocab_size": VOCAB_SIZE}
+    model = opened(folder)
+    assert (model.step, model.record.samples) == (ITERATION, SAMPLES)
+    assert vars(model.config) == {
+        **vars(FAMILIES["qwen3"]),
+        "vocab_size": VOCAB_SIZE,
+    }
     assert not trace.exists()
 
 
@@ -176,7 +186,7 @@ def test_damaged_common_state_is_a_user_error(saved):
     for content in (b"", b"no pickle", pickle.dumps({"args": args})):
         (folder / "common.pt").write_bytes(content)
         with pytest.raises(UserError, match=r"^[^\n]*common\.pt[^\n]*use another checkpoint$"):
-            open_checkpoint(folder)
+            open_model(folder)
 
 
 def test_a_damaged_place_of_the_common_state_is_a_user_error(one_rank, tokenizer, tmp_path):
@@ -204,30 +214,30 @@ def test_a_damaged_place_of_the_common_state_is_a_user_error(one_rank, tokenizer
         index.storage_data[key] = dataclasses.replace(place, **change)
         (folder / ".metadata").write_bytes(pickle.dumps(index))
         with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
-            open_checkpoint(folder)
+            open_model(folder)
     kept = index.storage_data
     for storage_data in ([1], {key: 3}, {key: None}):
         vars(index)["storage_data"] = storage_data
         (folder / ".metadata").write_bytes(pickle.dumps(index))
         with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
-            open_checkpoint(folder)
+            open_model(folder)
     vars(index)["storage_data"] = kept
     del index.storage_data[key]
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(UserError, match=r"^[^\n]*common\.pt[^\n]*use another checkpoint$"):
-        open_checkpoint(folder)
+        open_model(folder)
 
 
 def test_a_checkpoint_of_a_newer_format_is_rejected_with_both_versions(saved):
     folder, args = saved
     torch.save({"args": args, "checkpoint_version": 4.0}, folder / "common.pt")
     with pytest.raises(UserError, match=r"checkpoint_version is 4\.0, but .* reads 3\.0"):
-        open_checkpoint(folder)
+        open_model(folder)
     (folder / "metadata.json").write_text(
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 2}'
     )
     with pytest.raises(UserError, match=r"sharded_backend_version is 2, but .* reads 1"):
-        open_checkpoint(folder)
+        open_model(folder)
 
 
 def test_a_pickled_object_in_place_of_a_weight_is_not_read(saved, one_rank, tmp_path):
@@ -242,43 +252,43 @@ def test_a_pickled_object_in_place_of_a_weight_is_not_read(saved, one_rank, tmp_
     (place,) = (place for place in index.storage_data if place.fqn == name)
     moved = dataclasses.replace(place, fqn=weight)
     index.storage_data[moved] = index.storage_data[place]
-    record = open_checkpoint(folder)
+    record = opened(folder).record
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(UserError, match=rf"{weight} is not a tensor"):
-        open_reader(record, one_rank)
+        CheckpointModel(record).reader(one_rank)
 
 
 def test_the_tokenizer_must_be_found_and_have_embeddings(saved, tokenizer, tmp_path):
     folder, args = saved
-    expected = open_checkpoint(folder)
+    expected = opened(folder).record
     for missing in ("meta-llama/Llama-3.1-8B", None):
         change_arguments(folder, args, tokenizer_model=missing)
         with pytest.raises(UserError, match=r"--tokenizer-model"):
-            open_checkpoint(folder)
-    record = open_checkpoint(folder, tokenizer=TokenizerChoice(tokenizer_model=tokenizer))
+            open_model(folder)
+    record = opened(folder, tokenizer=TokenizerChoice(tokenizer_model=tokenizer)).record
     assert (record.tokenizer_hash, record.hash) == (expected.tokenizer_hash, expected.hash)
     large = tmp_path / "large.json"
     Tokenizer(WordLevel({str(n): n for n in range(257)}, unk_token="0")).save(str(large))
     with pytest.raises(UserError, match="256 embeddings"):
-        open_checkpoint(folder, tokenizer=TokenizerChoice(tokenizer_model=large))
+        open_model(folder, tokenizer=TokenizerChoice(tokenizer_model=large))
 
 
 def test_other_folders_of_megatron_are_rejected(saved, tmp_path):
     folder, _ = saved
     torch.save({"iteration": 3}, folder / "common.pt")
     with pytest.raises(UserError, match=r"args"):
-        open_checkpoint(tmp_path)
+        open_model(tmp_path)
     (folder / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
     with pytest.raises(UserError, match=r"format fsdp_dtensor"):
-        open_checkpoint(tmp_path)
+        open_model(tmp_path)
     (folder / "metadata.json").unlink()
     (folder / "mp_rank_00").mkdir()
     for path in (tmp_path, folder):
         with pytest.raises(UserError, match=r"format torch;"):
-            open_checkpoint(path)
+            open_model(path)
     for tracked in ("2000", "..", "release"):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
         with pytest.raises(UserError, match=r"there is no checkpoint"):
-            open_checkpoint(tmp_path)
+            open_model(tmp_path)
     with pytest.raises(UserError, match=r"no such folder"):
-        open_checkpoint(tmp_path / "nothing")
+        open_model(tmp_path / "nothing")

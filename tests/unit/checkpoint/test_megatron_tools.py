@@ -15,7 +15,7 @@ from megatron_chameleon.artifacts import Corpus, EmbeddingStore, EvaluationResul
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.convert import convert_to_huggingface
-from megatron_chameleon.checkpoint.load import config_of, open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.checkpoint.options import ToHuggingFaceOptions
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
@@ -62,7 +62,7 @@ def inputs(tmp_path_factory):
 def test_a_conversion_holds_the_weights_alone(inputs):
     record = CheckpointRecord.load(inputs.ours)
     record.verify()
-    assert (config_of(record), record.step) == (CONFIG, ITERATION)
+    assert (CheckpointModel(record).config, record.step) == (CONFIG, ITERATION)
     assert sum(file.bytes for file in record.files.values()) < 5 * CONFIG.num_parameters
 
 
@@ -109,7 +109,7 @@ def test_it_is_fine_tuned_and_exported(inputs, pretrain_options, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(exported)
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
     with distributed(ParallelOptions(), seed=0) as layout, torch.no_grad():
-        reader = open_reader(CheckpointRecord.load(inputs.ours), layout)
+        reader = CheckpointModel(CheckpointRecord.load(inputs.ours)).reader(layout)
         ours = reader.model(tokens, torch.arange(LENGTH).expand_as(tokens), None)
         theirs = model(tokens).logits
     torch.testing.assert_close(ours[..., :VOCAB_SIZE], theirs, rtol=1e-4, atol=1e-4)

@@ -22,6 +22,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_chameleon.artifacts import TokenizerIdentity
 from megatron_chameleon.corpus.gigatoken import with_gigatoken
 from megatron_chameleon.corpus.options import SourceOptions, TrainTokenizerOptions
 from megatron_chameleon.corpus.tokenizer import (
@@ -321,12 +322,15 @@ def test_training_gives_the_same_file_in_another_process(jsonl, texts, tmp_path,
 
 
 def test_a_folder_may_hold_the_tokenizer_of_a_corpus_in_two_formats(tmp_path):
-    own = TokenizerFile(tmp_path / "tokenizer.model", "sentencepiece", b"a model")
+    own = tmp_path / "tokenizer.model"
+    own.write_bytes(b"a model")
+    file = TokenizerFile(own, "sentencepiece", b"a model")
+    identity = TokenizerIdentity("sentencepiece", file.name, file.sha256, 9, 0)
     folder = tmp_path / "model"
     folder.mkdir()
-    assert not same_ids(own, folder)
+    assert same_ids(identity, own, folder) is None
     (folder / "tokenizer.json").write_text("{}")
-    assert not same_ids(own, folder)
+    assert same_ids(identity, own, folder) is False
     for content, expected in ((b"a model", True), (b"another", False)):
         (folder / "tokenizer.model").write_bytes(content)
-        assert same_ids(own, folder) is expected
+        assert same_ids(identity, own, folder) is expected

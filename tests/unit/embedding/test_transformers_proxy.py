@@ -15,15 +15,12 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import EmbeddingRecipe
-from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus import encode
 from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.tokenizer import LONGEST_PART
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import open_proxy
-from megatron_chameleon.embedding.transformers_proxy import (
-    TransformersProxy,
-)
+from megatron_chameleon.embedding.transformers_proxy import TransformersProxy
 from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.readout import DEFAULT_WINDOW_LIMIT
@@ -55,6 +52,12 @@ def folders(tmp_path_factory):
     return folder
 
 
+def opened(folder: Path) -> TransformersProxy:
+    proxy = open_proxy(folder)
+    assert isinstance(proxy, TransformersProxy)
+    return proxy
+
+
 def embed(reader, windows, batch_size, layer=LAYER):
     tokens = in_memory(Path("text"), TOKENS, LENGTHS)
     with tqdm(total=len(windows), disable=True) as progress:
@@ -82,7 +85,7 @@ def embed_direct(folder, windows, layer, *, is_encoder=False, dtype=torch.float3
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "bert", "modernbert"])
 def test_vector_is_the_mean_hidden_state_of_its_window(one_rank, folders, family):
     folder, is_encoder = folders(family), family in ENCODERS
-    proxy = TransformersProxy.find(folder)
+    proxy = opened(folder)
     assert proxy.default_window_length == SMALL["max_position_embeddings"] - 2 * is_encoder
     assert (proxy.max_sequence_length == proxy.default_window_length) == (family == "bert")
     reader = proxy.open_reader(one_rank, RECIPE)
@@ -97,7 +100,7 @@ def test_vector_is_the_mean_hidden_state_of_its_window(one_rank, folders, family
 
 def test_layers_and_precision(one_rank, folders):
     folder = folders("llama")
-    proxy = TransformersProxy.find(folder)
+    proxy = opened(folder)
     windows = draw_windows(LENGTHS, WINDOW, 100, seed=0, name="a").longest_first()
     last = EmbeddingRecipe("m", 4, WINDOW, 20, 0, "t")
     vectors = embed(proxy.open_reader(one_rank, last), windows, 4, layer=4)
@@ -112,21 +115,21 @@ def test_layers_and_precision(one_rank, folders):
 
 
 def test_flops_count_the_layers_that_run(folders):
-    proxy = TransformersProxy.find(folders("llama"))
+    proxy = opened(folders("llama"))
     h, f, kv = SMALL["hidden_size"], SMALL["intermediate_size"], 16
     layer = 2 * h * h + 2 * h * kv + 3 * h * f + 2 * h  # the last term: two norms
     assert proxy.layer_parameters == (layer,) * 4
     assert proxy.embedding_paper_flops(10) == 2 * 10 * 4 * layer
     assert proxy.training_paper_flops == 0
-    encoder = TransformersProxy.find(folders("bert"))
+    encoder = opened(folders("bert"))
     assert (proxy.is_causal, encoder.is_causal) == (True, False)
 
 
 def test_default_window_length(folders, tmp_path):
-    proxy = TransformersProxy.find(folders("gpt2"))
+    proxy = opened(folders("gpt2"))
     assert proxy.default_window_length == proxy.max_sequence_length == 64
     longer = write_folder(tmp_path / "long", "llama", max_position_embeddings=131_072)
-    proxy = TransformersProxy.find(longer)
+    proxy = opened(longer)
     assert proxy.default_window_length == DEFAULT_WINDOW_LIMIT
 
 
@@ -135,7 +138,7 @@ def test_rotary_positions_allow_longer_windows(one_rank, tmp_path):
         declared = {"max_position_embeddings": WINDOW // 2}
         return write_folder(tmp_path / name, "llama", **declared, **rope)
 
-    proxy = TransformersProxy.find(write("default"))
+    proxy = opened(write("default"))
     assert (proxy.declared_length, proxy.default_window_length) == (WINDOW // 2, WINDOW // 2)
     with pytest.warns(UserWarning, match=f"--window-length {WINDOW}: .* at most {WINDOW // 2}"):
         proxy.check(RECIPE, ParallelOptions())
@@ -144,12 +147,12 @@ def test_rotary_positions_allow_longer_windows(one_rank, tmp_path):
     np.testing.assert_allclose(found, embed_direct(proxy.where, windows, LAYER), atol=2e-6)
     # These frequencies depend on the longest window of a batch.
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    proxy = TransformersProxy.find(write("dynamic", rope_parameters=dynamic))
+    proxy = opened(write("dynamic", rope_parameters=dynamic))
     assert proxy.max_sequence_length == WINDOW // 2
 
 
 def test_special_tokens_in_a_text_are_plain_text(folders):
-    encoder = TransformersProxy.find(folders("bert")).open_encoder(TokenizerChoice())
+    encoder = opened(folders("bert")).open_encoder()
     tokens, lengths = encoder.encode_documents(["7 9", "  ", "<|endoftext|> 8"])
     assert tokens[:2].tolist() == [7, 9]
     assert (lengths[:2].tolist(), int(tokens[-1])) == ([2, 1], 8)
@@ -158,13 +161,13 @@ def test_special_tokens_in_a_text_are_plain_text(folders):
 
 
 def test_hash_depends_on_weights_config_and_tokenizer(folders, tmp_path):
-    found = TransformersProxy.find(folders("llama")).hash
+    found = opened(folders("llama")).hash
     same = write_folder(tmp_path / "same", "llama")
-    assert TransformersProxy.find(same).hash == found
+    assert opened(same).hash == found
     write_tokenizer(same, WORDS[::-1])
-    assert TransformersProxy.find(same).hash != found
+    assert opened(same).hash != found
     other = write_folder(tmp_path / "other", "llama", rms_norm_eps=1e-3)
-    assert TransformersProxy.find(other).hash != found
+    assert opened(other).hash != found
 
 
 def without_weights(folder: Path) -> None:
@@ -253,8 +256,6 @@ def test_code_runs_only_if_it_is_trusted(one_rank, tmp_path, monkeypatch):
     reader = open_proxy(folder, trust_remote_code=True).open_reader(one_rank, RECIPE)
     windows = draw_windows(LENGTHS, WINDOW, 3, seed=0, name="a")
     np.testing.assert_array_equal(embed(reader, windows, 1), embed(expected, windows, 1))
-    with pytest.raises(UserError, match="--trust-remote-code"):
-        open_proxy(tmp_path, trust_remote_code=True)
 
 
 def test_config_selects_neither_kernels_nor_other_weights(one_rank, folders, tmp_path):
@@ -284,7 +285,7 @@ def test_hidden_states_of_another_shape_are_rejected(one_rank, tmp_path):
 
 
 def test_long_and_many_texts_are_encoded_in_parts(folders, monkeypatch):
-    encoder = TransformersProxy.find(folders("llama")).open_encoder(TokenizerChoice())
+    encoder = open_proxy(folders("llama")).open_encoder()
     monkeypatch.setattr(encode, "_CHARACTERS_AT_ONCE", 8)
     repeats = 1 + LONGEST_PART // 4
     file = encode.encoded_documents(Path("text"), encoder, ["1 2 3", "7 9 " * repeats, "4 5", "6"])

@@ -259,15 +259,18 @@ def test_lm_evals_own_command_evaluates_a_checkpoint(environment, options, task_
 
 
 def test_checkpoint_is_opened_from_model_args(text_checkpoint):
-    """Return the arguments as lm-eval parses and completes them."""
-    valid = {"checkpoint": str(text_checkpoint.checkpoint), "batch_size": "2", "device": "cuda:0"}
-    model = CheckpointLM.create_from_arg_obj(valid)
-    try:
-        assert model.scorer.sequences_at_once == 2
-        ((score, _),) = model.loglikelihood([Instance("loglikelihood", {}, ("A", " lamp"), 0)])
-        assert score < 0
-    finally:
-        model.close()
+    """Open a checkpoint and its Hugging Face folder by the arguments as lm-eval completes them."""
+    scores = []
+    for path in (text_checkpoint.checkpoint, text_checkpoint.exported):
+        valid = {"checkpoint": str(path), "batch_size": "2", "device": "cuda:0"}
+        model = CheckpointLM.create_from_arg_obj(valid)
+        try:
+            assert model.scorer.sequences_at_once == 2
+            ((score, _),) = model.loglikelihood([Instance("loglikelihood", {}, ("A", " lamp"), 0)])
+            scores.append(score)
+        finally:
+            model.close()
+    assert scores[0] == scores[1] < 0
     for changes in ({"batch_size": "auto"}, {"dtype": "float16"}, {"checkpoint": "nowhere"}):
         with pytest.raises(UserError, match=next(iter(changes.values()))):
             CheckpointLM.create_from_arg_obj(valid | changes)

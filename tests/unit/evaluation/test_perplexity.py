@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.load import config_of, open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.errors import UserError
@@ -135,7 +135,7 @@ def losses_by_document(corpus, finished_run, name, protocol):
         inputs[row, : len(one.context)] = torch.tensor(one.context)
         labels[row, len(one.context) - 1] = one.label
     with distributed(ParallelOptions(), seed=0) as layout:
-        reader = open_reader(CheckpointRecord.load(find_checkpoint(finished_run)), layout)
+        reader = open_model(finished_run).reader(layout)
         losses = reader.token_losses(inputs, labels)
     assert losses is not None
     for row, one in enumerate(scored):
@@ -215,11 +215,12 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
 ):
     opened: list[int] = []
 
-    def recorded_open(record, layout):
-        opened.append(record.step)
-        return open_reader(record, layout)
+    def recorded_open(model, layout):
+        opened.append(model.step)
+        return open_reader(model, layout)
 
-    monkeypatch.setattr("megatron_chameleon.evaluation.perplexity.open_reader", recorded_open)
+    open_reader = CheckpointModel.reader
+    monkeypatch.setattr(CheckpointModel, "reader", recorded_open)
     last = dataclasses.replace(perplexity_options, overwrite=False, max_tokens=64)
     step = finished_run / "checkpoints" / "step-00000003"
     output = last.output.parent / "deeper" / "earlier.json"
@@ -229,7 +230,7 @@ def test_several_checkpoints_are_evaluated_and_an_interrupted_command_resumes(
     assert opened == [3, 6]
     assert results[0] == first
     assert results == [EvaluationResult.load(each.output) for each in (earlier, last)]
-    shape = config_of(CheckpointRecord.load(find_checkpoint(finished_run)))
+    shape = open_model(finished_run).config
     assert results[1].cost.flops == forward_flops(shape, 3 * 64, 32)
     for changes in ({"max_tokens": 96}, {"checkpoint": step}, {"overwrite": True}):
         (found,) = evaluate_perplexities([dataclasses.replace(last, **changes)])

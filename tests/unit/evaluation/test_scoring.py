@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import scoring
@@ -73,7 +73,7 @@ def model(request, models):
 
 @pytest.fixture(scope="module")
 def reader(model, one_rank):
-    return open_reader(CheckpointRecord.load(model.checkpoint), one_rank)
+    return CheckpointModel(CheckpointRecord.load(model.checkpoint)).reader(one_rank)
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,12 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.embedding.embed import embed_windows
-from megatron_chameleon.embedding.proxy import CheckpointProxy
+from megatron_chameleon.embedding.proxy import Proxy
 from megatron_chameleon.embedding.windows import spread_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery import DiscoverOptions, DocumentEmbeddingOptions
@@ -195,7 +195,7 @@ def test_several_numbers_the_best_silhouette_wins(discover, found, tmp_path):
 def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, monkeypatch):
     store = found.root.with_name("found.embeddings")
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointProxy, "open_reader", None)
+        patch.setattr(Proxy, "open_reader", None)
         assert len(discover(discover="2", store=store).names) == 2
     embedding = DocumentEmbeddingOptions(fit_windows=200, windows_per_document=2)
     with pytest.raises(UserError, match="num_windows 4, not 2"):
@@ -312,7 +312,7 @@ def test_a_document_is_the_mean_of_its_windows(found, web, proxy):
     assert len(windows) > len(tokens)
     checkpoint = CheckpointRecord.load(find_checkpoint(proxy))
     with distributed(ParallelOptions(), seed=0) as layout, tqdm(disable=True) as progress:
-        reader = open_reader(checkpoint, layout)
+        reader = CheckpointModel(checkpoint).reader(layout)
         embedded = embed_windows(reader, tokens, windows, 2, 1, progress, "web")
     expected = [embedded[windows.document == row].mean(axis=0) for row in range(len(tokens))]
     np.testing.assert_allclose(vectors, expected, atol=1e-6)

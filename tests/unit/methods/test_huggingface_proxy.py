@@ -13,8 +13,8 @@ import transformers
 from huggingface_hub import constants
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore, Mixture
-from megatron_chameleon.checkpoint.convert import convert_from_huggingface
-from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, TokenizerChoice
+from megatron_chameleon.checkpoint.convert import convert_to_checkpoint
+from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
 from megatron_chameleon.embedding.embed import StoreEntry
@@ -79,7 +79,7 @@ def test_vectors_equal_those_of_our_model(compute, text_corpus, tmp_path, family
     """A folder of a family that we train gives the same vectors, converted or not."""
     folder, checkpoint = write_model(tmp_path / "model", family), tmp_path / "checkpoint"
     write_tokenizer(folder, WORDS)
-    convert_from_huggingface(FromHuggingFaceOptions(model=folder, output=checkpoint))
+    convert_to_checkpoint(FromHuggingFaceOptions(model=folder, output=checkpoint))
     (theirs, their_store), (ours, our_store) = compute(folder), compute(checkpoint)
     assert their_store.recipe.tokenizer_hash == text_corpus.tokenizer.sha256
     for name in DOMAINS:
@@ -90,6 +90,8 @@ def test_vectors_equal_those_of_our_model(compute, text_corpus, tmp_path, family
     # transformers' count includes biases and norms.
     costs = [store.cost.flops for store in (their_store, our_store)]
     assert 1 <= costs[0] / costs[1] < 1.05
+    with pytest.raises(UserError, match="--trust-remote-code"):
+        open_proxy(checkpoint, trust_remote_code=True)
 
 
 def test_text_of_another_tokenizer_is_decoded_and_encoded(compute, text_corpus, tmp_path):
@@ -127,7 +129,7 @@ def test_windows_of_a_document_are_joined(text_corpus, tmp_path):
     proxy, tokens = open_proxy(folder), open_tokens(text_corpus, "news", "train")
     recipe = EmbeddingRecipe("m", LAYER, WINDOW, num_windows=2, seed=0, tokenizer_hash="t")
     windows = StoreEntry("news", "news", recipe, documents=range(5, 9)).windows(tokens)
-    text = DecodedCorpusText(text_corpus, lambda: proxy.open_encoder(TokenizerChoice()))
+    text = DecodedCorpusText(text_corpus, proxy.open_encoder)
     with distributed(ParallelOptions(), seed=0):
         encoded = text.encode(tokens, windows, by_document=True)
     assert len(encoded) == 4

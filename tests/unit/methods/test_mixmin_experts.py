@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import Corpus, Mixture, TrainingRun, find_checkpoint
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
+from megatron_chameleon.artifacts import Corpus, Mixture, TrainingRun
+from megatron_chameleon.checkpoint.model import open_model
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
@@ -77,10 +77,10 @@ def test_weights_are_the_shares_of_the_target(trained):
 
 def test_probabilities_are_those_of_evaluate_perplexity(trained, tmp_path):
     corpus = Corpus.load(trained.corpus)
-    record = CheckpointRecord.load(find_checkpoint(trained.runs_folder / "code" / "run"))
+    model = open_model(trained.runs_folder / "code" / "run")
     options = PerplexityOptions(
         corpus=trained.corpus,
-        checkpoint=record.root,
+        checkpoint=model.where,
         output=tmp_path / "result.json",
         split="valid",
         packing="documents",
@@ -93,7 +93,7 @@ def test_probabilities_are_those_of_evaluate_perplexity(trained, tmp_path):
     block = Blocks(file.tokens[:].astype(np.int64), documents, np.ones(len(documents)), lengths)
     with distributed(ParallelOptions(), seed=0) as layout:
         found, flops = expert_probabilities(
-            {"code": record, "again": record}, [block], 32, corpus.tokenizer.eod_id, layout
+            {"code": model, "again": model}, [block], 32, corpus.tokenizer.eod_id, layout
         )
     assert found.shape == (len(documents), 2)
     assert flops > 0
@@ -106,9 +106,7 @@ def test_probabilities_are_those_of_evaluate_perplexity(trained, tmp_path):
     kept = documents < 2
     cut = Blocks(block.tokens[kept], documents[kept], block.weights[kept], lengths[:2])
     with distributed(ParallelOptions(), seed=0) as layout:
-        first, _ = expert_probabilities(
-            {"code": record}, [cut], 32, corpus.tokenizer.eod_id, layout
-        )
+        first, _ = expert_probabilities({"code": model}, [cut], 32, corpus.tokenizer.eod_id, layout)
     np.testing.assert_allclose(first[:, 0], found[: len(first), 0], rtol=1e-5)
 
 

@@ -18,7 +18,7 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord, Mixture, MixtureWarning, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, step_folder
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
-from megatron_chameleon.checkpoint.load import config_of, open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.doge import DogeOptions, DogeRule
 from megatron_chameleon.methods.doge.compute import Doge, GradientAlignment, held_out_mix
@@ -367,7 +367,7 @@ class Checked(ExcessLossReweighting):
     def prepare(self):
         super().prepare()
         assert self._layout is not None
-        self.reader = open_reader(self._reference, self._layout)
+        self.reader = self._reference.reader(self._layout)
 
     def clipped(self, excess):
         ceiling = math.inf if self._recipe.ceiling is None else self._recipe.ceiling
@@ -611,7 +611,7 @@ def test_held_out_samples_are_counted(found):
     assert mixture.parameters["algorithm"] == "held-out"
     assert mixture.parameters["target_domains"] == list(DOMAINS)
     assert sum(domain.actual for domain in run.domain_tokens.values()) == STEPS * 6 * 32
-    config, tokens = config_of(record_of(found)), STEPS * 9 * 32
+    config, tokens = CheckpointModel(record_of(found)).config, STEPS * 9 * 32
     assert run.cost.flops == pytest.approx(training_flops(config, tokens, 32))
     assert mixture.parameters["paper_flops"] == paper_flops(config, trained_tokens=tokens)
 

@@ -11,7 +11,7 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
-from megatron_chameleon.checkpoint.load import open_reader
+from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.checkpointing import find_progress, resumed_schedule, roll_back
@@ -56,7 +56,7 @@ def record_at(run_dir: Path, step: int) -> CheckpointRecord:
 def weights_at(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     """Map the name of each model weight in a checkpoint to its tensor."""
     with distributed(TrainingParallelOptions(), seed=0) as layout:
-        reader = open_reader(CheckpointRecord.load(step_folder(run_dir, step)), layout)
+        reader = CheckpointModel(CheckpointRecord.load(step_folder(run_dir, step))).reader(layout)
         return {name: p.detach().clone() for name, p in reader.model.named_parameters()}
 
 
