@@ -456,8 +456,8 @@ class PretrainOptions(TrainingOptions, RunOptions):
 
     pretrained_checkpoint: Path | None = None
     """Weights to fine-tune: a run folder (its latest checkpoint), a checkpoint folder (also of
-    Megatron-LM) or a Hugging Face folder (GPT-2, Llama, Mistral without sliding window, Qwen2,
-    Qwen3). Optimizer and schedule start from scratch."""
+    Megatron-LM), or a Hugging Face folder or hub name (GPT-2, Llama, Mistral without sliding
+    window, Qwen2, Qwen3). Optimizer and schedule start from scratch."""
     overwrite: bool = False
     """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
