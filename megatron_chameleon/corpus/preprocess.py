@@ -47,7 +47,7 @@ from megatron_chameleon.corpus.staging import (
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
-from megatron_chameleon.ray_tasks import map_on_ray
+from megatron_chameleon.study.ray import map_on_ray
 
 OnBytes = Callable[[int], object]
 

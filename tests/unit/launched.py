@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed.run import get_args_parser
 
+from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.cli import Choice, Subcommands, parse_options, take_values
 from megatron_chameleon.commands import load_command
 from megatron_chameleon.training.options import PretrainOptions
@@ -116,7 +117,8 @@ def write_everything(folder: Path) -> None:
     for name in (*names, *(f"tiny/{name}" for name in COMPARING)):
         (folder / f"runs/{name}/4-mixture").mkdir(parents=True)
         for mixture in ("chameleon-pretrain", "chameleon-finetune"):
-            (folder / f"runs/{name}/4-mixture/{mixture}.json").touch()
+            path = folder / f"runs/{name}/4-mixture/{mixture}.json"
+            Mixture({"a": 0.5, "b": 0.5}, method="manual").save(path)
     (folder / "hub/model").mkdir(parents=True)
     (folder / "hub/model/config.json").touch()
     (folder / "runs/pile/5-base/chameleon-pretrain-seed1").mkdir(parents=True)

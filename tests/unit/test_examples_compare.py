@@ -20,6 +20,7 @@ from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.report.options import CompareMethodsOptions, ReportOptions
 from megatron_chameleon.training.options import PretrainOptions
 from tests.unit.launched import (
+    EXAMPLES,
     RECORDER,
     Launched,
     Launcher,
@@ -45,24 +46,25 @@ while (($#)); do
       fi
       case $1:$2 in
         *:*/1-corpus) mkdir -p "$2"; touch "$2/corpus.json" ;;
-        --run-dir:*) mkdir -p "$2"; echo '"status": "finished"' > "$2/run.json" ;;
-        *) name=$(basename "$2" .json)
-          printf '  "weights": {\\n    "a": 0.%09d\\n  }\\n' \\
-            "$(cksum <<< "$name" | cut -c-8)" > "$2" ;;
+        --run-dir:*) mkdir -p "$2"; echo '{"status": "finished"}' > "$2/run.json" ;;
+        *) weight=$(cksum <<< "$(basename "$2" .json)" | cut -c-8)
+          printf '{"kind": "mixture", "format_version": 1, "method": "it",
+            "weights": {"a": 0.%09d, "b": 0.%09d}}' "$weight" "$((1000000000 - weight))" > "$2" ;;
       esac
       ;;
   esac
   shift
 done
 """
-# Run the real tool for ``--check choice``; let other checks always succeed. Lines of Python are
-# real, too.
-CHECKS = f"""#!/usr/bin/env bash
-case " $* " in
-  " -c "*) exec {sys.executable} "$@" ;;
-  *" --check choice "*) exec {sys.executable} "$@" ;;
-  *" --check evaluations "* | *" --check downstream "*) exit ;;
-esac
+# Run the real comparison, for which the stand-ins' evaluations are complete.
+COMPARISON = f"""#!/usr/bin/env bash
+if [[ "$1 $2" == "-m megatron_chameleon.experiments.compare" ]]; then
+  shift 2
+  PYTHONPATH={EXAMPLES.parent} exec {sys.executable} -c "
+from megatron_chameleon.experiments import compare
+compare.require_evaluations = compare.require_downstream = lambda options: None
+compare.main()" "$@"
+fi
 """
 
 
@@ -72,7 +74,7 @@ class Workers(Launcher):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         for name in ("torchrun", "python"):
-            text = f"{CHECKS}{ONE_AT_A_TIME}{RECORDER}exec 9>&-\n{WORKER}"
+            text = f"{COMPARISON}{ONE_AT_A_TIME}{RECORDER}exec 9>&-\n{WORKER}"
             (self.programs / name).write_text(text)
 
 

@@ -63,7 +63,7 @@ from megatron_chameleon.parallel.layout import Layout, distributed, from_main, o
 from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.ranges import flag_of
-from megatron_chameleon.ray_tasks import map_on_ray
+from megatron_chameleon.study.ray import map_on_ray
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
     GuardOptions,

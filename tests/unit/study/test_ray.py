@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.ray_tasks import MAX_RETRIES, map_on_ray
+from megatron_chameleon.study.ray import MAX_RETRIES, map_on_ray
 
 pytestmark = pytest.mark.slow  # a start of Ray takes several seconds
 
