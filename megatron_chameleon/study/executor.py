@@ -21,12 +21,24 @@ from typing import Any, Literal, Protocol
 
 from megatron_chameleon.errors import STOPPED_STATUS
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a process to save its state and stop."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""Signals that ask a process to save its state and stop: schedulers send SIGTERM, SIGUSR1 or SIGUSR2
+before they end a job, and a closed terminal sends SIGHUP."""
+Handler = Callable[[int, FrameType | None], object]
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 # Lines of the log of a failed job that are printed.
 LOG_LINES = 3
 PR_SET_PDEATHSIG = 1
+
+
+def handle_stop_signals(handler: Handler) -> dict[signal.Signals, Any]:
+    """Install ``handler``; return the previous handlers. SIGHUP stays ignored, as under nohup."""
+    handled = [
+        number
+        for number in STOP_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+    return {number: signal.signal(number, handler) for number in handled}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +48,7 @@ class Job:
     Attributes:
         name: unique name in the study.
         work: a command, or a picklable function for a process of
-            :class:`~megatron_chameleon.study.workers.Workers`, which returns False after a stop.
+            :func:`~megatron_chameleon.study.workers.workers`, which returns False after a stop.
         done: whether the output is complete. Called before the job starts and after it ends.
         after: names of the jobs that must be done before this one starts.
         log: file to which the command's output is appended; None for the terminal.
@@ -279,7 +291,7 @@ def run_jobs(jobs: Sequence[Job], slots: int, clock: Path, deadline: float | Non
             print("stopping; the same command resumes", file=sys.stderr, flush=True)
             executor.stop()
 
-    handlers = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    handlers = handle_stop_signals(interrupt)
     try:
         while executor.is_active:
             for event in executor.poll():

@@ -7,12 +7,11 @@ import time
 from types import FrameType
 from typing import Any, Self
 
+from megatron_chameleon.study.executor import STOP_SIGNALS, handle_stop_signals
 from megatron_chameleon.training.options import StoppingOptions
 
-# Schedulers send SIGTERM, SIGUSR1 or SIGUSR2 before they end a job; a closed terminal sends SIGHUP.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 OUT_OF_TIME = "--exit-duration-in-mins"
-SIGNAL_NAMES = tuple(number.name for number in SIGNALS)
+SIGNAL_NAMES = tuple(number.name for number in STOP_SIGNALS)
 REASONS = (*SIGNAL_NAMES, OUT_OF_TIME)
 """Why a run may stop, in the order of :meth:`StopRequests.flags`."""
 # Ctrl-C reaches a rank twice, from the terminal and from torchrun, and so does a signal that a
@@ -41,9 +40,7 @@ class StopRequests:
 
         SIGHUP remains ignored if it is, as under nohup.
         """
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+        self._before = handle_stop_signals(self._note)
 
     def __enter__(self) -> Self:
         self.install_handlers()

@@ -12,24 +12,16 @@ exchange stop requests, errors and progress a few times a second.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import hashlib
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
-import threading
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -51,7 +43,7 @@ from megatron_chameleon.artifacts.training_run import read_metrics
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_tokens, describe_cut
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
-from megatron_chameleon.errors import UserError, first_line, system_error_message
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream import check_tasks, evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions
 from megatron_chameleon.methods.swarm import RunOptions, SwarmOptions
@@ -63,7 +55,9 @@ from megatron_chameleon.parallel.layout import Layout, distributed, from_main, o
 from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.ranges import flag_of
+from megatron_chameleon.study.executor import Executor, Job
 from megatron_chameleon.study.ray import map_on_ray
+from megatron_chameleon.study.workers import reason, workers
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
     GuardOptions,
@@ -72,7 +66,7 @@ from megatron_chameleon.training.options import (
     ValidationOptions,
 )
 from megatron_chameleon.training.run_folder import locked_run_folder, on_main
-from megatron_chameleon.training.stopping import SIGNALS, StopRequests
+from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
 RATIOS_NAME, METRICS_NAME, LOG_NAME = "ratios.csv", "metrics.csv", "log.txt"
@@ -102,8 +96,6 @@ TOKENS_ON_CPU, TOKENS_ON_GPU = 1 << 10, 1 << 14
 # Maximum concurrent members on a GPU: more processes do not increase the throughput.
 MEMBERS_ON_GPU = 8
 POLL_SECONDS = 0.2
-# Exit codes of a worker that a stop signal ended; 0 is that of SIGINT.
-STOPPED = (0, -signal.SIGTERM, -signal.SIGUSR1)
 # Environment variables that would make a worker join torchrun's process group, or log to Weights &
 # Biases.
 NOT_FOR_WORKERS = ("RANK", "WORLD_SIZE", "WANDB_API_KEY")
@@ -412,7 +404,7 @@ def _train_on_ray(
     try:
         finished = train_member(swarm, member)
     except Exception as error:
-        raise _member_error(swarm, member, _reason(error)) from error
+        raise _member_error(swarm, member, reason(error)) from error
     if not finished:
         # The machine is being shut down. Ray starts the task again after the death of its worker.
         os._exit(1)
@@ -520,41 +512,34 @@ def _train_members(
         UserError: on every rank, if a member failed on any rank. Raised only after the running
             members have saved checkpoints.
     """
-    pending, count = collections.deque(members), min(len(members), swarm.members_at_once)
+    count = min(len(members), swarm.members_at_once)
     error: UserError | None = None
     finished, stopping = 0, False
     total = torch.tensor(len(members), device=layout.device)
     torch.distributed.all_reduce(total)
     bar = progress_bar(int(total), " members", "swarm", quiet=not layout.is_main)
-    with bar, _workers(swarm, count, layout) as workers:
+    device = layout.device.type
+    prepare = functools.partial(_prepare_worker, device)
+    fewer = "a smaller --members-at-once"
+    with bar, workers(count, prepare, __name__, forks=device == "cpu", fewer=fewer) as launch:
+        executor = Executor([_job(swarm, member) for member in members], count, launch)
         while True:
-            for worker in workers:
-                if worker.member is None and pending:
-                    worker.start(pending.popleft())
-            running = [worker for worker in workers if worker.member is not None]
-            wait([each for worker in running for each in worker.waited_for], POLL_SECONDS)
-            stopped = any(stops.flags())
-            for worker in running:
-                if not worker.is_done:
-                    continue
-                member, outcome = worker.result()
-                if isinstance(outcome, str):
-                    error = error or _member_error(swarm, member, outcome)
-                else:
-                    finished, stopped = finished + outcome, stopped or not outcome
-            busy = len(pending) + sum(worker.member is not None for worker in workers)
+            events = executor.poll(POLL_SECONDS)
+            stopped = any(stops.flags()) or any(event.state == "stopped" for event in events)
+            finished += sum(event.state == "done" for event in events)
+            for event in events:
+                if event.state == "failed":
+                    error = error or _member_error(swarm, int(event.job.name), event.message)
             sums = torch.tensor(
-                [stopped or error is not None, busy, finished], device=layout.device
+                [stopped or error is not None, executor.is_active, finished], device=layout.device
             ).long()
             torch.distributed.all_reduce(sums)
-            any_stopped, busy, all_finished = sums.tolist()
+            any_stopped, any_active, all_finished = sums.tolist()
             if any_stopped and not stopping:
                 stopping = True
-                pending.clear()
-                for worker in workers:
-                    worker.stop()
+                executor.stop()
             bar.update(all_finished - bar.n)
-            if not busy:
+            if not any_active:
                 break
 
     def raise_error() -> None:
@@ -564,135 +549,12 @@ def _train_members(
     on_every_rank(raise_error)
 
 
-@contextlib.contextmanager
-def _workers(swarm: Swarm, count: int, layout: Layout) -> Iterator[list[_Worker]]:
-    """Provide ``count`` workers for this rank's device; kill them if the block raises.
-
-    On the CPU, workers are forked from a process that has imported this module, since the imports
-    take several seconds. On a GPU, workers are spawned, because forked processes cannot use CUDA.
-
-    All are started with stop signals blocked. A scheduler sends its stop signal to all processes of
-    a job. If the signal ended the process that forks workers, they would count as dead before they
-    have saved checkpoints.
-    """
-    workers = list[_Worker]()
-    multiprocessing.set_forkserver_preload([__name__])
-    resource_tracker.ensure_running()  # started first, since starting it unblocks the signals
-    try:
-        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            for _ in range(count):
-                workers.append(_Worker(swarm, layout.device.type))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        yield workers
-    except BaseException:
-        for worker in workers:
-            worker.kill()
-        raise
-    finally:
-        for worker in workers:
-            worker.close()
-
-
-class _Worker:
-    """A process that trains one member at a time.
-
-    Workers share nothing. In a pool of :mod:`concurrent.futures`, they share a queue: a signal that
-    ended a worker while it held the queue's lock would leave the others waiting for the lock.
-
-    Attributes:
-        member: the member in training, or None.
-    """
-
-    def __init__(self, swarm: Swarm, device: str) -> None:
-        context = (
-            multiprocessing.get_context("forkserver")
-            if device == "cpu"
-            else multiprocessing.get_context("spawn")
-        )
-        self._connection, other_end = context.Pipe()
-        self._process = context.Process(target=_work, args=(swarm, device, other_end))
-        self._process.start()
-        other_end.close()
-        self.member: int | None = None
-
-    def start(self, member: int) -> None:
-        """Train ``member``."""
-        self.member = member
-        with contextlib.suppress(OSError):  # the process has ended; result() reports it
-            self._connection.send(member)
-
-    @property
-    def waited_for(self) -> list[Any]:
-        """Objects that become ready when :meth:`result` can be called."""
-        return [self._connection, self._process.sentinel]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the training or the process has ended."""
-        return self._connection.poll() or not self._process.is_alive()
-
-    def result(self) -> tuple[int, bool | str]:
-        """Return the member, and whether it is finished (False after a stop), or its error."""
-        assert self.member is not None
-        member, self.member = self.member, None
-        with contextlib.suppress(EOFError, OSError):  # the process has ended
-            if self._connection.poll():
-                outcome: bool | str = self._connection.recv()
-                return member, outcome
-        self._process.join()
-        code = self._process.exitcode
-        if code == -signal.SIGKILL:
-            return member, (
-                "its process was killed, probably for lack of memory; run the same command again "
-                "with a smaller --members-at-once"
-            )
-        if code in STOPPED:  # a stop signal ends a process that is not training yet
-            return member, False
-        return member, f"its process ended with exit code {code}"
-
-    def stop(self) -> None:
-        """Let the member, if there is one, save a checkpoint and stop."""
-        if self.member is not None:
-            self._process.terminate()  # SIGTERM
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the process, which must be idle or killed."""
-        self._connection.close()
-        self._process.join()
-
-
-def _work(swarm: Swarm, device: str, connection: Connection) -> None:
-    """Train the members that ``connection`` sends, until it is closed; send results back."""
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
-        _start_worker(device)
-        while True:
-            member = connection.recv()
-            outcome: bool | str
-            try:
-                outcome = train_member(swarm, member)
-            except Exception as error:
-                outcome = _reason(error)
-            connection.send(outcome)
-
-
-def _start_worker(device: str) -> None:
-    """Prepare a worker process. It ends when its parent ends, even if SIGKILL ends the parent."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _prepare_worker(device)
-
-    def exit_with_parent() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)  # may interrupt the training; checkpoints stay valid
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+def _job(swarm: Swarm, member: int) -> Job:
+    return Job(
+        name=str(member),
+        work=functools.partial(train_member, swarm, member),
+        done=member_path(swarm.folder, member).exists,
+    )
 
 
 def _prepare_worker(device: str) -> None:
@@ -767,16 +629,6 @@ def train_member(swarm: Swarm, member: int) -> bool:
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     dataclasses.replace(run, checkpoints=[]).save()
     return True
-
-
-def _reason(error: Exception) -> str:
-    """Return one line on an error of a member; print the traceback of a bug to the member's log."""
-    if isinstance(error, UserError):
-        return str(error)
-    if message := system_error_message(error):
-        return message
-    traceback.print_exc()
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _member_error(swarm: Swarm, member: int, reason: str) -> UserError:
