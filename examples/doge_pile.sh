@@ -17,7 +17,6 @@ set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/launch.sh"
 RUN=${RUN:-runs/pile}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 
-export SIZE RUN CORPUS RECIPE=pile.sh
+export SIZE RUN RECIPE=pile.sh
 exec bash "$HERE/baselines/doge.sh" "$@"

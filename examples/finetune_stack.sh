@@ -20,7 +20,6 @@ set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/launch.sh"
 RUN=${RUN:-runs/stack}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 PRETRAINED=${PRETRAINED:-runs/pile/5-base/chameleon-pretrain-seed1}
 MIXTURE=${MIXTURE:-uniform chameleon-finetune chameleon-pretrain}
 

@@ -67,9 +67,10 @@ say() { printf '\n== %s\n' "$*"; }
 
 on_first_node() { [ "$NODE_RANK" != 0 ] || "$@"; }
 
-# choose EXPERIMENT [RECIPE]: fill the arrays of flags; examples/data/RECIPE creates the corpus. The
-# variable RECIPE, which doge_pile.sh sets, overrides the argument.
+# choose EXPERIMENT [RECIPE]: set CORPUS and the arrays of flags; examples/data/RECIPE creates the
+# corpus. The variable RECIPE, which doge_pile.sh sets, overrides the argument.
 choose() {
+  CORPUS=${CORPUS:-$RUN/1-corpus}
   hyperparameters "$1" "$SIZE"
   [ -e "$CORPUS/corpus.json" ] || refuse "no corpus at $CORPUS; $(corpus_hint "${RECIPE:-${2:-}}")"
   command -v torchrun > /dev/null || refuse "torchrun is not on the PATH: run 'make setup' and 'source .venv/bin/activate'"

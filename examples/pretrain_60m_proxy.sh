@@ -19,7 +19,6 @@ set -euo pipefail
 SIZE=${SIZE:-60m}
 source "$(dirname "$0")/launch.sh"
 RUN=${RUN:-runs/slimpajama}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 MIXTURE=${MIXTURE:-uniform}
 
 choose proxy slimpajama_627b.sh

@@ -19,7 +19,6 @@ set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/launch.sh"
 RUN=${RUN:-runs/slimpajama}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 MIXTURE=${MIXTURE:-chameleon-pretrain}
 
 choose base slimpajama_627b.sh

@@ -19,7 +19,6 @@ set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/launch.sh"
 RUN=${RUN:-runs/pile}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 MIXTURE=${MIXTURE:-chameleon-pretrain}
 
 choose base-pile pile.sh

@@ -20,7 +20,6 @@ set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/launch.sh"
 RUN=${RUN:-runs/slimpajama}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 MIXTURE=${MIXTURE:-uniform}
 
 choose proxy slimpajama_627b.sh

@@ -17,7 +17,6 @@ set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/launch.sh"
 RUN=${RUN:-runs/pile}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 PROXY=${PROXY:-runs/slimpajama/2-proxy/$SIZE-seed$SEED}
 
 choose proxy pile.sh

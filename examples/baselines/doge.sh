@@ -18,7 +18,6 @@ set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/../launch.sh"
 RUN=${RUN:-runs/slimpajama}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 
 DOGE=(
   --doge-eps 0                 # assumed: DoGE's paper

@@ -25,7 +25,6 @@ set -euo pipefail
 SIZE=${SIZE:-82m}
 source "$(dirname "$0")/../launch.sh"
 RUN=${RUN:-runs/slimpajama}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 DOREMI_VARIANT=${DOREMI_VARIANT:-fork}
 
 DOREMI=(

@@ -22,7 +22,6 @@ source "$(dirname "$0")/../launch.sh"
 PUBLISHED=${PUBLISHED:-slimpajama/doremi slimpajama/doge slimpajama/chameleon slimpajama/regmix}
 DATA_SET=${PUBLISHED%%/*}
 RUN=${RUN:-runs/$DATA_SET}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 
 case $DATA_SET in
   slimpajama) EXPERIMENT=base RECIPE=slimpajama_627b.sh ;;

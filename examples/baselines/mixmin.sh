@@ -17,7 +17,6 @@ set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"
 RUN=${RUN:-runs/slimpajama}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 
 choose base slimpajama_627b.sh
 MIXMIN=(--token-budget "$BUDGET")   # the base model's tokens

@@ -18,7 +18,6 @@ set -euo pipefail
 SIZE=${SIZE:-684m}
 source "$(dirname "$0")/../launch.sh"
 RUN=${RUN:-runs/slimpajama}
-CORPUS=${CORPUS:-$RUN/1-corpus}
 
 REGMIX=(
   --num-proxies 200            # paper: table of FLOPs, 200 proxies; RegMix's paper: 512
