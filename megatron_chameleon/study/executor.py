@@ -22,8 +22,10 @@ from typing import Any, Literal, Protocol
 from megatron_chameleon.errors import STOPPED_STATUS
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""Signals that ask a process to save its state and stop: schedulers send SIGTERM, SIGUSR1 or SIGUSR2
-before they end a job, and a closed terminal sends SIGHUP."""
+"""Signals that ask a process to save its state and stop.
+
+Schedulers send SIGTERM, SIGUSR1 or SIGUSR2 before they end a job. A closed terminal sends SIGHUP.
+"""
 Handler = Callable[[int, FrameType | None], object]
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 # Lines of the log of a failed job that are printed.
