@@ -1,4 +1,7 @@
-"""Standard output and error of a tool: writes never fail, and text cannot control the terminal."""
+"""Standard output and error of a tool, and tables on them.
+
+Writes never fail, and text cannot control the terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 # Control characters other than tab and newline, bidirectional controls and line separators: in a
@@ -30,6 +34,26 @@ def escaped_but_for_bars(text: str) -> str:
     return _BARS_AND_COLORS.sub(
         lambda found: _backslashed(found[1]) if found[1] else found[0], text
     )
+
+
+def display_width(text: str) -> int:
+    """Width of ``text`` in terminal columns: wide characters take two, combining characters 0."""
+    return sum(
+        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
+        for sign in text
+    )
+
+
+def align_columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Format rows of cells as lines: first column left-aligned, other columns right-aligned."""
+    cells = list(rows)
+    widths = [max(map(display_width, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        blanks = [" " * (width - display_width(t)) for t, width in zip(row, widths, strict=True)]
+        others = [blank + text for text, blank in zip(row[1:], blanks[1:], strict=True)]
+        lines.append("  ".join([row[0] + blanks[0], *others]))
+    return lines
 
 
 class Output(io.TextIOWrapper):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+MAX_NAMES = 10
+"""Maximum number of names that a message lists."""
 STOPPED_STATUS = 75
 """Exit status of a tool that was stopped before it wrote its output; the same command resumes. It
 is EX_TEMPFAIL of sysexits.h."""
@@ -80,3 +82,14 @@ def one_line(error: object) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message that is not blank; its type if there is none."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def format_names(names: Collection[str]) -> str:
+    """Join names by commas for a message: the first ten, and the number of the other names."""
+    shown = ", ".join(list(names)[:MAX_NAMES])
+    return f"{shown} and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else shown
+
+
+def quoted(names: Collection[str]) -> str:
+    """Join names as :func:`format_names` does, each in quotes."""
+    return format_names([f"'{name}'" for name in names])

@@ -16,7 +16,7 @@ from megatron_chameleon.artifacts.corpus import Split
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Amount, Count, FileRecord, Positive, Share
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, quoted
 
 # Weights whose sum differs from 1 only by rounding are left as they are: the mixture is identified
 # by a hash of their bits.
@@ -26,7 +26,6 @@ BRIDGE_SUFFIX = ".bridge.json"
 # Affinity matrices of more domains are not stored; 256 x 256 numbers take about 1.3 MB of text.
 MAX_AFFINITY_DOMAINS = 256
 # Names listed in a message.
-MAX_NAMES = 20
 
 
 class MixtureWarning(UserWarning):
@@ -190,15 +189,15 @@ class Mixture(FileRecord):
         known = set(names)
         if never := [name for name in self.weights if name in held_out]:
             raise UserError(
-                f"the mixture has a weight for {_quoted(never)}, held out from training in "
+                f"the mixture has a weight for {quoted(never)}, held out from training in "
                 f"{where}; remove it from the weights"
             )
         unknown = [name for name in self.weights if name not in known]
         if unknown:
             problem = "is not a domain" if len(unknown) == 1 else "are not domains"
             raise UserError(
-                f"the mixture has a weight for {_quoted(unknown)}, which {problem} of {where}; its "
-                f"domains are {_quoted(names)}"
+                f"the mixture has a weight for {quoted(unknown)}, which {problem} of {where}; its "
+                f"domains are {quoted(names)}"
             )
         missing = [name for name in names if name not in self.weights]
         if missing:
@@ -220,11 +219,6 @@ class MixturePhase:
     first_sample: Count
     weights: dict[str, Amount]
     ramp_samples: Count = 0
-
-
-def _quoted(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(f"'{name}'" for name in names[:MAX_NAMES]) + more
 
 
 def normalized(weights: dict[str, float], where: str) -> dict[str, float]:

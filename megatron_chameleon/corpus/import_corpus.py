@@ -37,10 +37,10 @@ from megatron_chameleon.corpus.data_path import (
 )
 from megatron_chameleon.corpus.indexed import TokenFile, open_token_file, require_token_type
 from megatron_chameleon.corpus.join import link_domains
-from megatron_chameleon.corpus.options import ImportOptions, quoted
+from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.corpus.staging import TOKENS_NAME, WEIGHTS_NAME, corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, quoted
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.storage import absolute, file_state, location, reading
 

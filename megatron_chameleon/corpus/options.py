@@ -10,13 +10,13 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, quoted
 from megatron_chameleon.ranges import (
     LARGEST_INT32,
     Between,
@@ -32,7 +32,6 @@ EncoderChoice = Literal["auto", "own", "gigatoken"]
 # A longer domain name is probably the text of another field, and too long for a file name.
 MAX_DOMAIN_BYTES = 80
 ALL_OTHERS = "*"
-_NAMES_SHOWN = 10
 MIN_VOCABULARY = 258  # 256 byte tokens, the end-of-document token and one merge
 
 
@@ -47,12 +46,6 @@ def is_domain_name(name: str) -> bool:
 def flat(groups: tuple[tuple[str, ...], ...]) -> list[str]:
     """The values of a flag that may be repeated."""
     return [text for group in groups for text in group]
-
-
-def quoted(names: Collection[str]) -> str:
-    """Format the first names in quotes, followed by the number of remaining names."""
-    more = [f"{len(names) - _NAMES_SHOWN} more"] if len(names) > _NAMES_SHOWN else []
-    return ", ".join([*(f"'{name}'" for name in list(names)[:_NAMES_SHOWN]), *more])
 
 
 @dataclasses.dataclass(frozen=True)

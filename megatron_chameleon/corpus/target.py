@@ -15,10 +15,10 @@ from megatron_chameleon.artifacts import MixtureWarning, TargetShares
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.encode import TextEncoder, encoded_documents
 from megatron_chameleon.corpus.indexed import TokenFile
-from megatron_chameleon.corpus.options import SourceOptions, is_domain_name, quoted
+from megatron_chameleon.corpus.options import SourceOptions, is_domain_name
 from megatron_chameleon.corpus.sample import read_documents, sample_documents
 from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, quoted
 
 SYNTAX = "a,b or a=2,b=1 with shares, or NAME=PATH or NAME=PATH=2 for a text"
 # Documents in a sample of raw text, at least, and characters that are read for each token.

@@ -10,11 +10,11 @@ from megatron_chameleon.artifacts import Corpus, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.join import link_domains, write_split
-from megatron_chameleon.corpus.options import SourceOptions, quoted
+from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.staging import TOKENS_NAME, corpus_folder
 from megatron_chameleon.corpus.target import Target, read_target_text, warn_leaked
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, quoted
 
 FOLDER_NAME = "target-corpus"
 # Maximum tokens of a text, which is encoded in memory; of a longer text, documents are sampled.

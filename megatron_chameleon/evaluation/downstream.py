@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Cost, Provenance, Stopwatch, provenance
@@ -40,6 +39,7 @@ from megatron_chameleon.artifacts.downstream_result import (
 from megatron_chameleon.artifacts.files import require_writable
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.model import Model, open_model
+from megatron_chameleon.console import align_columns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions
 from megatron_chameleon.evaluation.scoring import Scorer
@@ -365,21 +365,21 @@ def _mean_by_question(values: Sequence[Sequence[float] | None]) -> list[float] |
 def print_result(result: DownstreamResult) -> None:
     """Print scores by task, accuracies by number of shots, gaps and truncated requests."""
     shots = result.protocol.shots
-    rows = {}
+    columns = ["", "metric", *(f"{n}-shot" for n in shots), "mean ± standard error", "acc"]
+    rows = [[*columns, "bits per byte"]]
     for name, score in result.tasks.items():
         found = [score.by_shots.get(number) for number in shots]
         cells = [f"{100 * each.accuracy:.2f}" if each else "-" for each in found]
         acc = _in_percent(*score.unnormalized(score.mean))
-        rows[name] = [score.metric, *cells, _percent(score.mean), acc, _bits(score.mean)]
+        row = [name, score.metric, *cells, _percent(score.mean), acc, _bits(score.mean)]
+        rows.append(row)
     total = len({*result.tasks, *(gap.task for gap in result.gaps)})
     mean = f"mean of {len(result.complete_tasks)} of {total} tasks"
     total_mean = result.mean
     acc = "-" if total_mean is None else _in_percent(total_mean.acc, total_mean.acc_error)
-    rows[mean] = ["", *[""] * len(shots), _percent(total_mean), acc, _bits(total_mean)]
-    columns = ["metric", *(f"{n}-shot" for n in shots), "mean ± standard error", "acc"]
-    columns.append("bits per byte")
+    rows.append([mean, "", *[""] * len(shots), _percent(total_mean), acc, _bits(total_mean)])
     print("accuracy, %, and acc and bits per byte of the gold answers (mean over shots):")
-    print(pd.DataFrame.from_dict(rows, orient="index", columns=columns).to_string())
+    print("\n".join(align_columns(rows)))
     for gap in result.gaps:
         print(f"not evaluated: {gap}")
     for name, score in result.tasks.items():

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -33,6 +32,7 @@ from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.checkpoint.model import Model, open_model
+from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory, open_tokens
 from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.options import SourceOptions
@@ -579,13 +579,13 @@ def result_table(result: EvaluationResult) -> str:
 
     mean = cell(result.mean_perplexity, result.mean_perplexity_error, 2)
     rows = [
-        *((name, row(domain)) for name, domain in result.training_domains.items()),
-        ("average", ["", "", mean, "", ""]),
-        *([("target", target_row(result.target))] if result.target else []),
-        *((result.label(name), row(result.domains[name])) for name in result.held_out),
+        ["", "tokens", "loss", "perplexity", "bits/byte", "unigram perplexity"],
+        *([name, *row(domain)] for name, domain in result.training_domains.items()),
+        ["average", "", "", mean, "", ""],
+        *([["target", *target_row(result.target)]] if result.target else []),
+        *([result.label(name), *row(result.domains[name])] for name in result.held_out),
     ]
-    columns = ["tokens", "loss", "perplexity", "bits/byte", "unigram perplexity"]
-    table = pd.DataFrame([r for _, r in rows], [n for n, _ in rows], columns).to_string()
+    table = "\n".join(align_columns(rows))
     text = f"{table}\non {result.protocol.describe()}; ± is the standard error over documents"
     if result.left_out:
         text += f"\nnothing to predict, and not in the average: {', '.join(result.left_out)}"

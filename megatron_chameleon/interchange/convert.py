@@ -20,8 +20,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.files import replacing, require_new, sha256_of_files, writing
 from megatron_chameleon.artifacts.mixture import BRIDGE_SUFFIX
-from megatron_chameleon.corpus.options import quoted
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, quoted
 from megatron_chameleon.interchange.formats import FORMATS, read_mixture, write_mixture
 from megatron_chameleon.interchange.megatron import split_option, words
 from megatron_chameleon.interchange.options import ConvertOptions

@@ -26,8 +26,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.files import read_json, read_text
 from megatron_chameleon.artifacts.record import json_values
-from megatron_chameleon.corpus.options import quoted
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, quoted
 from megatron_chameleon.interchange import megatron
 from megatron_chameleon.interchange.megatron import TOKENS_SUFFIX, sampled_from, split_option
 from megatron_chameleon.interchange.options import FormatName

@@ -29,8 +29,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.files import read_foreign_json, read_text
 from megatron_chameleon.corpus.data_path import DataPath, domain_names
-from megatron_chameleon.corpus.options import quoted
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, quoted
 from megatron_chameleon.storage import absolute
 
 # Characters at which a shell splits or changes a path in $(...) or double quotes.

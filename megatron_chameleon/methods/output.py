@@ -21,7 +21,8 @@ from megatron_chameleon.artifacts import (
     provenance,
 )
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.console import align_columns
+from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.interchange import write_blend
 from megatron_chameleon.methods.options import ChosenDomainsOptions, OutputOptions
 from megatron_chameleon.mixture.checks import Array
@@ -33,7 +34,6 @@ HEAVIEST, LIGHTEST = 25, 10
 SMALL_WEIGHT = 1e-3
 # If a weight exceeds this value, a warning states that one domain has nearly all of the weight.
 ONE_HOT = 0.95
-MAX_NAMES = 10
 
 
 def warn(message: str) -> None:
@@ -44,12 +44,6 @@ def warn(message: str) -> None:
 def by_name(names: Iterable[str], values: Array) -> dict[str, Any]:
     """Map each name to its entry of ``values``: a number, or a list of numbers."""
     return dict(zip(names, values.tolist(), strict=True))
-
-
-def format_names(names: Sequence[str]) -> str:
-    """Join names by commas for a message: the first ten, and the number of the other names."""
-    shown = ", ".join(names[:MAX_NAMES])
-    return f"{shown} and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else shown
 
 
 def select_domains(
@@ -316,11 +310,3 @@ def mixture_table(mixture: Mixture) -> str:
     if hidden:
         lines.insert(1 + HEAVIEST, f"... {hidden:,} domains not shown; the file lists all domains")
     return "\n".join(lines)
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of cells as lines: first column left-aligned, other columns right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]

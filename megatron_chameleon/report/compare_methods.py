@@ -647,13 +647,13 @@ def comparison_table(compared: MethodComparison) -> Table:
         "standard_deviation": ("  standard deviation across seeds", tables.format_perplexity),
         "less_baseline": (f"  difference from {baseline.label}, paired by seed", "{:+.2f}".format),
         "half_width_95_holm": (f"  {HALF_WIDTH}", "{:.2f}".format),
-        "average_loss": ("average loss", "{:.4f}".format),
-        "loss_standard_deviation": ("  standard deviation across seeds", "{:.4f}".format),
+        "average_loss": ("average loss", tables.four_decimals),
+        "loss_standard_deviation": ("  standard deviation across seeds", tables.four_decimals),
         "loss_less_baseline": (
             f"  difference from {baseline.label}, paired by seed",
             "{:+.4f}".format,
         ),
-        "loss_half_width_95_holm": (f"  {HALF_WIDTH}", "{:.4f}".format),
+        "loss_half_width_95_holm": (f"  {HALF_WIDTH}", tables.four_decimals),
         "domains_better": (f"domains better than {baseline.label}", f"{{}} of {count}".format),
         "flops": ("FLOPs to obtain the mixture", lambda n: tables.format_flops(n) if n else "0"),
         "device_seconds": ("device-seconds to obtain the mixture", "{:,.1f}".format),
@@ -686,7 +686,7 @@ def comparison_table(compared: MethodComparison) -> Table:
     weights = [each.mixture.weights for each in compared.mixtures.values()]
     labels = [each.label for each in compared.mixtures.values()]
     shares = pd.DataFrame(weights, labels, list(compared.domains)).T.fillna(0.0)
-    texts = tables.formatted(shares, tables.format_weight)
+    texts = tables.formatted(shares, tables.four_decimals)
     return Table.by_row("Mixtures head to head", "weight of", texts, summary, notes(compared))
 
 

@@ -38,6 +38,7 @@ from megatron_chameleon.report.tables import (
     counts_better,
     format_perplexity,
     formatted,
+    four_decimals,
     unique_labels,
 )
 from megatron_chameleon.report.weights import Columns, weight_columns
@@ -376,7 +377,7 @@ def target_table(comparison: Comparison) -> Table | None:
     for run in comparison.runs:
         target, cells = run.result.target, [MISSING] * 4
         if target is not None and target_difference(run.result, first.result) is not None:
-            cells[:1] = cells_of([target.loss], "{:.4f}".format, errors=[target.error])
+            cells[:1] = cells_of([target.loss], four_decimals, errors=[target.error])
             error = [target.perplexity_error]
             cells[1:2] = cells_of([target.perplexity], format_perplexity, errors=error)
         if baseline is not None and run is not baseline:
@@ -471,7 +472,7 @@ def loss_table(comparison: Comparison) -> Table:
     errors = comparison.by_domain(lambda d: d.loss_error)
     columns: list[pd.DataFrame | pd.Series[str]] = [
         tokens.rename("tokens"),
-        formatted(losses, "{:.4f}".format, errors=errors).add_prefix("loss "),
+        formatted(losses, four_decimals, errors=errors).add_prefix("loss "),
     ]
     notes = [
         "Losses are in nats per token, ± the standard error over documents. The error measures the "
@@ -513,7 +514,7 @@ def bits_per_byte_table(comparison: Comparison) -> Table | None:
         return None
     texts = formatted(
         comparison.by_domain(lambda d: d.bits_per_byte),
-        "{:.4f}".format,
+        four_decimals,
         min,
         comparison.by_domain(lambda d: d.bits_per_byte_error),
     )

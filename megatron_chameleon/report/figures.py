@@ -23,6 +23,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.console import display_width
 from megatron_chameleon.report.options import Projection
 from megatron_chameleon.report.run_folder import (
     BASELINE_METHOD,
@@ -30,7 +31,7 @@ from megatron_chameleon.report.run_folder import (
     distinct_runs,
     run_labels,
 )
-from megatron_chameleon.report.tables import display_width, shortened
+from megatron_chameleon.report.tables import shortened
 from megatron_chameleon.report.weights import SweptAxis, mode_of
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -43,7 +43,6 @@ from megatron_chameleon.report.tables import (
     is_best,
     markdown,
     markdown_table,
-    one_line,
     printable,
     terminal_table,
 )
@@ -175,7 +174,7 @@ def make_report(
     write_report(folder, files)
     print("\n\n\n".join(map(terminal_table, report.tables)), end="\n\n")
     for sentence in (*report.findings, *report.caveats):
-        print(textwrap.fill(one_line(sentence), NOTE_WIDTH), end="\n\n")
+        print(textwrap.fill(printable(sentence), NOTE_WIDTH), end="\n\n")
     for picture in report.pictures:
         print(f"{picture.title}: {folder / picture.name}.png and .pdf")
     print(f"tables in Markdown: {folder / TABLES_NAME}, as CSV: {folder / TABLES_FOLDER}")
@@ -360,7 +359,7 @@ def html_page(report: Report) -> str:
     def finalize(value: object) -> object:
         """Collapse white space and replace unprintable characters before text is escaped."""
         if isinstance(value, str) and not isinstance(value, Markup):
-            return printable(re.sub(r"\s+", " ", value))
+            return printable(value)
         return f"{value:g}" if isinstance(value, float) else value
 
     loader = jinja2.PackageLoader("megatron_chameleon.report", "template")

@@ -30,8 +30,8 @@ from megatron_chameleon.report.tables import (
     counts_better,
     format_flops,
     format_perplexity,
-    format_weight,
     formatted,
+    four_decimals,
 )
 
 # Prefix of the titles of tables that compare runs with the paper, and prefix of the headings of
@@ -315,8 +315,8 @@ def _weights_table(
     return Table.by_row(
         f"{TITLE}weights ({setting.data['label']})",
         "domain",
-        formatted(shares, format_weight),
-        [["sum", *shares.sum().map(format_weight)]],
+        formatted(shares, four_decimals),
+        [["sum", *shares.sum().map(four_decimals)]],
         [f"The paper's weights are as printed in {_content()['source']}."],
     )
 

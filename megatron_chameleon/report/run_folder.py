@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from megatron_chameleon.artifacts.mixture import BRIDGE_SUFFIX
 from megatron_chameleon.artifacts.record import kind_of
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.report.tables import METHOD_LABELS, unique_labels
 
 CORPUS = "1-corpus"
@@ -43,8 +43,6 @@ _PREFIXES = {
     "evaluations": f"{EVALUATION}/",
     "downstream": f"{EVALUATION}/",
 }
-# An error message lists at most this many domains.
-MOST_LISTED = 3
 BASELINE_METHOD = "uniform"
 # The weights of a run and those of its mixture file may differ by rounding.
 SAME_WEIGHT = 1e-9
@@ -185,12 +183,11 @@ def require_one_corpus(folders: Sequence[RunFolder]) -> None:
         for name, mixture in folder.mixtures.items():
             others = [domain for domain in mixture.weights if domain not in known]
             if others and folder.corpus:
-                more = f" and {len(others) - MOST_LISTED} more" if len(others) > MOST_LISTED else ""
                 raise UserError(
                     f"{folder.paths[f'{MIXTURE}/{name}']} has weights for domains that the corpus "
-                    f"in {folder.root / CORPUS} does not have: {', '.join(others[:MOST_LISTED])}"
-                    f"{more}; compute it with --corpus {folder.root / CORPUS}, or move the file to "
-                    "a run folder of its corpus"
+                    f"in {folder.root / CORPUS} does not have: {format_names(others)}; "
+                    f"compute it with --corpus {folder.root / CORPUS}, or move the file to a run "
+                    "folder of its corpus"
                 )
 
 

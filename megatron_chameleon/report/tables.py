@@ -6,13 +6,15 @@ import dataclasses
 import math
 import re
 import textwrap
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
 
+from megatron_chameleon.console import align_columns, display_width
+
 MISSING = "-"
+four_decimals = "{:.4f}".format
 UNKNOWN = "unknown"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 METHOD_LABELS = {
@@ -196,29 +198,25 @@ def terminal_table(table: Table) -> str:
         # A blank in place of the mark keeps the digits of unmarked cells aligned.
         [shortened(name, NAME_WIDTH)]
         + [
-            one_line(text) + ("*" if is_best(text) else " " if mark else "")
+            printable(text) + ("*" if is_best(text) else " " if mark else "")
             for text, mark in zip(texts, marked[1:], strict=True)
         ]
         for name, *texts in (*table.rows, *table.summary)
     ]
     headings = []
-    for i, title in enumerate(map(one_line, table.header)):
+    for i, title in enumerate(map(printable, table.header)):
         room = max(map(display_width, (*(row[i] for row in body), *title.split())), default=1)
         headings.append(textwrap.wrap(title, max(room, 1), break_long_words=False) or [""])
     height = max(map(len, headings))
     head = list(zip(*([""] * (height - len(lines)) + lines for lines in headings), strict=True))
-    widths = [max(map(display_width, column)) for column in zip(*head, *body, strict=True)]
-    lines = []
-    for row in (*head, *body):
-        blanks = [" " * (width - display_width(t)) for t, width in zip(row, widths, strict=True)]
-        others = [blank + text for text, blank in zip(row[1:], blanks[1:], strict=True)]
-        lines.append("  ".join([row[0] + blanks[0], *others]).rstrip())
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    aligned = align_columns([*head, *body])
+    rule = "-" * display_width(aligned[0])
+    lines = [line.rstrip() for line in aligned]
     lines.insert(height, rule)
     if table.num_summary:
         lines.insert(len(lines) - table.num_summary, rule)
-    notes = [textwrap.fill(one_line(note), max(len(rule), NOTE_WIDTH)) for note in table.notes]
-    return "\n".join([one_line(table.title), "", *lines, *([""] if notes else []), *notes])
+    notes = [textwrap.fill(printable(note), max(len(rule), NOTE_WIDTH)) for note in table.notes]
+    return "\n".join([printable(table.title), "", *lines, *([""] if notes else []), *notes])
 
 
 def markdown_table(table: Table, level: int = 2) -> str:
@@ -242,9 +240,9 @@ def csv_table(table: Table) -> str:
     Cells like '1.20 ± 0.03' and '0.1 to 0.2' take two columns; thousands have no comma, and missing
     values are empty.
     """
-    frame = table.cells.map(one_line)
-    titles, texts = [one_line(table.header[0])], [list(frame.iloc[:, 0])]
-    for i, title in enumerate(map(one_line, table.header[1:]), start=1):
+    frame = table.cells.map(printable)
+    titles, texts = [printable(table.header[0])], [list(frame.iloc[:, 0])]
+    for i, title in enumerate(map(printable, table.header[1:]), start=1):
         column = ["" if text == MISSING else text for text in frame.iloc[:, i]]
         columns = {title: column}
         for sign, (first, second) in {" ± ": ("", " ±"), " to ": (" from", " to")}.items():
@@ -270,11 +268,6 @@ def csv_text(frame: pd.DataFrame) -> str:
     return named.to_csv(index=False, lineterminator="\n")
 
 
-def format_weight(weight: float) -> str:
-    """Format a weight with four decimals."""
-    return f"{weight:.4f}"
-
-
 def format_perplexity(perplexity: float) -> str:
     """Format a perplexity with two decimals, or like 1.234e+04 from 10,000 on."""
     return f"{perplexity:.2f}" if perplexity < 1e4 else f"{perplexity:.3e}"
@@ -291,19 +284,17 @@ def format_hours(seconds: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours else MISSING
 
 
-def one_line(name: str) -> str:
-    """Collapse white space in ``name`` and replace unprintable characters."""
-    return printable(" ".join(name.split()))
-
-
 def printable(text: str) -> str:
-    """Replace control and bidirectional formatting characters, which affect a terminal or page."""
-    return "".join(sign if sign.isprintable() else REPLACEMENT for sign in text)
+    """Collapse white space, and replace control and bidirectional formatting characters.
+
+    Such characters affect a terminal or page.
+    """
+    return "".join(sign if sign.isprintable() else REPLACEMENT for sign in " ".join(text.split()))
 
 
 def shortened(name: str, limit: int) -> str:
     """Shorten ``name`` to ``limit`` characters; both ends, where names differ most, are kept."""
-    name, tail = one_line(name), (limit - 1) // 3
+    name, tail = printable(name), (limit - 1) // 3
     return name if len(name) <= limit else f"{name[: limit - 1 - tail]}…{name[-tail:]}"
 
 
@@ -320,15 +311,7 @@ def unique_labels(labels: Mapping[str, str]) -> dict[str, str]:
 
 def markdown(text: str) -> str:
     """Escape ``text`` for Markdown, also within table cells."""
-    return _MARKDOWN_SIGNS.sub(r"\\\1", one_line(text))
-
-
-def display_width(text: str) -> int:
-    """Width of ``text`` in terminal columns: wide characters take two, combining characters 0."""
-    return sum(
-        0 if unicodedata.combining(sign) else 2 if unicodedata.east_asian_width(sign) in "WF" else 1
-        for sign in text
-    )
+    return _MARKDOWN_SIGNS.sub(r"\\\1", printable(text))
 
 
 def listed(parts: Sequence[str]) -> str:

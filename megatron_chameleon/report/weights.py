@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Mixture, Sweep
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder, distinct_runs, run_labels
-from megatron_chameleon.report.tables import MISSING, Table, format_weight, formatted
+from megatron_chameleon.report.tables import MISSING, Table, formatted, four_decimals
 
 # With more runs than this, a single table shows the extremes of each run.
 MOST_TABLES = 6
@@ -35,11 +35,11 @@ Columns = dict[str, dict[str, str]]
 
 def weight_columns(label: str, weights: Mapping[str, float], mixture: Mixture | None) -> Columns:
     """Format columns of the weights and, if ``mixture`` has intervals, of the intervals."""
-    columns = {f"{label} weight".strip(): {d: format_weight(w) for d, w in weights.items()}}
+    columns = {f"{label} weight".strip(): {d: four_decimals(w) for d, w in weights.items()}}
     if mixture is not None and mixture.intervals is not None:
         coverage = "" if mixture.confidence is None else f"{100 * mixture.confidence:g}% "
         columns[f"{label} {coverage}interval".strip()] = {
-            domain: " to ".join(map(format_weight, ends))
+            domain: " to ".join(map(four_decimals, ends))
             for domain, ends in mixture.intervals.items()
         }
     return columns
@@ -244,14 +244,14 @@ def sweep_table(axis: SweptAxis) -> Table:
     shown = largest.sort_values(ascending=False, kind="stable").index[:MOST_ROWS]
     weights = axis.weights.set_axis(values, axis=1).assign(**{"largest change": largest})
     summary = {"largest change": changes.max(), "total variation": axis.distances}
-    rows = [[name, *map(format_weight, (*each, each.max()))] for name, each in summary.items()]
+    rows = [[name, *map(four_decimals, (*each, each.max()))] for name, each in summary.items()]
     if axis.factors is not None:
         rows.append(["factor of --shrink", *(f"{factor:.2f}" for factor in axis.factors), ""])
     hidden = len(axis.weights) - len(shown)
     return Table.by_row(
         f"Weights over {axis.label}",
         "domain",
-        formatted(weights[weights.index.isin(shown)], format_weight),
+        formatted(weights[weights.index.isin(shown)], four_decimals),
         rows,
         [f"{hidden} other domains change less."] if hidden else [],
     )

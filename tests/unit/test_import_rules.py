@@ -15,7 +15,7 @@ ALLOWED = {
     "mixture/regmix.py": {"numpy", "scipy", "lightgbm"},
     "mixture": {"numpy", "scipy"},
     "report": {
-        *(f"{PACKAGE}.artifacts", f"{PACKAGE}.errors", f"{PACKAGE}.ranges"),
+        *(f"{PACKAGE}.{name}" for name in ("artifacts", "console", "errors", "ranges")),
         *("jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "scipy", "tyro", "umap"),
         "threadpoolctl",
     },

@@ -53,7 +53,7 @@ from megatron_chameleon.embedding.text import (
     find_text,
 )
 from megatron_chameleon.embedding.windows import WINDOW_LENGTH
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOptions
 from megatron_chameleon.methods.chameleon.explain import explain
 from megatron_chameleon.methods.output import (
@@ -61,7 +61,6 @@ from megatron_chameleon.methods.output import (
     EpochLimit,
     by_name,
     epoch_limit,
-    format_names,
     format_weight,
     require_training_tokens,
     select_domains,

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.methods.output import align_columns, format_weight
+from megatron_chameleon.console import align_columns
+from megatron_chameleon.methods.output import format_weight
 from megatron_chameleon.mixture import Recipe, WeightResult
 from megatron_chameleon.mixture.affinity import nearest_rows
 

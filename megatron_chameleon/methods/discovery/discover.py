@@ -34,6 +34,7 @@ from megatron_chameleon.artifacts.discovered import (
 )
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.provenance import Provenance
+from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.join import link_domain, regroup
 from megatron_chameleon.corpus.options import is_domain_name
@@ -49,7 +50,6 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import ExtractionOptions
 from megatron_chameleon.methods.chameleon.compute import EmbeddingPlan, plan_embedding
 from megatron_chameleon.methods.discovery import DiscoverOptions
-from megatron_chameleon.methods.output import align_columns
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.progress import progress_bar
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.methods.mixing_laws import (
     MIN_POINTS,
     MixingLawsOptions,
     layer_parameters,
 )
-from megatron_chameleon.methods.output import by_name, format_names, warn
+from megatron_chameleon.methods.output import by_name, warn
 from megatron_chameleon.methods.swarm.fit import (
     SECONDS_WITHOUT_BAR,
     FitMethod,

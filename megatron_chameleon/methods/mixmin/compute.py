@@ -15,6 +15,7 @@ from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, TrainingRun
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.model import Model
+from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.sources import Source, find_sources
 from megatron_chameleon.corpus.target import (
     Target,
@@ -24,7 +25,7 @@ from megatron_chameleon.corpus.target import (
     warn_leaked,
 )
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.evaluation.gold_answers import gold_answers
 from megatron_chameleon.methods.limits import bounds_within, prior_weights
 from megatron_chameleon.methods.mixmin import (
@@ -45,11 +46,9 @@ from megatron_chameleon.methods.mixmin.text import (
 )
 from megatron_chameleon.methods.output import (
     EpochLimit,
-    align_columns,
     by_name,
     cost_totals,
     epoch_limit,
-    format_names,
     format_weight,
     require_training_tokens,
     select_domains,

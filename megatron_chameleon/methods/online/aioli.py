@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.evaluation.held_out import HeldOutText
 from megatron_chameleon.methods.online.hook import OnlineHook
-from megatron_chameleon.methods.output import by_name, format_names, warn
+from megatron_chameleon.methods.output import by_name, warn
 from megatron_chameleon.mixture.aioli import (
     aioli_weights,
     mixing_matrix,

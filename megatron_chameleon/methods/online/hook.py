@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.output import by_name, format_names, warn
+from megatron_chameleon.errors import UserError, format_names
+from megatron_chameleon.methods.output import by_name, warn
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.hook import TrainingHook

@@ -21,20 +21,19 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, matched, read_mixture_runs
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.artifacts.swarm import SwarmRecord
+from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.evaluation.perplexity import token_counts, unigram_loss
 from megatron_chameleon.methods.headroom import write_prior_without_gain
 from megatron_chameleon.methods.limits import prior_weights
 from megatron_chameleon.methods.output import (
-    align_columns,
     by_name,
     cost_totals,
     epoch_limit,
-    format_names,
     format_weight,
     warn,
     write_and_print,

@@ -9,12 +9,12 @@ import re
 import pandas as pd
 import pytest
 
+from megatron_chameleon.console import display_width
 from megatron_chameleon.report.tables import (
     Best,
     Table,
     csv_table,
     csv_text,
-    display_width,
     markdown,
     terminal_table,
 )
