@@ -11,6 +11,7 @@ import datetime
 import functools
 import itertools
 import math
+import types
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from megatron_chameleon.artifacts.downstream_result import DownstreamResult, req
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import Cost, machine_info
 from megatron_chameleon.artifacts.published import published_columns
-from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import figures, tables
 from megatron_chameleon.report.comparison import HELD_OUT_NOTE, require_same_evaluation
@@ -127,15 +127,22 @@ def holm(differences: Array, level: float = 0.05) -> tuple[Array, Array]:
     with np.errstate(divide="ignore", invalid="ignore"):
         statistics = np.nan_to_num(differences.mean(axis=1) / errors, posinf=np.inf, neginf=-np.inf)
     p_values = 2 * stdtr(seeds - 1, -np.abs(statistics))
-    adjusted, halves = np.empty(count), np.empty(count)
-    largest, tests = 0.0, count
-    for place, row in enumerate(np.argsort(p_values, kind="stable")):
-        if largest <= level:
-            tests = count - place
-        largest = max(largest, min((count - place) * p_values[row], 1.0))
-        adjusted[row] = largest
-        halves[row] = stdtrit(seeds - 1, 1 - level / tests / 2) * errors[row]
-    return adjusted, halves
+    adjusted, order = holm_adjusted(p_values), np.argsort(p_values, kind="stable")
+    # The first test that does not reject, or the last one; later intervals have its level.
+    last = min(int((adjusted <= level).sum()), count - 1)
+    tests = np.empty(count)
+    tests[order] = count - np.minimum(np.arange(count), last)
+    return adjusted, stdtrit(seeds - 1, 1 - level / tests / 2) * errors
+
+
+def holm_adjusted(p_values: Array) -> Array:
+    """Adjust p-values [m] for m tests by Holm's step-down method."""
+    order, count = np.argsort(p_values, kind="stable"), len(p_values)
+    adjusted = np.empty(count)
+    adjusted[order] = np.minimum(
+        np.maximum.accumulate(p_values[order] * np.arange(count, 0, -1)), 1.0
+    )
+    return adjusted
 
 
 def validation_curve(runs: Sequence[TrainingRun]) -> dict[int, float]:
@@ -145,13 +152,15 @@ def validation_curve(runs: Sequence[TrainingRun]) -> dict[int, float]:
     """
     curves: list[dict[int, float]] = []
     for run in runs:
-        per_step, curve = run.tokens // max(run.step, 1), {}
-        for line in run.metrics() if (run.root / METRICS_NAME).is_file() else ():
-            found = line.get("validation_loss") or {}
-            losses = [loss for name, loss in found.items() if name in run.mixture]
-            if losses and None not in losses:
-                curve[line["step"] * per_step] = math.fsum(losses) / len(losses)
-        curves.append(curve)
+        by_domain = figures.run_curves(run.root.name, run).validation
+        losses = pd.DataFrame({n: curve for n, curve in by_domain.items() if n in run.mixture})
+        per_step = run.tokens // max(run.step, 1)
+        curves.append(
+            {
+                int(step) * per_step: math.fsum(row) / len(row)
+                for step, *row in losses.dropna().itertuples(name=None)
+            }
+        )
     common = sorted(set.intersection(*map(set, curves)))
     return {tokens: math.fsum(c[tokens] for c in curves) / len(curves) for tokens in common}
 
@@ -381,29 +390,56 @@ def compare_methods(options: CompareMethodsOptions) -> MethodComparison:
     compared = load_comparison(RunFolder.load(options.run), options)
     shown = [comparison_table(compared), domain_table(compared)]
     shown += [downstream_table(compared)] if compared.downstream else []
+    picture = f"\n![Average perplexity against cost]({options.name}.png)\n"
+    others = {".csv": as_csv(compared).encode(), ".png": figures.png(cost_figure(compared))}
+    write_comparison(
+        options, stem, PAGE_TITLE, shown, as_json(compared), compared.runs, others, picture
+    )
+    return compared
+
+
+def write_comparison(
+    options: CompareMethodsOptions,
+    stem: Path,
+    title: str,
+    shown: Sequence[Table],
+    content: Mapping[str, Any],
+    runs: Sequence[TrainingRun],
+    others: Mapping[str, bytes] = types.MappingProxyType({}),
+    picture: str = "",
+) -> None:
+    """Print the tables of a comparison, and write its files and the record of ``--record``.
+
+    Args:
+        options: options of the comparison.
+        stem: path of the files without suffix.
+        title: heading of the Markdown files.
+        shown: tables to print, and to write to .txt and .md.
+        content: content of the .json file.
+        runs: the compared runs, for the record.
+        others: suffix -> content of other files.
+        picture: Markdown of the figure, below the tables.
+    """
     text = "\n\n\n".join(map(tables.terminal_table, shown)) + "\n"
-    page = "\n\n".join(map(tables.markdown_table, shown))
-    picture = f"![Average perplexity against cost]({options.name}.png)"
-    files = {
-        stem.with_suffix(".png"): figures.png(cost_figure(compared)),
-        stem.with_suffix(".txt"): text.encode(),
-        stem.with_suffix(".md"): f"# {PAGE_TITLE}\n\n{page}\n\n{picture}\n".encode(),
-        stem.with_suffix(".csv"): as_csv(compared).encode(),
-    }
+    page = "\n\n".join(map(tables.markdown_table, shown)) + "\n"
+    files = {stem.with_suffix(suffix): data for suffix, data in others.items()}
+    files[stem.with_suffix(".txt")] = text.encode()
+    files[stem.with_suffix(".md")] = f"# {title}\n\n{page}{picture}".encode()
+    record, made = options.record, dict[str, Any]()
     if record is not None:
-        made = record_of(compared.runs, options)
+        made = record_of(runs, options)
         where = "\n".join(f"- {key}: {tables.markdown(str(value))}" for key, value in made.items())
-        files[record.with_suffix(".md")] = f"# {PAGE_TITLE}\n\n{where}\n\n{page}\n".encode()
+        files[record.with_suffix(".md")] = f"# {title}\n\n{where}\n\n{page}".encode()
     for path, data in files.items():
         with replacing(path) as temporary:
             temporary.write_bytes(data)
-    write_json(stem.with_suffix(".json"), as_json(compared))
+    write_json(stem.with_suffix(".json"), content)
     print(text)
     if record is not None:
-        write_json(record, {**made, **as_json(compared)})
+        write_json(record, {**made, **content})
         print(f"recorded in {record} and {record.with_suffix('.md')}")
-    print(f"written to {stem}.txt, .md, .csv, .json and .png", flush=True)
-    return compared
+    suffixes = tables.listed([".md", *others, ".json"])
+    print(f"written to {stem}.txt, {suffixes}", flush=True)
 
 
 def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> MethodComparison:
@@ -558,8 +594,9 @@ def _load_online(
             )
         baseline = folder.base_runs.get(other)
         extra = run.cost.flops - (baseline.cost.flops if baseline else run.cost.flops)
-        lines = run.metrics() if (run.root / METRICS_NAME).is_file() else iter(())
-        seconds = math.fsum((line.get("phase_seconds") or {}).get("mixture", 0.0) for line in lines)
+        seconds = math.fsum(
+            (line.get("phase_seconds") or {}).get("mixture", 0.0) for line in run.metrics()
+        )
         costs.append((max(extra, 0.0), seconds * run.cost.num_devices))
         runs.append(run)
     flops, seconds = (math.fsum(values) / len(costs) for values in zip(*costs, strict=True))

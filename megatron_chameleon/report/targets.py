@@ -20,15 +20,15 @@ from scipy.stats import spearmanr
 
 from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.artifacts.corpus import file_name_of
-from megatron_chameleon.artifacts.files import replacing, write_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import tables
 from megatron_chameleon.report.compare_methods import (
     HINT,
     Array,
+    holm_adjusted,
     load_comparison,
     mixture_label,
-    record_of,
+    write_comparison,
 )
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
@@ -108,16 +108,6 @@ class TargetComparison:
         return adjusted
 
 
-def holm_adjusted(p_values: Array) -> Array:
-    """Adjust p-values [m] for m tests by Holm's step-down method (Holm 1979)."""
-    order, count = np.argsort(p_values, kind="stable"), len(p_values)
-    adjusted = np.empty(count)
-    adjusted[order] = np.minimum(
-        np.maximum.accumulate(p_values[order] * np.arange(count, 0, -1)), 1.0
-    )
-    return adjusted
-
-
 def predicted_gain_over(mixture: Mixture, baseline: str) -> float:
     """Return the gain that a method predicted for the written weights; NaN if there is none."""
     if mixture.parameters.get("written") == "prior":  # the estimate's gain is not that of the prior
@@ -187,27 +177,7 @@ def compare_targets(options: CompareMethodsOptions) -> TargetComparison:
     if np.isfinite(compared.predicted).any():
         shown.append(prediction_table(compared))
     stem = options.run / REPORT / f"{options.name}-{TARGETS}"
-    text = "\n\n\n".join(map(tables.terminal_table, shown)) + "\n"
-    page = "\n\n".join(map(tables.markdown_table, shown))
-    files = {
-        stem.with_suffix(".txt"): text,
-        stem.with_suffix(".md"): f"# {PAGE_TITLE}\n\n{page}\n",
-    }
-    made = {}
-    if options.record is not None:
-        made = record_of(compared.runs, options)
-        where = "\n".join(f"- {key}: {tables.markdown(str(value))}" for key, value in made.items())
-        files[options.record.with_suffix(".md")] = f"# {PAGE_TITLE}\n\n{where}\n\n{page}\n"
-    for path, content in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(content, encoding="utf-8")
-    write_json(stem.with_suffix(".json"), as_json(compared))
-    print(text)
-    if options.record is not None:
-        write_json(options.record, {**made, **as_json(compared)})
-        print(f"recorded in {options.record} and {options.record.with_suffix('.md')}")
-    print(f"written to {stem}.txt, .md and .json", flush=True)
+    write_comparison(options, stem, PAGE_TITLE, shown, as_json(compared), compared.runs)
     return compared
 
 
