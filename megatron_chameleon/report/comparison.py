@@ -50,8 +50,6 @@ NORMAL_95 = 1.96
 HELD_OUT_NOTE = (
     "Domains marked held-out are never trained on. They are not in the averages and counts."
 )
-# Base runs are named METHOD-seed1 by examples/compare_methods.sh and the guides.
-_SEED = re.compile(r"-seed(\d+)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +63,13 @@ class Evaluated:
 
     @property
     def seed(self) -> int | None:
-        """The seed in the run's name; None if the name has none."""
-        found = _SEED.search(self.name)
-        return None if found is None else int(found[1])
+        """The seed that the run's options record; None if unknown."""
+        return None if self.run is None else self.run.provenance.options.get("seed")
+
+    @property
+    def stem(self) -> str:
+        """The name without its seed: ``uniform`` for ``uniform-seed1``."""
+        return re.sub(rf"-seed{self.seed}\b", "", self.name, count=1)
 
     def has_weights_of(self, other: Evaluated) -> bool:
         """Whether both runs were trained with the same weights."""
@@ -268,8 +270,8 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
     groups: list[list[Evaluated]] = []
     for run in comparison.runs:
         for group in groups:
-            stems = {_SEED.sub("-seed", each.name, count=1) for each in (run, group[0])}
-            if run.seed is not None and len(stems) == 1 and run.has_weights_of(group[0]):
+            is_same = run.stem == group[0].stem and run.has_weights_of(group[0])
+            if is_same and run.seed not in (None, *(each.seed for each in group)):
                 group.append(run)
                 break
         else:
@@ -281,7 +283,7 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
         if len(group) == 1:
             labels[name] = group[0].label
         elif labels[name] == name:
-            labels[name] = _SEED.sub("", name, count=1)
+            labels[name] = group[0].stem
     return [
         SeedGroup(label, tuple(sorted(group, key=lambda run: run.seed or 0)))
         for label, group in zip(unique_labels(labels).values(), groups, strict=True)

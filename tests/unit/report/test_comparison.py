@@ -37,6 +37,7 @@ from tests.unit.report.samples import (
     CHAMELEON,
     NAMES,
     PROTOCOL,
+    PROVENANCE,
     UNIFORM,
     edit,
     edit_evaluation,
@@ -202,7 +203,9 @@ def test_seeds_are_reported_by_mean_and_deviation_and_paired(tmp_path):
     ):
         for seed, average in averages.items():
             mixture = dict(zip(NAMES, weights, strict=True))
-            run = write_training_run(tmp_path / f"{name}-seed{seed}", mixture, name)
+            options = dataclasses.replace(PROVENANCE, options={"seed": seed})
+            root = tmp_path / f"{name}-seed{seed}"
+            run = write_training_run(root, mixture, name, provenance=options)
             result = evaluation(NAMES, [math.log(average + shift) for shift in shifts])
             runs.append(Evaluated(run.root.name, run.root.name, result, run))
     seeded = Comparison(tuple(runs), runs[0])
