@@ -144,16 +144,9 @@ def svg_content(figure: Figure, name: str) -> str:
     # every figure and are never referenced.
     text = re.sub(r"<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
-    text = re.sub(r"<[a-zA-Z][^>]*>", lambda found: _restyled(found[0]), text)
-    return re.sub(r"\n\s*", "\n", text)
-
-
-def _restyled(tag: str) -> str:
-    """Use the page's colours and font, round numbers, and remove line breaks from attributes."""
-    tag = re.sub(r"font-family: [^;\"]*(; |)", "", tag)
-    tag = re.sub(r"(?<=: )#[0-9a-f]{6}", lambda found: PAGE_COLORS.get(found[0], found[0]), tag)
-    tag = re.sub(r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.3f}", tag)
-    return tag.replace("\n", "")
+    for color, variable in PAGE_COLORS.items():
+        text = text.replace(f": {color}", f": {variable}")
+    return text
 
 
 def charted_mixtures(folder: RunFolder) -> dict[str, Mixture]:
