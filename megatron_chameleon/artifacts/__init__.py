@@ -14,15 +14,11 @@ from megatron_chameleon.artifacts.corpus import (
 from megatron_chameleon.artifacts.embedding_store import EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.evaluation_result import (
     Clusters,
-    Difference,
     DomainLoss,
     EvaluationResult,
     Protocol,
     TargetLoss,
-    loss_difference,
-    mean_perplexity_difference,
     require_comparable,
-    target_difference,
 )
 from megatron_chameleon.artifacts.mixture import (
     DomainSource,
@@ -44,7 +40,6 @@ __all__ = [
     "Clusters",
     "Corpus",
     "Cost",
-    "Difference",
     "Domain",
     "DomainLoss",
     "DomainSource",
@@ -72,10 +67,7 @@ __all__ = [
     "TrainingRun",
     "find_checkpoint",
     "implied_epochs",
-    "loss_difference",
-    "mean_perplexity_difference",
     "normalized",
     "provenance",
     "require_comparable",
-    "target_difference",
 ]

@@ -1,4 +1,4 @@
-"""Held-out loss per domain, its evaluation protocol, and paired differences of two models.
+"""Held-out loss per domain, and its evaluation protocol.
 
 Tokens of one document are correlated, and so are windows of one document; documents are assumed to
 be independent. A mean loss is then a ratio of two sums over documents, with the standard error of a
@@ -7,9 +7,6 @@ correction). Let S_c be the sum of the losses in cluster c of C clusters, n_c th
 and m = sum(S_c) / sum(n_c) the mean loss. Then
 
     SE(m)^2 = C / (C - 1) * sum((S_c - m n_c)^2) / sum(n_c)^2
-
-For the difference of two models on the same tokens, S_c is the difference of the two models' sums
-in cluster c.
 """
 
 from __future__ import annotations
@@ -318,59 +315,3 @@ def require_comparable(results: dict[str, EvaluationResult]) -> None:
 def _exp(loss: float) -> float:
     """exp(loss), infinite on overflow (a loss above 709)."""
     return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """Paired difference of a held-out metric of two models, and its standard error.
-
-    Both models predict the same tokens, so the difficulty of the text cancels in the standard
-    error. The standard error is None if unknown. :func:`require_comparable` checks that the results
-    have the same protocol and corpus.
-    """
-
-    value: float
-    error: float | None
-
-
-def loss_difference(first: DomainLoss, second: DomainLoss) -> Difference:
-    """Mean loss of ``first`` minus mean loss of ``second``, in nats per token."""
-    return Difference(first.loss - second.loss, _paired_error(first, second, 1.0, 1.0))
-
-
-def mean_perplexity_difference(first: EvaluationResult, second: EvaluationResult) -> Difference:
-    """Mean perplexity of ``first`` minus mean perplexity of ``second``.
-
-    To first order, the standard error of a perplexity p = exp(m) is p SE(m); the standard error of
-    p - q is the standard error of the ratio with sums p S_c - q T_c, where S_c and T_c are the loss
-    sums of the two models in cluster c.
-    """
-    pairs = [(domain, second.domains[name]) for name, domain in first.training_domains.items()]
-    errors = [_paired_error(a, b, a.perplexity, b.perplexity) for a, b in pairs]
-    return Difference(first.mean_perplexity - second.mean_perplexity, error_of_mean(errors))
-
-
-def target_difference(first: EvaluationResult, second: EvaluationResult) -> Difference | None:
-    """Target loss of ``first`` minus target loss of ``second``, in nats per token.
-
-    None unless both have the same target.
-    """
-    one, other = first.target, second.target
-    texts = {result.provenance.inputs.get("target text") for result in (first, second)}
-    if one is None or other is None or one.shares != other.shares or len(texts) > 1:
-        return None
-    pairs = {name: (first.domains[name], second.domains[name]) for name in one.shares}
-    errors = {name: _paired_error(a, b, 1.0, 1.0) for name, (a, b) in pairs.items()}
-    return Difference(one.loss - other.loss, error_of_sum(one.shares, errors))
-
-
-def _paired_error(
-    first: DomainLoss, second: DomainLoss, first_scale: float, second_scale: float
-) -> float | None:
-    """Standard error of ``first_scale * first.loss - second_scale * second.loss``."""
-    a, b = first.clusters, second.clusters
-    scales = (first_scale, second_scale)
-    if a is None or b is None or a.tokens != b.tokens or not all(map(math.isfinite, scales)):
-        return None
-    sums = [first_scale * x - second_scale * y for x, y in zip(a.losses, b.losses, strict=True)]
-    return ratio_standard_error(sums, a.tokens)

@@ -7,11 +7,12 @@ import math
 
 import pytest
 
-from megatron_chameleon.artifacts import EvaluationResult, MixtureWarning, target_difference
+from megatron_chameleon.artifacts import EvaluationResult, MixtureWarning
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import perplexity
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities, result_table
+from megatron_chameleon.report.comparison import target_difference
 from megatron_chameleon.training.options import TargetOptions, ValidationOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import with_text

@@ -8,6 +8,8 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts import (
     Clusters,
@@ -25,7 +27,9 @@ from megatron_chameleon.report.comparison import (
     compare,
     findings,
     held_out_findings,
+    loss_difference,
     loss_table,
+    mean_perplexity_difference,
     perplexity_table,
     seed_table,
     target_table,
@@ -33,6 +37,12 @@ from megatron_chameleon.report.comparison import (
 from megatron_chameleon.report.page import load_report
 from megatron_chameleon.report.run_folder import RunFolder, merge
 from megatron_chameleon.report.tables import is_best
+from tests.unit.artifacts.test_evaluation_result import (
+    CLUSTERS,
+    plain_error,
+)
+from tests.unit.artifacts.test_evaluation_result import domain as clustered
+from tests.unit.artifacts.test_evaluation_result import result as result_of
 from tests.unit.report.samples import (
     CHAMELEON,
     NAMES,
@@ -228,3 +238,36 @@ def test_seeds_are_reported_by_mean_and_deviation_and_paired(tmp_path):
         ["domains better than Uniform", "-", "2 of 3"],
     ]
     assert [is_best(row[2]) for row in table.rows] == [True, False, True]
+
+
+@given(CLUSTERS, st.lists(st.floats(0, 100), min_size=20, max_size=20))
+def test_paired_difference_has_the_error_of_the_differences(clusters, other):
+    losses, tokens = (list(values) for values in zip(*clusters, strict=True))
+    first, second = clustered(losses, tokens), clustered(other[: len(losses)], tokens)
+    found = loss_difference(first, second)
+    differences = [a - b for a, b in zip(losses, other, strict=False)]
+    assert found.value == first.loss - second.loss
+    assert found.error == pytest.approx(plain_error(differences, tokens), rel=1e-6, abs=1e-9)
+
+
+def test_error_of_a_mean_perplexity_difference_matches_samples():
+    rng = np.random.default_rng(2)
+    tokens = [10] * 50
+    found = []
+    for _ in range(1000):
+        draws = [
+            [clustered((10 * rng.normal(level, 0.2, 50)).tolist(), tokens) for level in (2.0, 3.0)]
+            for _ in range(2)
+        ]
+        pair = [result_of(dict(zip("ab", domains, strict=True))) for domains in draws]
+        found.append(mean_perplexity_difference(*pair))
+    errors = [difference.error for difference in found]
+    assert np.std([d.value for d in found]) == pytest.approx(np.mean(errors), rel=0.1)  # type: ignore[arg-type]
+
+
+def test_other_text_or_overflow_gives_no_error():
+    first = clustered([1.0, 2.0], [3, 4])
+    beyond = clustered([7000.0, 7000.0], [3, 4])  # its perplexity overflows
+    for other in (clustered([1.0, 2.0], [4, 3]), DomainLoss(1.0, 7, 5.0), beyond):
+        found = mean_perplexity_difference(result_of({"a": first}), result_of({"a": other}))
+        assert found.error is None
