@@ -5,7 +5,7 @@
 #   OUTPUT=corpora/installed-text bash examples/data/installed_text.sh
 set -euo pipefail
 
-COLLECTION=${COLLECTION:-installed}                   # --collection of gather_installed_text
+COLLECTION=${COLLECTION:-installed}                   # or a --collection of debian_text.py
 [ "$COLLECTION" = installed ] || OUTPUT=${OUTPUT:-corpora/$COLLECTION/corpus}
 OUTPUT=${OUTPUT:-corpora/installed-text}              # output corpus
 INPUT=${INPUT:-$(dirname "$OUTPUT")/text}             # text folder, created if missing
@@ -13,9 +13,10 @@ TOKENIZER=${TOKENIZER:-$(dirname "$OUTPUT")/tokenizer.json}   # trained if missi
 MAX_BYTES=${MAX_BYTES:-3500000}                       # maximum bytes of text per domain
 VOCAB_SIZE=${VOCAB_SIZE:-8192}                        # entries of a new tokenizer
 
+GATHER=(-m megatron_chameleon gather_installed_text)
+[ "$COLLECTION" = installed ] || GATHER=("$(dirname "$0")/debian_text.py" --collection "$COLLECTION")
 [ -e "$INPUT/gathered.json" ] ||
-  python -m megatron_chameleon gather_installed_text --output-dir "$INPUT" --collection "$COLLECTION" \
-    --max-bytes-per-domain "$MAX_BYTES"
+  python "${GATHER[@]}" --output-dir "$INPUT" --max-bytes-per-domain "$MAX_BYTES"
 FOUND=$(sed -n 's/.*"collection": "\([a-z]*\)".*/\1/p' "$INPUT/gathered.json")
 if [ "${FOUND:-installed}" != "$COLLECTION" ]; then
   echo "error: $INPUT holds the collection ${FOUND:-installed}; pass OUTPUT in another folder, or INPUT" >&2

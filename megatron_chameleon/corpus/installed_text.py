@@ -1,10 +1,9 @@
-"""Collect real text in named domains from packages.
+"""Collect real text in named domains from the installed Python packages.
 
 A quickstart needs text of clearly different kinds, and the packages that it has just installed may
 be the only text on the machine. Packages contain source code in several languages, headers, stubs,
 tests, reference pages, licences and tables of figures. Only site-packages is read, so that the same
-pinned versions give the same text on every machine. Other collections are read from Debian packages
-(:mod:`megatron_chameleon.corpus.debian_text`).
+pinned versions give the same text on every machine.
 """
 
 from __future__ import annotations
@@ -12,16 +11,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
-import gzip
 import hashlib
 import inspect
-import lzma
 import os
 import re
-import shlex
 import sysconfig
-import tarfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,12 +41,11 @@ def plain(content: bytes) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class DomainSource:
-    """Shell patterns, separated by spaces, of the paths of a domain's files in site-packages.
+class PackageDomain:
+    """A domain whose text comes from files of packages.
 
-    In a pattern ``*`` also matches ``/``. ``read`` returns the documents in the content of a file,
-    which has been decompressed if its name ends in .gz or .dz. ``packages`` names Debian packages
-    that hold the files, as NAME=VERSION.
+    ``patterns`` and ``excluded`` are shell patterns, separated by spaces, of relative paths; in a
+    pattern ``*`` also matches ``/``. ``read`` returns the documents in the content of a file.
     """
 
     name: str
@@ -60,18 +53,25 @@ class DomainSource:
     patterns: str
     excluded: str = ""
     read: Callable[[bytes], Iterable[str]] = plain
-    packages: tuple[str, ...] = ()
+
+    def documents(self, source: str, path: Path) -> Iterator[str]:
+        """Read the documents of the file ``path``, whose relative path is ``source``."""
+        yield from self.read(path.read_bytes())
+
+    def package(self, source: str) -> str:
+        """Name of the package with this path: numpy for numpy-2.4.6.dist-info/METADATA."""
+        return source.split("/", 1)[0].split("-", 1)[0].removesuffix(".py")
 
 
 @dataclasses.dataclass(frozen=True)
-class DomainText:
-    """The text of a domain: documents by the path of their file, relative to site-packages.
+class GatheredDomain:
+    """The text of a domain: documents by the relative path of their file.
 
     ``num_bytes`` counts the UTF-8 bytes of the documents; ``packages`` names the packages that they
     come from, largest first.
     """
 
-    domain: DomainSource
+    domain: PackageDomain
     documents: dict[str, str]
     num_bytes: int
     packages: tuple[str, ...]
@@ -110,40 +110,56 @@ _RANDOM_NUMBERS = "numpy/random/*"
 # Domains in order of preference: the first domains with enough text are kept. A file belongs to the
 # first domain that matches it.
 DOMAINS = (
-    DomainSource("test_suites", "Python tests that packages ship", _TESTS),
-    DomainSource(
+    PackageDomain("test_suites", "Python tests that packages ship", _TESTS),
+    PackageDomain(
         "reference_prose", "docstrings of scientific libraries", _REFERENCE, read=docstrings
     ),
-    DomainSource("python_source", "library modules in Python", "*.py"),
-    DomainSource("cpp_headers", "C++ headers of libraries", _CPP_HEADERS, " ".join(_CUDA)),
-    DomainSource("type_stubs", "Python type stubs", "*.pyi"),
-    DomainSource(
+    PackageDomain("python_source", "library modules in Python", "*.py"),
+    PackageDomain("cpp_headers", "C++ headers of libraries", _CPP_HEADERS, " ".join(_CUDA)),
+    PackageDomain("type_stubs", "Python type stubs", "*.pyi"),
+    PackageDomain(
         "licences_and_readmes", "licence texts, notices and package descriptions", _LICENCES
     ),
-    DomainSource(
+    PackageDomain(
         "number_tables", "font metrics, reference values, measurements", _TABLES, _RANDOM_NUMBERS
     ),
-    DomainSource("cuda_headers", "headers of CUDA's interfaces", _CUDA_HEADERS),
-    DomainSource("cython_source", "Cython modules", "*.pyx *.pxd *.pxi *.pyx.in"),
-    DomainSource("c_source", "sources in C and C++", "*.c *.cc *.cpp *.cu"),
+    PackageDomain("cuda_headers", "headers of CUDA's interfaces", _CUDA_HEADERS),
+    PackageDomain("cython_source", "Cython modules", "*.pyx *.pxd *.pxi *.pyx.in"),
+    PackageDomain("c_source", "sources in C and C++", "*.c *.cc *.cpp *.cu"),
 )
 
 
-def gather_installed_text(options: GatherOptions) -> list[DomainText]:
+def gather_installed_text(options: GatherOptions) -> list[GatheredDomain]:
+    """Gather the text of the folders ``options.roots``; default: this environment's site-packages.
+
+    Raises:
+        UserError: see :func:`gather_text`, and if a root is not a folder.
+    """
+    return gather_text(options, "installed", DOMAINS, list_files(options.roots or default_roots()))
+
+
+def gather_text(
+    options: GatherOptions,
+    collection: str,
+    domains: Sequence[PackageDomain],
+    files: Mapping[str, Path],
+) -> list[GatheredDomain]:
     """Write ``<domain>.jsonl`` for the domains with enough text, and a summary.
 
     Each line is ``{"text": ..., "source": path of the file}``. No two documents have the same
-    text, even in different domains. The same packages and options give the same bytes.
+    text, even in different domains. The same files and options give the same bytes.
+
+    Args:
+        options: output folder and limits.
+        collection: name of the domains, recorded in the summary.
+        domains: in order of preference.
+        files: relative path -> path.
 
     Raises:
         UserError: if fewer than min(6, ``num_domains``) domains have enough text, or the folder
             holds a file that this function does not write.
     """
-    # Debian's domains use the classes of this module.
-    from megatron_chameleon.corpus.debian_text import COLLECTIONS, debian_files
-
     folder = options.output_dir
-    domains = COLLECTIONS.get(options.collection, DOMAINS)
     names = [SUMMARY_FILE, *(f"{domain.name}.jsonl" for domain in domains)]
     own = _any_of(" ".join([*names, *(f".{name}.*.tmp" for name in names)]))
     with writing(folder):
@@ -153,12 +169,8 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
             f"--output-dir {folder} holds {other[0]}, which this tool did not write; pass a new "
             "folder"
         )
-    if options.collection == "installed":
-        files = list_files(options.roots or default_roots())
-    else:
-        files = debian_files(domains, options.package_cache.expanduser())
     by_domain = files_by_domain(files, domains)
-    gathered: list[DomainText] = []
+    gathered: list[GatheredDomain] = []
     seen: set[bytes] = set()
     for domain in domains:
         if len(gathered) == options.num_domains:
@@ -172,7 +184,7 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
             gathered.append(found)
     needed = min(MIN_DOMAINS, options.num_domains)
     if len(gathered) < needed:
-        hint = ", or add folders with --roots" if options.collection == "installed" else ""
+        hint = ", or add folders with --roots" if collection == "installed" else ""
         raise UserError(
             f"only {len(gathered)} of the {needed} required domains have "
             f"{options.min_bytes_per_domain:,} bytes in {options.min_documents_per_domain} "
@@ -189,8 +201,11 @@ def gather_installed_text(options: GatherOptions) -> list[DomainText]:
         counts = {"documents": len(found.documents), "bytes": found.num_bytes}
         summaries.append({**summary, **counts, "packages": found.packages})
         earlier.discard(file)
-    limits = dataclasses.asdict(options)
-    del limits["output_dir"], limits["roots"], limits["package_cache"]
+    fields = [field.name for field in dataclasses.fields(GatherOptions)]
+    limits = {
+        name: getattr(options, name) for name in fields if name not in ("output_dir", "roots")
+    }
+    limits = {"collection": collection, **limits}
     write_json(folder / SUMMARY_FILE, {"domains": summaries, "limits": limits})
     # The earlier files include temporary files of a killed run.
     for name in earlier - {SUMMARY_FILE}:
@@ -226,7 +241,7 @@ def list_files(roots: Iterable[Path]) -> dict[str, Path]:
 
 
 def files_by_domain(
-    files: Mapping[str, Path], domains: Sequence[DomainSource]
+    files: Mapping[str, Path], domains: Sequence[PackageDomain]
 ) -> dict[str, dict[str, Path]]:
     """Assign each of ``files`` to the first domain that matches its relative path, if any."""
     assigned: dict[str, dict[str, Path]] = {domain.name: {} for domain in domains}
@@ -240,8 +255,8 @@ def files_by_domain(
 
 
 def _collect(
-    domain: DomainSource, paths: dict[str, Path], options: GatherOptions, seen: set[bytes]
-) -> DomainText:
+    domain: PackageDomain, paths: dict[str, Path], options: GatherOptions, seen: set[bytes]
+) -> GatheredDomain:
     """Collect documents of one domain, up to its limit of bytes; add their digests to ``seen``.
 
     Documents are taken in the order of a hash of their source, so that a truncated domain has text
@@ -250,7 +265,9 @@ def _collect(
     documents: dict[str, str] = {}
     packages: Counter[str] = Counter()
     found = {
-        source: text for path in paths for source, text in _documents(domain, path, paths[path])
+        f"{source}#{number}" if number else source: text
+        for source, path in paths.items()
+        for number, text in enumerate(domain.documents(source, path))
     }
     for source in sorted(found, key=lambda source: hashlib.sha256(source.encode()).digest()):
         content = found[source].strip().encode()
@@ -266,39 +283,12 @@ def _collect(
         if digest not in seen:
             seen.add(digest)
             documents[source] = text
-            package = source.split("/", 1)[0]
-            if not domain.packages:
-                # 'numpy' for 'numpy/linalg/...' and for 'numpy-2.4.6.dist-info/METADATA'
-                package = package.split("-", 1)[0].removesuffix(".py")
-            packages[package] += len(content)
+            packages[domain.package(source)] += len(content)
     names = tuple(name for name, _size in packages.most_common())
-    return DomainText(domain, dict(sorted(documents.items())), packages.total(), names)
+    return GatheredDomain(domain, dict(sorted(documents.items())), packages.total(), names)
 
 
-def _documents(domain: DomainSource, source: str, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the documents of a file, each with its source; those after the first are numbered.
-
-    Raises:
-        UserError: if the file is a damaged archive.
-    """
-    content = path.read_bytes()
-    try:
-        if path.suffix in (".gz", ".dz"):
-            content = gzip.decompress(content)
-        for number, text in enumerate(domain.read(content)):
-            yield (f"{source}#{number}" if number else source), text
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
-        fix = "reinstall its package"
-        if domain.packages:  # the source begins with the folder of the unpacked package
-            package = shlex.quote(str(path.parents[source.count("/") - 1]))
-            fix = f"delete the package from the cache: rm -r {package}*"
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{path} is damaged ({reason}); {fix}, and run the command again"
-        ) from error
-
-
-def format_table(gathered: Sequence[DomainText]) -> str:
+def format_table(gathered: Sequence[GatheredDomain]) -> str:
     """Format the table: domain, documents, MB (10^6 bytes) and contents."""
     rows = [(f.domain.name, len(f.documents), f.num_bytes / 1e6, f.domain.what) for f in gathered]
     rows.append(("total", sum(row[1] for row in rows), sum(row[2] for row in rows), ""))

@@ -354,18 +354,12 @@ class TrainTokenizerOptions(CheckedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class GatherOptions(CheckedOptions):
-    """Collect real text in named domains from packages."""
+    """Collect real text in named domains from the installed packages."""
 
     output_dir: Path
     """Folder for one <domain>.jsonl per domain and a summary, gathered.json."""
     roots: tuple[Path, ...] = ()
-    """Folders to read for --collection installed; default: this environment's site-packages."""
-    collection: Literal["installed", "registers", "code"] = "installed"
-    """installed: text of this Python environment's packages. registers: English in eight registers
-    (novels, scripture, dictionaries, manuals, ...). code: eight programming languages. The last two
-    are read from Debian packages, which 'apt-get download' fetches."""
-    package_cache: Path = Path("~/.cache/megatron_chameleon/debian")
-    """Folder that keeps the Debian packages, about 400 MB with their unpacked files."""
+    """Folders to read; default: this environment's site-packages."""
     num_domains: Count = 8
     """Number of domains to keep. The first domains of the ranked list with enough text are kept."""
     max_bytes_per_domain: LargeCount = 5_000_000
@@ -380,9 +374,3 @@ class GatherOptions(CheckedOptions):
     """Skip shorter files."""
     max_document_bytes: LargeCount = 100_000
     """Maximum bytes of a document. Longer files are truncated after the last line that fits."""
-
-    def __post_init__(self) -> None:
-        """Raise UserError for folders that the collection does not read."""
-        super().__post_init__()
-        if self.collection != "installed":
-            self.reject_changed(["roots"], f"does not apply to --collection {self.collection}")

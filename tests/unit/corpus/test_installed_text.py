@@ -9,9 +9,7 @@ import shutil
 
 import pytest
 
-from megatron_chameleon.corpus.installed_text import (
-    gather_installed_text,
-)
+from megatron_chameleon.corpus.installed_text import gather_installed_text
 from megatron_chameleon.corpus.options import GatherOptions
 from megatron_chameleon.errors import UserError
 

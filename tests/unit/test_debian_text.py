@@ -14,9 +14,7 @@ import zlib
 
 import pytest
 
-from megatron_chameleon.corpus import debian_text
-from megatron_chameleon.corpus.installed_text import _documents, gather_installed_text
-from megatron_chameleon.corpus.options import GatherOptions
+from examples.data import debian_text
 from megatron_chameleon.errors import UserError
 
 MANUAL_PAGE = r"""'\" t
@@ -87,7 +85,7 @@ def test_compressed_containers_are_read(tmp_path):
         domain = debian_text._domain("x", "archives", "p=1", "*", reader)
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"archive is damaged .* rm -r {tmp_path}/p_1\*"):
-            list(_documents(domain, "p_1/archive", path))
+            list(domain.documents("p_1/archive", path))
 
 
 @pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="needs Debian's dpkg-deb")
@@ -116,27 +114,29 @@ def test_packages_are_gathered_from_their_files(tmp_path, monkeypatch):
         for name in names
     )
     monkeypatch.setattr(debian_text, "COLLECTIONS", {"code": domains})
-    options = GatherOptions(
+    options = debian_text.DebianOptions(
         tmp_path / "text",
         collection="code",
         package_cache=cache,
         min_bytes_per_domain=10_000,
         min_documents_per_domain=3,
     )
-    gathered = gather_installed_text(options)
-    assert [len(found.documents) for found in gathered] == [9] * 6
+    debian_text.main(options)
+    files = {path.name: path.read_bytes() for path in options.output_dir.glob("*.jsonl")}
+    assert [content.count(b"\n") for content in files.values()] == [9] * 6
     summary = json.loads((tmp_path / "text/gathered.json").read_text())
     assert summary["domains"][0]["packages"] == ["part0_1%3a2-1"]
     # Unpacked files are read again.
     for deb in cache.glob("*.deb"):
         deb.write_bytes(b"")
-    assert gather_installed_text(options) == gathered
+    debian_text.main(options)
+    assert {path.name: path.read_bytes() for path in options.output_dir.glob("*.jsonl")} == files
     # A damaged archive is reported with its place in the cache.
     damaged = cache / "part3_1%3a2-1/usr/share/1.txt.gz"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-9])
     with pytest.raises(UserError, match=rf"{damaged} is damaged .* rm -r {cache}/part3_1%3a2-1\*"):
-        gather_installed_text(options)
+        debian_text.main(options)
     damaged.write_bytes(content)
     # A download that fails leaves no package.
     (cache / "part3_1%3a2-1_all.deb").unlink()
@@ -147,9 +147,9 @@ def test_packages_are_gathered_from_their_files(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setenv("PATH", f"{apt.parent}:{os.environ['PATH']}")
         with pytest.raises(UserError, match=r"package part3 \(gone\)"):
-            gather_installed_text(options)
+            debian_text.main(options)
     assert not list(cache.glob("part3_*.deb"))
     apt.unlink()
     monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     with pytest.raises(UserError, match="apt-get not found"):
-        gather_installed_text(options)
+        debian_text.main(options)

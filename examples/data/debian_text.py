@@ -1,4 +1,5 @@
-"""Text of Debian packages in named domains: registers of English, and programming languages.
+#!/usr/bin/env python3
+"""Collect text in named domains from Debian packages: registers of English, or program code.
 
 The packages are downloaded with ``apt-get download``, which needs neither root nor an installation,
 and unpacked with ``dpkg-deb -x``. The readers below turn their files into documents.
@@ -6,18 +7,33 @@ and unpacked with ``dpkg-deb -x``. The readers below turn their files into docum
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import io
+import lzma
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
+
+import tyro
 
 from megatron_chameleon.artifacts.files import writing
-from megatron_chameleon.corpus.installed_text import DomainSource, list_files, plain
+from megatron_chameleon.cli import Tool
+from megatron_chameleon.corpus.installed_text import (
+    PackageDomain,
+    format_table,
+    gather_text,
+    list_files,
+    plain,
+)
+from megatron_chameleon.corpus.options import GatherOptions
 from megatron_chameleon.errors import UserError
 
 # Lengths of the documents into which books, dictionaries and collections of sayings are divided.
@@ -157,6 +173,36 @@ def manual_page(content: bytes) -> Iterator[str]:
         yield re.sub(r"\n{3,}", "\n\n", text)
 
 
+@dataclasses.dataclass(frozen=True)
+class DebianDomain(PackageDomain):
+    """A domain whose text comes from the Debian packages ``packages``, each as NAME=VERSION."""
+
+    packages: tuple[str, ...] = ()
+
+    def documents(self, source: str, path: Path) -> Iterator[str]:
+        """Read the documents of a file, which is decompressed if its name ends in .gz or .dz.
+
+        Raises:
+            UserError: if the file is a damaged archive.
+        """
+        content = path.read_bytes()
+        try:
+            if path.suffix in (".gz", ".dz"):
+                content = gzip.decompress(content)
+            yield from self.read(content)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
+            reason = " ".join(str(error).split())
+            package = shlex.quote(str(path.parents[source.count("/") - 1]))
+            raise UserError(
+                f"{path} is damaged ({reason}); delete the package from the cache: rm -r "
+                f"{package}*, and run the command again"
+            ) from error
+
+    def package(self, source: str) -> str:
+        """NAME_VERSION of the package with this path."""
+        return source.split("/", 1)[0]
+
+
 def _domain(
     name: str,
     what: str,
@@ -164,15 +210,15 @@ def _domain(
     patterns: str,
     read: Callable[[bytes], Iterable[str]],
     excluded: str = "",
-) -> DomainSource:
+) -> DebianDomain:
     """Describe a domain of packages NAME=VERSION, and the files that are read in all of them."""
     names = [package.partition("=")[0] for package in packages.split()]
     in_packages = " ".join(f"{name}_{pattern}" for name in names for pattern in patterns.split())
-    return DomainSource(name, what, in_packages, excluded, read, tuple(packages.split()))
+    return DebianDomain(name, what, in_packages, excluded, read, tuple(packages.split()))
 
 
 # Versions of Debian 12. A version that the archive no longer has is replaced by its successor.
-COLLECTIONS: Mapping[str, tuple[DomainSource, ...]] = {
+COLLECTIONS: Mapping[str, tuple[DebianDomain, ...]] = {
     "registers": (
         _domain(
             "novels", "the six novels of Jane Austen",
@@ -271,7 +317,27 @@ COLLECTIONS: Mapping[str, tuple[DomainSource, ...]] = {
 }  # fmt: skip
 
 
-def debian_files(domains: Iterable[DomainSource], cache: Path) -> dict[str, Path]:
+@dataclasses.dataclass(frozen=True)
+class DebianOptions(GatherOptions):
+    """Collect real text in named domains from Debian packages, which 'apt-get download' fetches."""
+
+    roots: tyro.conf.Suppress[tuple[Path, ...]] = ()
+    collection: Literal["registers", "code"] = "registers"
+    """registers: English in eight registers (novels, scripture, dictionaries, manuals, ...). code:
+    eight programming languages."""
+    package_cache: Path = Path("~/.cache/megatron_chameleon/debian")
+    """Folder that keeps the Debian packages, about 400 MB with their unpacked files."""
+
+
+def main(options: DebianOptions) -> None:
+    """Collect text and print the table of domains."""
+    domains = COLLECTIONS[options.collection]
+    files = debian_files(domains, options.package_cache.expanduser())
+    print(format_table(gather_text(options, options.collection, domains, files)))
+    print(f"written to {options.output_dir}")
+
+
+def debian_files(domains: Iterable[DebianDomain], cache: Path) -> dict[str, Path]:
     """Download and unpack the packages of ``domains``; return the paths of their files.
 
     Keys are relative paths that begin with NAME_VERSION of the package. ``cache`` keeps the .deb
@@ -336,3 +402,7 @@ def _call(command: list[str], folder: Path, may_fail: bool = False) -> str:
     if not may_fail:
         raise UserError(f"{' '.join(command)} failed: {error}")
     return error
+
+
+if __name__ == "__main__":
+    Tool(main, DebianOptions).run()
