@@ -93,7 +93,7 @@ def write_corpus(root: Path, documents: Documents, tokenizer_hash: str = TOKENIZ
 
 
 def without_checksums(corpus: Corpus) -> Corpus:
-    """Write the corpus without checksums, in the format of an earlier release."""
+    """Write the corpus without checksums, which imported files lack."""
     domains = {
         name: Domain(
             *(dataclasses.replace(domain.split(split), block_checksums=None) for split in SPLITS)

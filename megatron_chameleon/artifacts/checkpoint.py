@@ -32,7 +32,6 @@ from megatron_chameleon.artifacts.record import (
     HashedFiles,
     HashedFolderRecord,
     InnerPath,
-    model_fields,
 )
 from megatron_chameleon.errors import UserError
 
@@ -164,9 +163,8 @@ class CheckpointRecord(HashedFolderRecord):
         hashed: dict[str, Any] = {
             name: file.sha256 for name, file in self.files.items() if name not in NO_TENSORS
         }
-        model = model_fields(self.model)
-        if model.get("position_embedding_type") == "rope":
-            hashed["model"] = model
+        if self.model.get("position_embedding_type") == "rope":
+            hashed["model"] = self.model
         return sha256_of_json(hashed)
 
     def verify_in_threads(self) -> None:

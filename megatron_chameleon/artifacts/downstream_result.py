@@ -64,7 +64,7 @@ class Score:
         bits_per_byte_error: standard error of ``bits_per_byte``.
         acc: lm-eval's acc of a task whose ``accuracy`` is acc_norm: the share of questions whose
             gold answer has the highest log-likelihood, without division by its length. None for
-            other tasks, and for results of earlier releases.
+            other tasks.
         acc_error: standard error of ``acc``.
     """
 
@@ -147,7 +147,7 @@ class TaskScore:
     def unnormalized(self, score: Score | None) -> tuple[float | None, float | None]:
         """Return the accuracy of one of this task's scores without normalization, and its error.
 
-        Both are None if ``score`` is, or if an earlier release evaluated only acc_norm.
+        Both are None if ``score`` is.
         """
         if score is None:
             return None, None
@@ -278,7 +278,7 @@ class DownstreamPart(FileRecord):
         shots_from: see TaskScore.
         answers: "1" for each question answered correctly, "0" for the others, in order.
         acc_answers: ``answers`` by acc of a task whose metric is acc_norm, see Score; None for
-            other tasks, and for results of earlier releases.
+            other tasks.
         bits_per_byte: of the gold answer of each question, in order, see Score; None if the task
             has no gold answers to score.
         truncated_requests: see ShotScore.

@@ -67,15 +67,15 @@ class DomainEmbeddings:
         windows: number of vectors.
         corpus_hash: hash that identifies the domain's text: of its token files, or for raw text of
             the names, sizes, times and ETags of its files.
-        sha256: hex SHA-256 of the file; None in stores of early releases.
-        tokens: number of embedded tokens; None in stores of earlier releases.
+        sha256: hex SHA-256 of the file.
+        tokens: number of embedded tokens.
     """
 
     file: InnerPath
     windows: Count
     corpus_hash: str
-    sha256: str | None = None
-    tokens: Count | None = None
+    sha256: str
+    tokens: Count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,17 +137,11 @@ class EmbeddingStore(FolderRecord):
             )
 
     def holds(self, name: str, corpus_hash: str) -> bool:
-        """Whether the store has vectors of ``name``, from token files with hash ``corpus_hash``.
-
-        Vectors of earlier releases do not count: without a checksum, damage to them would go
-        unnoticed, and without the number of tokens, their cost is unknown.
-        """
+        """Whether the store has vectors of ``name``, from token files with hash ``corpus_hash``."""
         entry = self.domains.get(name)
         return (
             entry is not None
             and entry.corpus_hash == corpus_hash
-            and entry.sha256 is not None
-            and entry.tokens is not None
             and (self.root / entry.file).is_file()
         )
 
@@ -161,7 +155,7 @@ class EmbeddingStore(FolderRecord):
         path, expected = self.root / entry.file, (entry.windows, self.hidden_size)
         try:
             content = path.read_bytes()
-            if entry.sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            if entry.sha256 != hashlib.sha256(content).hexdigest():
                 raise ValueError(f"its SHA-256 differs from {self.FILE_NAME}")
             vectors: NDArray[np.float32] = load(content)["vectors"]
             if vectors.shape != expected or vectors.dtype != np.float32:

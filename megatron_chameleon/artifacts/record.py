@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import AfterValidator, AliasChoices, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megatron_chameleon.artifacts.files import (
     read_json,
@@ -49,11 +49,6 @@ InnerPath = Annotated[str, AfterValidator(require_inner_path)]
 """Path of a file or folder of an artifact, relative to the artifact's folder."""
 
 
-def reads_old_name(name: str, old: str) -> Any:
-    """Annotation of the field ``name``, which files of earlier releases call ``old``."""
-    return Field(validation_alias=AliasChoices(name, old))
-
-
 @dataclasses.dataclass(frozen=True)
 class Record:
     """A dataclass that is stored as one JSON file.
@@ -74,7 +69,7 @@ class Record:
     def _read(cls, path: Path, **known: Any) -> Self:
         """Read ``path``; ``known`` are values of fields that are not in the file."""
         body = read_json(path, cls.MADE_BY)
-        # Files of older releases have no checksum.
+        # A user who edits a file by hand deletes its checksum.
         checksum = body.pop("checksum", None)
         is_unchanged = checksum in (None, _checksum(body))
         kind = body.pop("kind", cls.KIND)
@@ -288,11 +283,6 @@ def check_values(
         raise UserError(
             f"{where}: field {place or '(the whole file)'}: {first['msg']}; {hint}"
         ) from error
-
-
-def model_fields(model: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a model in run.json or checkpoint.json; earlier releases nested some in "size"."""
-    return {**model.get("size", {}), **{k: v for k, v in model.items() if k != "size"}}
 
 
 def differences(one: Any, other: Any) -> dict[str, tuple[Any, Any]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
 
 from megatron_chameleon.artifacts.mixture import Mixture
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
-from megatron_chameleon.artifacts.record import FolderRecord, InnerPath, reads_old_name
+from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
 from megatron_chameleon.errors import UserError
 
 SettingValue = int | float | str
@@ -26,7 +25,7 @@ class SweepPoint:
             the sweep's folder.
     """
 
-    settings: Annotated[dict[str, SettingValue], reads_old_name("settings", "knobs")]
+    settings: dict[str, SettingValue]
     mixture: InnerPath
     mixture_hash: str
     made_from: list[InnerPath]

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import FiniteFloat, TypeAdapter
 
@@ -21,7 +21,6 @@ from megatron_chameleon.artifacts.record import (
     FolderRecord,
     InnerPath,
     Positive,
-    reads_old_name,
 )
 from megatron_chameleon.artifacts.target import TargetShares
 from megatron_chameleon.errors import UserError
@@ -47,8 +46,8 @@ class SampledTokens:
     """
 
     weight: Amount
-    target: Annotated[Amount, reads_old_name("target", "asked")]
-    actual: Annotated[Count, reads_old_name("actual", "got")]
+    target: Amount
+    actual: Count
     epochs: Amount
 
 
@@ -87,9 +86,8 @@ class TrainingRun(FolderRecord):
         stopped_by: signal or option that stopped the run before its last step, after a save.
         failed_saves: checkpoints that could not be written, over all resumptions.
         batch_layouts: how batches were sharded, in order of steps; a resumed run may change it.
-            Runs of earlier releases do not record the layouts before their last resumption.
-        order_version: version of the sample order; None in runs of earlier releases.
-        tokenizer: the tokenizer of the tokens; None in runs of earlier releases.
+        order_version: version of the sample order.
+        tokenizer: the tokenizer of the tokens.
         target: the target whose loss validations measure, if any.
         best_step: step of the validation with the lowest target loss.
         best_target_loss: the target loss of that step, in nats per token.
@@ -116,9 +114,9 @@ class TrainingRun(FolderRecord):
     skipped_steps: Count = 0
     stopped_by: str | None = None
     failed_saves: list[FailedSave] = dataclasses.field(default_factory=list)
-    batch_layouts: list[BatchLayout] = dataclasses.field(default_factory=list)
-    order_version: Count | None = None
-    tokenizer: TokenizerIdentity | None = None
+    batch_layouts: list[BatchLayout] = dataclasses.field(kw_only=True)
+    order_version: Count = dataclasses.field(kw_only=True)
+    tokenizer: TokenizerIdentity = dataclasses.field(kw_only=True)
     target: TargetShares | None = None
     best_step: Count | None = None
     best_target_loss: FiniteFloat | None = None
@@ -147,7 +145,7 @@ class _Metrics:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, each with a ``step``, with the names of this release.
+    """The records of a metrics file, each with a ``step``.
 
     Damaged lines are skipped, with one :class:`MetricsWarning` at the end. A last line truncated by
     a crash is skipped silently.
@@ -162,7 +160,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if record := _parsed(line):
-                    yield _with_new_names(record)
+                    yield record
                 elif line.endswith(b"\n"):
                     damaged.append(number)
     except OSError as error:
@@ -201,19 +199,3 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):  # ValidationError is a ValueError
         return None
     return record
-
-
-_NEW_NAMES = {"drawn": "sampled_tokens", "domain_tokens_drawn": "domain_tokens_sampled"}
-_NEW_NAMES_OF_COUNTS = {"asked": "target", "got": "actual"}
-
-
-def _with_new_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Rename the fields that earlier releases named differently."""
-    if isinstance(domains := record.get("drawn"), dict):
-        counts = {
-            name: {_NEW_NAMES_OF_COUNTS.get(key, key): value for key, value in old.items()}
-            for name, old in domains.items()
-            if isinstance(old, dict)
-        }
-        record = {**record, "drawn": counts}
-    return {_NEW_NAMES.get(key, key): value for key, value in record.items()}

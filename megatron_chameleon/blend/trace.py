@@ -20,7 +20,6 @@ from numba import njit
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, TrainingRun
-from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.files import replacing, require_new, require_writable
 from megatron_chameleon.artifacts.provenance import in_folder
 from megatron_chameleon.artifacts.record import Count, Positive, check_values
@@ -215,9 +214,7 @@ class RunTrace:
         path = moved or _absolute(DataPath.read(options.data_path, options.data_args_path))
         if self._tokenizer_model is None and options.tokenizer_model is not None:
             self._tokenizer_model = options.tokenizer_model.absolute()
-        # Runs of earlier releases do not record the tokenizer, which is part of the data's hash.
-        identity = self.run.tokenizer or self.tokenizer.identity
-        data = data_path_tokens(path, options.split, identity, cache=self._cache)
+        data = data_path_tokens(path, options.split, self.run.tokenizer, cache=self._cache)
         # A moved path may have other weights; those of the run are recorded. But whether it had any
         # decides the order, and only the recorded path tells.
         trained = path if options.data_path is None else DataPath.parse(options.data_path)
@@ -244,7 +241,7 @@ class RunTrace:
                 "--tokenizer-model if it was moved"
             )
         tokenizer = load_tokenizer(path, data.eod_token, data.tiktoken_pattern)
-        if run.tokenizer is not None and tokenizer.sha256 != run.tokenizer.sha256:
+        if tokenizer.sha256 != run.tokenizer.sha256:
             raise UserError(
                 f"{path} is not the tokenizer with which {run.root} was trained (its hash "
                 "differs); pass the original as --tokenizer-model"
@@ -254,9 +251,7 @@ class RunTrace:
     def _check_order(self) -> None:
         """Check that this release has the run's order, by its version and the domains' counts."""
         run, version = self.run, self.run.order_version
-        if version is None and (folders := checkpoint_folders(run.root)):
-            version = CheckpointRecord.load(folders[-1]).order_version
-        if version not in (None, self.samples.order_version):
+        if version != self.samples.order_version:
             raise UserError(
                 f"{run.root} has version {version} of the sample order, but this release has "
                 f"version {self.samples.order_version}; use the release that trained it"
@@ -465,17 +460,15 @@ class RunTrace:
     def _files(self) -> list[str]:
         return [str(domain.prefix) for domain in self.data.domains]
 
-    def _places(self, samples: NDArray[np.int64], steps: NDArray[np.int64]) -> list[Any]:
-        """Rank, micro-batch and row of samples, as nullable integers."""
+    def _places(self, samples: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rank, micro-batch and row of samples, [3, n]."""
         places = np.zeros((3, len(samples)), np.int64)
-        known = np.zeros(len(samples), np.bool_)
         for layout in self.run.batch_layouts:
             later = steps > layout.first_step
             positions = samples[later] % self.options.global_batch_size
             sizes = layout.micro_batch_size, layout.data_parallel_size
             places[:, later] = place_in_step(positions, *sizes)
-            known |= later
-        return [pd.arrays.IntegerArray(place, ~known) for place in places]
+        return places
 
 
 @njit(cache=True, nogil=True)
@@ -565,9 +558,6 @@ def trace_samples(options: TraceOptions) -> None:
             f"{' ...' if len(skipped) > _STEPS_PRINTED else ''} read their samples, but did not "
             "update the model"
         )
-    layouts = trace.run.batch_layouts
-    if not options.counts and (not layouts or layouts[0].first_step >= first):
-        lines.append("the run does not record the ranks of all of these steps")
     _print_and_write(options, trace, lines, tables)
 
 

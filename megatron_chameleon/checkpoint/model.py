@@ -20,7 +20,7 @@ from megatron_chameleon.artifacts import (
     find_checkpoint,
 )
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.artifacts.record import check_values, model_fields
+from megatron_chameleon.artifacts.record import check_values
 from megatron_chameleon.checkpoint.huggingface import (
     download,
     find_weights,
@@ -248,7 +248,7 @@ class CheckpointModel(Model):
     def config(self) -> ModelConfig:
         """The recorded model."""
         where, hint = f"{self.where}/checkpoint.json", "the checkpoint is damaged; use another"
-        fields = model_fields(self.record.model)
+        fields = self.record.model
         config = check_values(where, ModelConfig, fields, hint, "model")
         held = sum(file.bytes for file in self.record.files.values())
         config.require_bytes(held, f"{where}: field model")

@@ -17,7 +17,6 @@ import pandas as pd
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.published import PublishedColumn, published_column
-from megatron_chameleon.artifacts.record import model_fields
 from megatron_chameleon.report.comparison import Comparison
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.downstream import base_run_of, compare_downstream
@@ -102,7 +101,7 @@ class Setting:
         if run is None:
             return False
         gpt2 = {"position_embedding_type": "learned_absolute"}
-        model, expected = gpt2 | model_fields(run.model), gpt2 | dict(self.model)
+        model, expected = gpt2 | run.model, gpt2 | dict(self.model)
         if any(model.get(name) != value for name, value in expected.items()):
             return False
         is_near = self.tokens / TOKEN_FACTOR <= run.tokens <= self.tokens * TOKEN_FACTOR

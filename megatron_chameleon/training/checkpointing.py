@@ -26,7 +26,6 @@ from megatron_chameleon.artifacts.provenance import recorded_options
 from megatron_chameleon.artifacts.record import (
     check_values,
     differences,
-    model_fields,
 )
 from megatron_chameleon.artifacts.training_run import (
     METRICS_NAME,
@@ -65,13 +64,6 @@ FIXED_OPTIONS = (
     *(field.name for field in dataclasses.fields(DocumentBoundaryOptions)),
     *(field.name for field in dataclasses.fields(OptimizerOptions)),
 )
-# Runs of earlier releases do not record these options.
-_DEFAULTS_BEFORE = {
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "optimizer": OptimizerOptions.optimizer,
-    "muon_momentum": OptimizerOptions.muon_momentum,
-}
 
 
 def find_progress(plan: TrainingPlan, layout: Layout) -> Progress:
@@ -132,10 +124,10 @@ def check_run_folder(plan: TrainingPlan) -> TrainingRun | None:
                 f"{run.root} holds a run with another {name} (SHA-256 {', not '.join(hashes)}); "
                 f"{FRESH_START}"
             )
-    before = _DEFAULTS_BEFORE | _flat(options_before)
+    before = _flat(options_before)
     now = _flat(options)
     where, hint = f"{run.root}/{TrainingRun.FILE_NAME}", FRESH_START
-    config = check_values(where, ModelConfig, model_fields(run.model), hint, "model")
+    config = check_values(where, ModelConfig, run.model, hint, "model")
     before, now = before | dataclasses.asdict(config), now | dataclasses.asdict(plan.config)
     for name in (*differences(config, plan.config), *FIXED_OPTIONS):
         if before.get(name) != now.get(name):

@@ -71,13 +71,10 @@ class StepGuard:
         """Restore the state returned by :meth:`state_dict`; an empty one is that of a new run."""
         window = self._options.spike_window
         self._windows = {name: deque(state.get(name, ()), maxlen=window) for name in LABELS}
-        self._phase: int | None = state.get("phase")  # older checkpoints lack the phase
+        self._phase: int | None = state.get("phase")
         self.skipped: int = state.get("skipped", 0)
         self.updates: int = state.get("updates", 0)
-        # Older checkpoints hold a dictionary per skipped step; newer checkpoints hold the step
-        # number.
-        streak = state.get("streak", ())
-        self.streak: list[int] = [s["step"] if isinstance(s, dict) else s for s in streak]
+        self.streak: list[int] = list(state.get("streak", ()))
 
     def check(self, loss: float | None, grad_norm: float, phase: int = 0) -> str | None:
         """Count the step; return why it must not update the model, or None if it may.

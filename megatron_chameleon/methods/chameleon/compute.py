@@ -551,7 +551,7 @@ def weigh(plan: MixturePlan, store: EmbeddingStore) -> tuple[Mixture, list[str]]
         (names[one], names[other], probability)
         for (one, other), probability in zip(itertools.pairwise(order), likely, strict=True)
     ]
-    embedded = sum(store.domains[name].tokens or 0 for name in names)
+    embedded = sum(store.domains[name].tokens for name in names)
     recipe = dataclasses.asdict(plan.recipe)
     parameters: dict[str, Any] = {
         "mode": options.mode,

@@ -38,7 +38,6 @@ from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.domain_gradients import DomainGradients
 from megatron_chameleon.training.plan import TrainingPlan
-from megatron_chameleon.training.run_folder import FRESH_START
 
 
 class GradientAlignment(MeanWeightsHook[DogeState]):
@@ -91,14 +90,6 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         """Read samples of the held-out mix."""
         assert self._held_out is not None
         return self._held_out.batch(indices)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``; a state without an algorithm is from before there was a choice."""
-        if self._held_out is not None and state.get("algorithm", PAPER) == PAPER:
-            raise UserError(
-                f"the proxy was trained with --algorithm {PAPER}; pass this flag, or {FRESH_START}"
-            )
-        super().load_state_dict({"algorithm": PAPER, **state})
 
     def gradient_weights(self, gradients: DomainGradients) -> torch.Tensor:
         """Update the domain weights by the gradients' inner products; weight the gradients by them.

@@ -135,11 +135,6 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
             weights = token_weights(self.state.log_weights, self._sampling, tokens)
         return to_device(torch.from_numpy(weights), sums.device)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``; states of earlier releases lack two fields of the rule."""
-        rule = {"domain_means": False, "first_excess": None, **state.get("rule", {})}
-        super().load_state_dict({**state, "rule": rule})
-
     def metrics(self) -> dict[str, Any]:
         """Weights after the last step, their mean, and excess losses in nats per token."""
         return {**super().metrics(), "excess": by_name(self.names, self.state.excess)}

@@ -192,7 +192,6 @@ class Aioli(OnlineHook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``; raise UserError if a round would change in its middle."""
         for flag, value in self._schedule.items():
-            # Runs of earlier releases have no --target.
             if (before := state["schedule"].get(flag)) != value:
                 raise UserError(
                     f"the run was started with {flag} {before}, not {value}; {FRESH_START}"

@@ -20,6 +20,7 @@ from megatron_chameleon.artifacts.discovered import (
 from megatron_chameleon.artifacts.embedding_store import DomainEmbeddings
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.record import FolderRecord
+from megatron_chameleon.artifacts.training_run import BatchLayout
 
 PROVENANCE = a.Provenance(
     command=["tool.py", "--flag", "ä ö"],
@@ -31,6 +32,7 @@ PROVENANCE = a.Provenance(
 )
 COST = a.Cost(flops=1.5e15, device_seconds=12.25, wall_seconds=6.125, num_devices=2)
 RECIPE = a.EmbeddingRecipe("m" * 64, 2, 128, 4096, 0, "t" * 64)
+TOKENIZER = a.TokenizerIdentity("tokenizers", "tokenizer.json", "t" * 64, 100, 99)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,12 @@ def write_samples(root: Path) -> dict[str, Sample]:
         run_in(root / "r"),
         checkpoint_in(root / "k"),
         a.EmbeddingStore(
-            *(root / "e", RECIPE, 8, {"a": DomainEmbeddings("a.safetensors", 3, "h", "0" * 64)}),
+            *(
+                root / "e",
+                RECIPE,
+                8,
+                {"a": DomainEmbeddings("a.safetensors", 3, "h", "0" * 64, 24)},
+            ),
             *(PROVENANCE, COST),
         ),
         sample_sweep(root / "s"),
@@ -87,8 +94,7 @@ def corpus_in(root: Path, names: tuple[str, ...] = ("a", "ü/.."), content: int 
     domains = {
         name: a.Domain(*(_split_in(root, name, s, content) for s in SPLITS)) for name in names
     }
-    tokenizer = a.TokenizerIdentity("tokenizers", "tokenizer.json", "t" * 64, 100, 99)
-    return a.Corpus(root, tokenizer, "uint16", domains, PROVENANCE, COST)
+    return a.Corpus(root, TOKENIZER, "uint16", domains, PROVENANCE, COST)
 
 
 def _split_in(root: Path, name: str, split: str, content: int) -> a.DomainSplit:
@@ -106,7 +112,7 @@ def run_in(root: Path) -> a.TrainingRun:
         step=3,
         train_iters=6,
         tokens=768,
-        model={"size": {"num_layers": 2}, "vocab_size": 100},
+        model={"num_layers": 2, "vocab_size": 100},
         parameters=1_000_000,
         mixture={"a": 0.1, "b": 0.9},
         mixture_phases=[
@@ -121,6 +127,9 @@ def run_in(root: Path) -> a.TrainingRun:
         checkpoints=["checkpoints/step-00000003"],
         provenance=PROVENANCE,
         cost=COST,
+        batch_layouts=[BatchLayout(0, 2, 4)],
+        order_version=2,
+        tokenizer=TOKENIZER,
     )
 
 
@@ -128,7 +137,7 @@ def checkpoint_record(root: Path) -> a.CheckpointRecord:
     """The record of a checkpoint without files."""
     return a.CheckpointRecord(
         root=root,
-        model={"size": {"num_layers": 2}},
+        model={"num_layers": 2},
         step=3,
         samples=24,
         domain_samples={"a": 2, "b": 22},

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 
@@ -47,12 +46,6 @@ def test_hash_depends_only_on_tokens_names_and_tokenizer(corpus, tmp_path):
 
 
 def test_hash_depends_on_the_held_out_domains_only_if_there_are_any(corpus, tmp_path):
-    path = corpus.root / Corpus.FILE_NAME
-    # A corpus.json of an earlier release does not have the field.
-    body = json.loads(path.read_text())
-    del body["held_out"], body["checksum"]
-    path.write_text(json.dumps(body))
-    assert Corpus.load(corpus.root).hash == corpus.hash
     name, *others = corpus.names
     domain = corpus.domains[name]
     train = dataclasses.replace(domain.train, documents=0, tokens=0)

@@ -48,7 +48,6 @@ def test_mean_is_over_complete_tasks_with_independent_errors():
     assert found is not None
     scores = found.accuracy, found.standard_error, found.bits_per_byte, found.bits_per_byte_error
     assert scores == pytest.approx((0.6, error, 1.5, 0.1))
-    # An earlier release did not store the acc of tasks that are scored by acc_norm.
     assert (found.acc, found.acc_error) == (None, None)
     assert mean_of(Score(1.0, None)) == Score(1.0, None)
 

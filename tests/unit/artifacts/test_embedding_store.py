@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_chameleon.artifacts import Cost, EmbeddingStore
+from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.errors import UserError
 from tests.full_disk import largest_file_size
 from tests.unit.artifacts.artifact_samples import COST, PROVENANCE, RECIPE
@@ -47,10 +48,7 @@ def test_store_holds_a_domain_for_its_text_only(store):
     assert replaced.holds("a", "new")
     assert not replaced.holds("a", "hash of a")
     assert np.array_equal(replaced.vectors("a"), vectors_of(1, windows=5))
-    # An early release wrote no checksums.
-    entry = dataclasses.replace(replaced.domains["a"], sha256=None)
-    assert not dataclasses.replace(replaced, domains={"a": entry}).holds("a", "new")
-    (store.root / entry.file).unlink()
+    (store.root / replaced.domains["a"].file).unlink()
     assert not replaced.holds("a", "new")
 
 
@@ -63,16 +61,15 @@ def test_store_of_another_recipe_is_unchanged(store):
 
 def test_file_of_other_tensors_is_rejected(store):
     path, vectors = store.root / store.domains["a"].file, vectors_of(0)
-    # Early releases wrote no checksums.
-    unchecked = {"a": dataclasses.replace(store.domains["a"], sha256=None)}
     for tensors in (
         {"weights": vectors},
         {"vectors": vectors[:, :2]},
         {"vectors": vectors * np.float32(np.nan)},
     ):
         save_file(tensors, path)
+        entry = dataclasses.replace(store.domains["a"], sha256=sha256_of_files(path))
         with pytest.raises(UserError, match=r"a\.safetensors"):
-            dataclasses.replace(store, domains=unchecked).vectors("a")
+            dataclasses.replace(store, domains={"a": entry}).vectors("a")
 
 
 def test_any_flipped_bit_is_found(store):

@@ -33,20 +33,6 @@ def test_truncated_last_line_is_skipped(path, cut):
     assert list(read_metrics(path)) == RECORDS
 
 
-def test_fields_of_earlier_releases_get_their_new_names(path):
-    old = {"asked": 8, "got": 7, "epochs": 0.5}
-    record = {"step": 2, "drawn": {"news": old}, "domain_tokens_drawn": {"news": 7}}
-    write_metrics(path, [record, RECORDS[1]])
-    keep_metrics_until(path, 2)  # a resumed run keeps the line
-    assert list(read_metrics(path)) == [
-        {
-            "step": 2,
-            "sampled_tokens": {"news": {"target": 8, "actual": 7, "epochs": 0.5}},
-            "domain_tokens_sampled": {"news": 7},
-        }
-    ]
-
-
 DAMAGED = [
     b'{"step": 4, "domain_loss": {"\xff": 1.0}}',
     b"",

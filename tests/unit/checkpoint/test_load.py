@@ -123,14 +123,6 @@ def test_a_checkpoint_of_another_shape_is_rejected(one_rank, record):
             CheckpointModel(other).reader(one_rank)
 
 
-def test_the_nested_model_of_earlier_releases_is_read(record):
-    model = dataclasses.asdict(SHAPE)
-    sizes = ("num_layers", "num_attention_heads", "hidden_size", "ffn_hidden_size")
-    earlier = {name: model[name] for name in ("vocab_size", "max_sequence_length", "activation")}
-    earlier["size"] = {name: model[name] for name in sizes}
-    assert CheckpointModel(dataclasses.replace(record, model=earlier)).config == SHAPE
-
-
 def test_a_file_missing_from_the_record_is_not_read(one_rank, record):
     for name in record.files:
         files = {other: file for other, file in record.files.items() if other != name}

@@ -275,15 +275,6 @@ def test_a_damaged_state_is_an_error(copied, options, damage):
         compute(options())
 
 
-@of_doremi
-def test_a_state_without_the_latest_fields_is_one_of_the_original(copied, options):
-    rule = dict(state_of(copied)["rule"])
-    assert (rule.pop("domain_means"), rule.pop("first_excess")) == (False, None)
-    edit_state(copied, rule=rule)
-    compute(options())
-    assert copied.exists()
-
-
 @for_method(
     ("name", "changes", "problem"),
     [
@@ -639,16 +630,6 @@ def test_a_step_has_equal_parts_of_held_out_text(tmp_path, num_domains, batch_si
         # One of three ranks reads the same samples, after other ones.
         assert torch.equal(again.batch(indices[1::3])["tokens"], batch["tokens"][1::3])
     assert not torch.equal(tokens[1], tokens[2])
-
-
-def test_a_state_from_before_there_was_a_choice_is_one_of_the_paper():
-    hook = GradientAlignment(NAMES, DogeRecipe(), ALL)
-    state = hook.state_dict()
-    del state["algorithm"]
-    hook.load_state_dict(state)
-    held_out = GradientAlignment(NAMES, DogeRecipe(), TOWARDS_HELD_OUT, HeldOutText(), 3)
-    with pytest.raises(UserError, match="pass this flag"):
-        held_out.load_state_dict(state)
 
 
 NAMES = ["a", "b", "c", "d"]

@@ -59,7 +59,6 @@ def test_accuracies_without_normalization_have_their_own_table(root):
     sciq = dataclasses.replace(uniform.tasks["sciq"], metric="acc_norm")
     assert sciq.mean is not None
     both = dataclasses.replace(sciq, mean=dataclasses.replace(sciq.mean, acc=0.3, acc_error=0.03))
-    # An earlier release stored only the metric.
     mean, acc, _, _ = tables_of(
         root,
         dataclasses.replace(uniform, tasks={**uniform.tasks, "sciq": both}),

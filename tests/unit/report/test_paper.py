@@ -43,7 +43,7 @@ def edit_runs(root, **changes):
 def root(tmp_path):
     root = write_run_folder(tmp_path / "run", SLIMPAJAMA)
     model = dict(paper_settings()["slimpajama-684m"].model)
-    edit_runs(root, model={"size": model}, tokens=TOKENS, parameters=684_000_000)
+    edit_runs(root, model=model, tokens=TOKENS, parameters=684_000_000)
     return root
 
 
@@ -110,7 +110,7 @@ def test_domain_without_text_is_excluded_from_all_averages(root):
     "changes",
     [
         {"model": {"num_layers": 2}},
-        {"model": {"size": {"num_layers": 36, "hidden_size": 1200}}},
+        {"model": {"num_layers": 36, "hidden_size": 1200}},
         {"tokens": TOKENS // 3},
     ],
 )

@@ -100,14 +100,6 @@ def test_run_with_dropout_resumes_bit_identically(pretrain_options, trained_run,
     assert record_at(whole, 6).hash != record_at(trained_run, 6).hash
 
 
-def test_run_of_an_earlier_release_resumes_without_dropout(progress_of, trained_run):
-    run = TrainingRun.load(trained_run)
-    for name in ("hidden_dropout", "attention_dropout"):
-        del run.provenance.options[name]
-    run.save()
-    assert progress_of(trained_run).step == 6
-
-
 def largest_file(folder):
     return max(folder.iterdir(), key=lambda path: path.stat().st_size)
 
