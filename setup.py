@@ -44,7 +44,7 @@ setup(
     package_data={
         "megatron_chameleon": [
             "py.typed",
-            "artifacts/published_columns.json",
+            "interchange/published_columns.json",
             "commands/quickstart.sh",
             "report/paper_results.json",
             "report/template/*",

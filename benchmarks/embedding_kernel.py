@@ -28,8 +28,8 @@ from unittest import mock
 import numpy as np
 
 from megatron_chameleon.artifacts import EmbeddingStore
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, read_mixture_runs
 from megatron_chameleon.artifacts.swarm import SwarmRecord
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, read_mixture_runs
 from megatron_chameleon.mixture import fit_surrogate, surrogate
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import quality_of

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import norm
 
-from megatron_chameleon.artifacts.mixture_runs import read_mixture_runs
+from megatron_chameleon.interchange.mixture_runs import read_mixture_runs
 from megatron_chameleon.methods.surrogate.compute import (
     HALVES_PER_SEARCH,
     Gain,

@@ -248,8 +248,7 @@ class CheckpointModel(Model):
     def config(self) -> ModelConfig:
         """The recorded model."""
         where, hint = f"{self.where}/checkpoint.json", "the checkpoint is damaged; use another"
-        fields = self.record.model
-        config = check_values(where, ModelConfig, fields, hint, "model")
+        config = check_values(where, ModelConfig, self.record.model, hint, "model")
         held = sum(file.bytes for file in self.record.files.values())
         config.require_bytes(held, f"{where}: field model")
         return config

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_chameleon.artifacts import Mixture
-from megatron_chameleon.artifacts.mixture_runs import matched
 from megatron_chameleon.errors import UserError, format_names
+from megatron_chameleon.interchange.mixture_runs import matched
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.optimum import check_bounds
 from megatron_chameleon.mixture.weights import natural_weights

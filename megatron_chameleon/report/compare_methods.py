@@ -27,8 +27,8 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult, require_same_questions
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import Cost, machine_info
-from megatron_chameleon.artifacts.published import published_columns
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.published import published_columns
 from megatron_chameleon.report import figures, tables
 from megatron_chameleon.report.comparison import HELD_OUT_NOTE, require_same_evaluation
 from megatron_chameleon.report.cost import TRAINING_OF_MODEL, MixtureCost, ledger_of

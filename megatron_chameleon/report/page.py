@@ -21,9 +21,9 @@ from markupsafe import Markup
 
 from megatron_chameleon.artifacts import Sweep
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, mixture_run_tables
 from megatron_chameleon.artifacts.provenance import package_versions
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, mixture_run_tables
 from megatron_chameleon.report import comparison, cost, downstream, figures, paper, weights
 from megatron_chameleon.report.options import Projection
 from megatron_chameleon.report.run_folder import (

@@ -1,7 +1,7 @@
 """Tables of a run's results next to those that Chameleon's paper prints for the same setting.
 
 paper_results.json has the figures as printed; averages and counts are recomputed from its rows. The
-paper's weights and the FLOPs to obtain them are in ``artifacts.published``.
+paper's weights and the FLOPs to obtain them are in ``interchange.published``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from megatron_chameleon.artifacts import TrainingRun
-from megatron_chameleon.artifacts.published import PublishedColumn, published_column
+from megatron_chameleon.interchange.published import PublishedColumn, published_column
 from megatron_chameleon.report.comparison import Comparison
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.downstream import base_run_of, compare_downstream
@@ -60,7 +60,7 @@ class Setting:
     Runs are compared with its first perplexity table and its first downstream table.
 
     Attributes:
-        data_set: name, as in ``artifacts.published``.
+        data_set: name, as in ``interchange.published``.
         data: label of the data set, alternative ``spellings`` of its domains, the methods whose
             final ``weights`` are printed, ``other_flops`` of other methods, ``gpu_hours`` of each
             method, and ``base_gpu_hours`` of each model size.

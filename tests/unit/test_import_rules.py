@@ -16,6 +16,7 @@ ALLOWED = {
     "mixture": {"numpy", "scipy"},
     "report": {
         *(f"{PACKAGE}.{name}" for name in ("artifacts", "console", "errors", "ranges")),
+        *(f"{PACKAGE}.interchange.{name}" for name in ("mixture_runs", "published")),
         *("jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "scipy", "tyro", "umap"),
         "threadpoolctl",
     },

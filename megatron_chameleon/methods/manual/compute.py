@@ -13,9 +13,9 @@ import numpy as np
 from megatron_chameleon.artifacts import Corpus, Cost, Mixture
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture import normalized
-from megatron_chameleon.artifacts.published import published_column
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.interchange.formats import read_mixture
+from megatron_chameleon.interchange.published import published_column
 from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.output import (
     AssignedWeights,

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError, format_names
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns
 from megatron_chameleon.methods.mixing_laws import (
     MIN_POINTS,
     MixingLawsOptions,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns
 from megatron_chameleon.methods.output import by_name, format_weight
 from megatron_chameleon.methods.regmix import RegmixOptions
 from megatron_chameleon.methods.swarm.fit import (

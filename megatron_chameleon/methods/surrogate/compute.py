@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from scipy.special import rel_entr
 
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns
 from megatron_chameleon.methods.limits import bounds_within
 from megatron_chameleon.methods.output import by_name, epoch_limit
 from megatron_chameleon.methods.surrogate import SurrogateOptions

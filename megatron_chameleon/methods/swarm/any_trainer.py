@@ -10,11 +10,11 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Mixture
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, read_losses
 from megatron_chameleon.artifacts.swarm import SwarmRecord, member_path
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import FormatName, write_mixture
 from megatron_chameleon.interchange.convert import with_corpus
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, read_losses
 from megatron_chameleon.methods.output import warn
 from megatron_chameleon.methods.swarm import CollectOptions, GenerateOptions
 from megatron_chameleon.methods.swarm.fit import mixtures_to_train

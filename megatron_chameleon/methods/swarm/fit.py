@@ -18,7 +18,6 @@ import pandas as pd
 
 from megatron_chameleon.artifacts import Corpus, Cost, Mixture, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, matched, read_mixture_runs
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.artifacts.swarm import SwarmRecord
 from megatron_chameleon.console import align_columns
@@ -28,6 +27,7 @@ from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.evaluation.perplexity import token_counts, unigram_loss
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, matched, read_mixture_runs
 from megatron_chameleon.methods.headroom import write_prior_without_gain
 from megatron_chameleon.methods.limits import prior_weights
 from megatron_chameleon.methods.output import (

@@ -30,7 +30,6 @@ import torch
 from megatron_chameleon.artifacts import Corpus, Cost, Mixture, TrainingRun, provenance
 from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME as CHECKPOINTS
 from megatron_chameleon.artifacts.files import require_new
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.artifacts.record import check_values, json_values
 from megatron_chameleon.artifacts.swarm import (
     MemberRecord,
@@ -46,6 +45,7 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream import check_tasks, evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.methods.swarm import RunOptions, SwarmOptions
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.config import ModelConfig

@@ -15,11 +15,11 @@ import pandas as pd
 import pytest
 
 from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions, layer_parameters
 from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit

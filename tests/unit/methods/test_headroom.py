@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Corpus, Mixture, Split
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.method import find_methods

@@ -8,10 +8,10 @@ import warnings
 import pytest
 
 from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
-from megatron_chameleon.artifacts.published import published_column
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import write_mixture
+from megatron_chameleon.interchange.published import published_column
 from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.manual.compute import compute_manual
 from tests.small_corpus import write_small_corpus

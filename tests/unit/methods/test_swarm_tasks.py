@@ -11,7 +11,6 @@ import pytest
 
 from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
-from megatron_chameleon.artifacts.mixture_runs import read_mixture_runs
 from megatron_chameleon.artifacts.swarm import MemberRecord, member_path
 from megatron_chameleon.artifacts.training_run import TrainingRun
 from megatron_chameleon.corpus.options import EncoderOptions, PreprocessOptions, SourceOptions
@@ -20,6 +19,7 @@ from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import TaskOptions
 from megatron_chameleon.evaluation.tasks import FOLDERS
+from megatron_chameleon.interchange.mixture_runs import read_mixture_runs
 from megatron_chameleon.methods.mixing_laws import METHOD, LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.options import PriorOptions
 from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning
-from megatron_chameleon.artifacts.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.artifacts.swarm import finished_members
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.options import ImportOptions, SourceOptions
 from megatron_chameleon.corpus.target import parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.methods.doge import DogeOptions, DogeRule
 from megatron_chameleon.methods.doge.compute import Doge, held_out_mix
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions

@@ -18,13 +18,13 @@ import pytest
 from matplotlib.image import imread
 
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
-from megatron_chameleon.artifacts.mixture_runs import (
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import (
     MixtureRunsWarning,
     matched,
     read_mixture_runs,
     write_mixture_runs,
 )
-from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.page import (
     LIST_NAME,
     NOT_EVALUATED,

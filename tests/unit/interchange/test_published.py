@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_chameleon.artifacts.published import published_columns
+from megatron_chameleon.interchange.published import published_columns
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 # Column -> sum of its printed weights, which is not always 1.

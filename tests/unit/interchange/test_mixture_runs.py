@@ -7,7 +7,8 @@ import warnings
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts.mixture_runs import (
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import (
     MixtureRuns,
     MixtureRunsWarning,
     matched,
@@ -15,7 +16,6 @@ from megatron_chameleon.artifacts.mixture_runs import (
     read_mixture_runs,
     write_mixture_runs,
 )
-from megatron_chameleon.errors import UserError
 
 REGMIX_RATIOS = """index,train_the_pile_arxiv,train_the_pile_pile_cc
 1,0.25,0.75
