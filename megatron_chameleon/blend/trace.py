@@ -56,7 +56,7 @@ Tables = Callable[[], Iterator[pd.DataFrame]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Recorded:
+class _RecordedRun:
     """The options in run.json that determine the samples."""
 
     seq_length: Positive
@@ -150,7 +150,7 @@ class RunTrace:
     ) -> None:
         self.run = run
         where = f"{run.root / run.FILE_NAME}: provenance.options"
-        self.options = options = check_values(where, _Recorded, run.provenance.options, _HINT)
+        self.options = options = check_values(where, _RecordedRun, run.provenance.options, _HINT)
         self.num_samples = run.train_iters * options.global_batch_size
         self.corpus: Corpus | None = None
         uses_data_path = options.data.uses_data_path

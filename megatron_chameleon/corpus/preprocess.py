@@ -40,9 +40,9 @@ from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
     SOURCES_NAME,
     CorpusFolder,
-    Plan,
+    ShardPlan,
     corpus_folder,
-    make_plan,
+    plan_shards,
 )
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, system_error_message
@@ -62,7 +62,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
     stopwatch = Stopwatch()
     tokenizer = _load_tokenizer(options)
     sources = find_sources(options.source, options.domains)
-    plan = make_plan(options, tokenizer, sources)
+    plan = plan_shards(options, tokenizer, sources)
     total = len(plan.shards)
     with corpus_folder(
         options.output, options.overwrite, shared=options.shard is not None
@@ -122,7 +122,7 @@ class _Run:
     """
 
     options: PreprocessOptions
-    plan: Plan
+    plan: ShardPlan
     plan_hash: str
     folder: CorpusFolder
     gigatoken: bool = False
@@ -139,7 +139,7 @@ class _Run:
         make_shard(self._reader(on_bytes), chunks, shares, tokenizer, self.plan_hash, folder)
         self.folder.put_shard(folder, number)
 
-    def check_sources(self, finished: Sequence[int], existing: Plan) -> None:
+    def check_sources(self, finished: Sequence[int], existing: ShardPlan) -> None:
         """Check that sources with another time or ETag match the hashes of finished shards.
 
         Raises:
@@ -238,9 +238,10 @@ class _Run:
     def _load(self, number: int) -> Shard:
         shard = Shard.load(self.folder.shard_folder(number))
         if shard.plan != self.plan_hash:
+            plan = self.folder.partial / ShardPlan.FILE_NAME
             raise UserError(
-                f"{shard.root} belongs to another plan than {self.folder.partial / Plan.FILE_NAME}"
-                f"; remove {shard.root} and run the same command again"
+                f"{shard.root} belongs to another plan than {plan}; remove {shard.root} and run "
+                "the same command again"
             )
         shard.check_files()
         return shard
@@ -283,7 +284,7 @@ class _SourceHashes(FileRecord):
     sources: list[dict[str, Any]]
 
 
-def _write_sources(path: Path, plan: Plan, shards: Sequence[Shard]) -> str:
+def _write_sources(path: Path, plan: ShardPlan, shards: Sequence[Shard]) -> str:
     """Record every source and the hash of each of its chunks; return one hash of all contents."""
     chunks = itertools.chain.from_iterable(plan.shards)  # sorted by source
     hashes = [sha256 for shard in shards for sha256 in shard.hashes]

@@ -25,7 +25,7 @@ from megatron_chameleon.progress import progress_bar
 
 
 @dataclasses.dataclass(frozen=True)
-class _Recorded:
+class _RecordedSources:
     """Options of preprocess_data in a corpus.json."""
 
     source: SourceOptions
@@ -52,7 +52,7 @@ def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tupl
     corpus = _preprocessed(corpus, digests)
     options: dict[str, Any] = corpus.provenance.options
     where = f"{corpus.root / corpus.FILE_NAME}: provenance.options"
-    recorded = check_values(where, _Recorded, options, corpus.RESTORE)
+    recorded = check_values(where, _RecordedSources, options, corpus.RESTORE)
     lines: dict[tuple[str, bytes], str] = {}
     with in_folder(corpus.provenance.working_folder):
         sources = find_sources(recorded.source, recorded.domains)

@@ -76,7 +76,7 @@ _MAX_SHARDS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(FolderRecord):
+class ShardPlan(FolderRecord):
     """Sources, their division into shards, and how they are tokenized.
 
     Attributes:
@@ -109,7 +109,7 @@ class Plan(FolderRecord):
         """Bytes on disk of shard ``number``; sources of unknown size count as 0."""
         return sum(chunk.bytes for chunk in self.shards[number])
 
-    def difference(self, existing: Plan) -> str | None:
+    def difference(self, existing: ShardPlan) -> str | None:
         """Describe in one line how this plan differs from ``existing``; None if they are equal.
 
         Modification times are not compared: a file that was copied or touched has the same content.
@@ -137,7 +137,9 @@ class Plan(FolderRecord):
         return compared
 
 
-def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequence[Source]) -> Plan:
+def plan_shards(
+    options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequence[Source]
+) -> ShardPlan:
     """Plan the shards for ``options``.
 
     Raises:
@@ -155,7 +157,7 @@ def make_plan(options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequenc
         "split": options.split,
         "shard_bytes": options.shard_bytes,
     }
-    return Plan(
+    return ShardPlan(
         root=options.output,
         options={name: value for name, value in compared.items() if name not in _NOT_COMPARED},
         tokenizer=tokenizer.sha256,
@@ -226,7 +228,7 @@ class CorpusFolder:
         """The folder of unfinished work."""
         return self.root / PARTIAL_NAME
 
-    def agree(self, plan: Plan) -> Plan:
+    def agree(self, plan: ShardPlan) -> ShardPlan:
         """Write ``plan`` if the folder has none; return the plan of the folder.
 
         Raises:
@@ -234,14 +236,14 @@ class CorpusFolder:
                 finished or in progress.
         """
         dataclasses.replace(plan, root=self.staging).save()
-        draft, path = self.staging / Plan.FILE_NAME, self.partial / Plan.FILE_NAME
+        draft, path = self.staging / ShardPlan.FILE_NAME, self.partial / ShardPlan.FILE_NAME
         try:
             os.link(draft, path)
         except OSError:
             # The link fails if a plan exists. It also fails on a disk without hard links; there, if
             # two processes write a plan at the same time, the later plan replaces the earlier one.
             if path.exists():
-                existing = Plan.load(self.partial)
+                existing = ShardPlan.load(self.partial)
                 problem = plan.difference(existing)
                 if problem is None:
                     return existing
@@ -388,7 +390,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
                     f"{root} already holds a corpus; choose another --output or pass --overwrite"
                 )
             require_kind(root / Corpus.FILE_NAME, Corpus.KIND)
-            if not has_corpus and not (partial / Plan.FILE_NAME).exists():
+            if not has_corpus and not (partial / ShardPlan.FILE_NAME).exists():
                 require_new(_own_files(root), "choose another --output")
             with writing(staging):
                 _make_directory(staging)
@@ -399,7 +401,7 @@ def corpus_folder(root: Path, overwrite: bool, *, shared: bool) -> Iterator[Corp
                 for name in (_STAGING_NAME, _SHARDS_NAME):
                     (partial / name).mkdir(exist_ok=True)
                     (partial / name).rmdir()
-                for name in (Plan.FILE_NAME, _PUBLISHED_NAME):
+                for name in (ShardPlan.FILE_NAME, _PUBLISHED_NAME):
                     (partial / name).unlink(missing_ok=True)
                 partial.rmdir()
             if is_new:

@@ -138,7 +138,7 @@ def evaluate_downstream(options: DownstreamOptions) -> DownstreamResult:
                 scorer.stop()
             else:
                 scorer.serve()
-        result = from_main(lambda: collect(plan, gaps))
+        result = from_main(lambda: combine_parts(plan, gaps))
         if layout.is_main:
             result.save(options.output)
             print_result(result)
@@ -297,7 +297,7 @@ def _digits(samples: Sequence[dict[str, Any]], metric: str) -> str:
     return "".join("1" if sample[metric] else "0" for sample in samples)
 
 
-def collect(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
+def combine_parts(plan: DownstreamPlan, gaps: list[Gap]) -> DownstreamResult:
     """Combine the finished parts into the result of the evaluation.
 
     Raises:

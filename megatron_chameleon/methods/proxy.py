@@ -254,7 +254,7 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
     def needs_no_proxy(self) -> bool:
         """Write the prior if no gain over it is certain; return whether it was written."""
         # MixMin's module, which predicts the gain, imports this one.
-        from megatron_chameleon.methods.headroom import write_prior_without_gain
+        from megatron_chameleon.methods.predicted_gain import write_prior_without_gain
 
         return write_prior_without_gain(
             self.name, self.options, self.runs, None, self.options.corpus

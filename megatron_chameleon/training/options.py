@@ -433,7 +433,7 @@ class TrainingOptions(ModelOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions(CheckedOptions):
+class RunInputOptions(CheckedOptions):
     """Input files and folder of a run.
 
     These options are in a base class so that --help lists them first.
@@ -448,7 +448,7 @@ class RunOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PretrainOptions(TrainingOptions, RunOptions):
+class PretrainOptions(TrainingOptions, RunInputOptions):
     """Train a GPT on a corpus with a mixture of its domains.
 
     Run the same command again to resume an interrupted run.

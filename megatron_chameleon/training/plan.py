@@ -165,7 +165,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     schedule = load_schedule(options, data, mixture, weights)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
-    target = find_target(options, splits, mixture)
+    target = find_run_target(options, splits, mixture)
     config = dataclasses.replace(config, vocab_size=data.tokenizer.vocab_size)
     pretrained, config = open_pretrained(options, data) or (None, config)
     check_model(config, options)
@@ -192,7 +192,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     )
 
 
-def find_target(
+def find_run_target(
     options: PretrainOptions, splits: Mapping[Split, TokenData], mixture: Mixture
 ) -> Target | None:
     """Return the target of ``--target``, or the one that the mixture records.

@@ -137,11 +137,11 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
         )
     if plan.target and plan.target.texts:
         names += plan.target.texts
-        texts += from_main(lambda: target_texts(plan, max(windows, 1)))
+        texts += from_main(lambda: read_target_texts(plan, max(windows, 1)))
     return Validation(texts, names, passes, layout)
 
 
-def target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]:
+def read_target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]:
     """Read up to ``max_windows`` windows of each text of the plan's target.
 
     Warns about documents that are in the training text.
@@ -183,11 +183,11 @@ def held_out_texts(
     domains, length = plan.valid.domains, plan.options.seq_length
     if held_out:
         domains += plan.valid.held_out
-    find = partial(held_out_text, window_length=length, max_windows=max_windows)
+    find = partial(validation_text, window_length=length, max_windows=max_windows)
     return from_main(lambda: concurrently(find, domains))
 
 
-def held_out_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
+def validation_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
     """Evenly spaced windows in the text of ``domain``; None if there is no token to predict."""
     if domain.tokens < 2:
         return None

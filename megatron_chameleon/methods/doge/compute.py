@@ -24,8 +24,8 @@ from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge import HELD_OUT, MU, MU_OUT_OF_DOMAIN, PAPER, DogeOptions
-from megatron_chameleon.methods.headroom import write_prior_without_gain
 from megatron_chameleon.methods.output import by_name, epoch_limit
+from megatron_chameleon.methods.predicted_gain import write_prior_without_gain
 from megatron_chameleon.methods.proxy import MeanWeightsHook, ProxyMethod
 from megatron_chameleon.mixture.doge import (
     DogeRecipe,
@@ -130,7 +130,7 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
             folder = options.runs_folder / FOLDER_NAME
             trained_on = corpus_with_texts(corpus, self.target, source, folder).root
         super().__init__(options, trained_on)
-        self.mix = held_out_text(self.plan, mixed)
+        self.mix = held_out_data(self.plan, mixed)
         is_trained_on = set(self.roles.target) <= set(self.roles.train)
         in_domain = is_trained_on or options.uses_held_out
         self.recipe = options.rule.resolve(MU if in_domain else MU_OUT_OF_DOMAIN)
@@ -230,7 +230,7 @@ def mixed_domains(options: DogeOptions, corpus: Corpus, target: Target | None) -
     return list(target.shares)
 
 
-def held_out_text(plan: TrainingPlan, names: Sequence[str]) -> TokenData | None:
+def held_out_data(plan: TrainingPlan, names: Sequence[str]) -> TokenData | None:
     """Return the valid splits of the domains ``names``; None without names."""
     assert plan.valid is not None, "a corpus has all splits"
     data = plan.valid

@@ -590,11 +590,11 @@ def write(
         provenance=provenance(options, inputs),
         cost=own,
     )
-    lines = [*describe(plan, text, estimate), *decision(plan, estimate, takes_estimate)]
+    lines = [*describe_estimate(plan, text, estimate), *decision(plan, estimate, takes_estimate)]
     write_and_print(mixture, options, plan.corpus, "\n".join(lines))
 
 
-def describe(plan: Plan, text: TargetText, estimate: Estimate) -> list[str]:
+def describe_estimate(plan: Plan, text: TargetText, estimate: Estimate) -> list[str]:
     """Describe the target, the predicted gains, and documents that no domain explains."""
     target, unit = plan.target, unit_of(plan)
     parts = [f"{name} ({share:.0%})" for name, share in target.shares.items()]

@@ -19,7 +19,7 @@ from megatron_chameleon.methods.mixmin.compute import (
     BYTES_PER_TOKEN,
     Estimate,
     Plan,
-    describe,
+    describe_estimate,
     estimate_weights,
     make_plan,
     predict,
@@ -98,7 +98,7 @@ def measure_headroom(options: DomainsAndTarget, seed_noise: str | None) -> Headr
     blocks = read_target(plan)
     text = target_text(plan, blocks, predict(plan, blocks))
     estimate = estimate_weights(plan, blocks, text)
-    lines = describe(plan, text, estimate)
+    lines = describe_estimate(plan, text, estimate)
     if isinstance(plan.coder, ByteCoder):
         noise /= BYTES_PER_TOKEN
     where = "assumed" if seed_noise is None else f"--seed-noise {seed_noise}"

@@ -23,7 +23,7 @@ from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.plan import TrainingPlan
 from megatron_chameleon.training.run_folder import FRESH_START
 from megatron_chameleon.training.step import BatchShape, Passes
-from megatron_chameleon.training.validation import Validation, held_out_texts, target_texts
+from megatron_chameleon.training.validation import Validation, held_out_texts, read_target_texts
 
 
 class Aioli(OnlineHook):
@@ -91,7 +91,7 @@ class Aioli(OnlineHook):
             names += [domain.name for domain in plan.data.held_out]
         texts = {name: text for name, text in zip(names, found, strict=True) if text is not None}
         if self._target is not None and self._target.texts:
-            read = from_main(lambda: target_texts(plan, self._windows))
+            read = from_main(lambda: read_target_texts(plan, self._windows))
             texts |= zip(self._target.texts, read, strict=True)
         if missing := [name for name in self._measured if name not in texts]:
             raise UserError(

@@ -28,7 +28,6 @@ from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_tex
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.evaluation.perplexity import token_counts, unigram_loss
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, matched, read_mixture_runs
-from megatron_chameleon.methods.headroom import write_prior_without_gain
 from megatron_chameleon.methods.limits import prior_weights
 from megatron_chameleon.methods.output import (
     by_name,
@@ -38,6 +37,7 @@ from megatron_chameleon.methods.output import (
     warn,
     write_and_print,
 )
+from megatron_chameleon.methods.predicted_gain import write_prior_without_gain
 from megatron_chameleon.methods.proxy import on_rank_0
 from megatron_chameleon.methods.swarm import (
     FitOptions,

@@ -25,7 +25,7 @@ from megatron_chameleon.corpus import indexed, join, preprocess, shards
 from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
-from megatron_chameleon.corpus.staging import Plan
+from megatron_chameleon.corpus.staging import ShardPlan
 from megatron_chameleon.corpus.tokenizer import Tokenizer as CorpusTokenizer
 from megatron_chameleon.errors import UserError, system_error_message
 from tests.full_disk import largest_file_size
@@ -61,7 +61,7 @@ def splits_of(corpus, name):
 
 
 def number_of_shards(options):
-    return len(Plan.load(options.output / ".partial").shards)
+    return len(ShardPlan.load(options.output / ".partial").shards)
 
 
 # Options

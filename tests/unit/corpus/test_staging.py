@@ -17,16 +17,16 @@ from megatron_chameleon.corpus import staging
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
-    Plan,
+    ShardPlan,
     corpus_folder,
     divide,
-    make_plan,
+    plan_shards,
 )
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from tests.unit.corpus.corpus_making import left_in
 
-PLAN = Plan(
+PLAN = ShardPlan(
     root=Path(),
     options={"split": "90,5,5"},
     tokenizer="0" * 64,
@@ -51,10 +51,10 @@ def test_plans_differ_only_in_options_that_change_shards(
     def plan(inputs, **changes):
         source = SourceOptions((inputs,), max_malformed_share=0.5)
         changed = dataclasses.replace(options, source=source, **changes)
-        return make_plan(changed, tokenizer, find_sources(changed.source, changed.domains))
+        return plan_shards(changed, tokenizer, find_sources(changed.source, changed.domains))
 
     dataclasses.replace(plan((a, b)), root=tmp_path).save()
-    begun = Plan.load(tmp_path)
+    begun = ShardPlan.load(tmp_path)
     assert dataclasses.replace(plan((a, b)), root=tmp_path) == begun
     unrelated = plan((f"a={tmp_path}/[a].jsonl", b), drop_duplicates=False, workers=3, shard="1/2")
     assert unrelated.difference(begun) is None

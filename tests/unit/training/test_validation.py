@@ -13,7 +13,7 @@ from megatron_chameleon.evaluation.held_out import choose_windows
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.training.step import BatchShape, Passes
-from megatron_chameleon.training.validation import Validation, held_out_text
+from megatron_chameleon.training.validation import Validation, validation_text
 from tests.small_corpus import VOCAB_SIZE
 
 SHAPE = preset("nano", VOCAB_SIZE, max_sequence_length=32)
@@ -65,7 +65,7 @@ def test_domain_may_start_within_a_file(corpus):
     lengths = whole.open().lengths
     tokens = int(lengths[10:25].sum())
     part = dataclasses.replace(whole, first=10, stop=25, tokens=tokens)
-    text = held_out_text(part, 32, max_windows=1000)
+    text = validation_text(part, 32, max_windows=1000)
     assert text is not None
     skipped = int(lengths[:10].sum())
     scored = np.concatenate([positions for positions, _ in text.scored_blocks()])
