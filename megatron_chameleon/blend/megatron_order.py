@@ -155,7 +155,7 @@ def _fill(
             return
         ends[0] = counts
         for lane in range(1, LANES):
-            _guess(weights, counts, first, first + lane * length, ends[lane])
+            _guess(weights, counts, first + lane * length, ends[lane])
         _fill_lanes(weights, ends, joins, first, length, index, numbers)
         exact = 1
         while exact < LANES and np.array_equal(joins[exact], ends[exact - 1]):
@@ -203,11 +203,10 @@ def _fill_one_by_one(
 def _guess(
     weights: NDArray[np.float64],
     known: NDArray[np.float64],
-    first: int,
     sample: int,
     counts: NDArray[np.float64],
 ) -> None:
-    """Estimate the ``counts`` before ``sample`` from the ``known`` counts before ``first``.
+    """Estimate the ``counts`` before ``sample`` from the ``known`` counts before an earlier sample.
 
     Errors rise to about the same maximum before a domain is chosen: search for the maximum at which
     the counts sum to the number of samples.

@@ -6,7 +6,6 @@ from megatron_chameleon.mixture.chameleon import (
     RECIPES,
     Recipe,
     WeightResult,
-    chameleon_weight_fn,
     chameleon_weights,
 )
 from megatron_chameleon.mixture.leverage import leverage_scores
@@ -21,7 +20,6 @@ __all__ = [
     "WeightResult",
     "affinity_matrix",
     "bootstrap_weights",
-    "chameleon_weight_fn",
     "chameleon_weights",
     "domain_weights",
     "fit_surrogate",

@@ -56,8 +56,7 @@ def bootstrap_weights(
     Args:
         window_vectors: k arrays [n_i, h], the embedding of each window of a domain; any real dtype;
             summed in float64.
-        weight_fn: maps embeddings [k, h] to weights [k], for example
-            ``chameleon_weight_fn("pretrain")``.
+        weight_fn: maps embeddings [k, h] to weights [k].
         num_resamples: how many times to resample; at least 2.
         seed: not negative.
         confidence: in (0, 1).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_chameleon.mixture.affinity import center_embeddings, gram_matrix, squared_norms
-from megatron_chameleon.mixture.checks import Array, Mode, as_matrix, check_mode, check_positive
+from megatron_chameleon.mixture.checks import Array, Mode, as_matrix, check_positive
 from megatron_chameleon.mixture.leverage import feature_ridge_leverage, leverage_scores
 from megatron_chameleon.mixture.target import scaled_prior
 from megatron_chameleon.mixture.weights import (
@@ -275,25 +275,3 @@ def chameleon_weights(
         recipe=settings,
         prior=eta,
     )
-
-
-def chameleon_weight_fn(
-    mode: Mode,
-    recipe: str | Recipe = DEFAULT_RECIPE,
-    *,
-    prior: Callable[[Array], Array] | None = None,
-    **overrides: Any,
-) -> Callable[[Array], Array]:
-    """Return a function from embeddings [k, h] to weights [k], for ``bootstrap_weights``.
-
-    ``prior`` computes the prior [k] from the embeddings of a resample. An invalid recipe raises an
-    error here, not at the first call of the returned function.
-    """
-    settings = resolve_recipe(recipe, **overrides)
-    check_mode(mode)
-
-    def weigh(embeddings: Array) -> Array:
-        eta = None if prior is None else prior(embeddings)
-        return chameleon_weights(embeddings, mode, settings, prior=eta).weights
-
-    return weigh

@@ -178,10 +178,6 @@ class RawDomains:
         """Return the sampled text of a domain."""
         return self.sample(name, self.sample_tokens)
 
-    def is_stored(self, name: str) -> bool:
-        """Whether the sample of a domain is stored."""
-        return self._load(name) is not None
-
     def _identity(self, name: str) -> str:
         files = [source_identity(source) for source in self.sources[name]]
         options = self.source.text_key, self.source.max_document_bytes

@@ -47,7 +47,6 @@ from megatron_chameleon.mixture import (
     DegenerateScoreWarning,
     bootstrap,
     bootstrap_weights,
-    chameleon_weight_fn,
     chameleon_weights,
 )
 from megatron_chameleon.mixture.shrinkage import effective_directions
@@ -150,7 +149,7 @@ def test_intervals_are_those_of_the_bootstrap_over_windows(compute, inputs):
     store = EmbeddingStore.load(inputs["store"])
     expected = bootstrap_weights(
         [store.vectors(name) for name in DOMAINS],
-        chameleon_weight_fn("pretrain", "scaled"),
+        lambda embeddings: chameleon_weights(embeddings, "pretrain", "scaled").weights,
         num_resamples=RESAMPLES,
         seed=0,
         confidence=0.8,

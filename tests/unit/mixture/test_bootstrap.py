@@ -10,7 +10,6 @@ import pytest
 from megatron_chameleon.mixture import (
     bootstrap,
     bootstrap_weights,
-    chameleon_weight_fn,
     chameleon_weights,
 )
 from megatron_chameleon.mixture.bootstrap import (
@@ -66,14 +65,21 @@ def test_the_warning_counts_the_resamples_with_clipped_scores():
         bootstrap_weights(windows_of([4, 5]), weigh, 10)
 
 
+def pretraining_weights(embeddings):
+    return chameleon_weights(embeddings, "pretrain").weights
+
+
+def scaled_weights(embeddings):
+    return chameleon_weights(embeddings, "pretrain", "scaled").weights
+
+
 @pytest.mark.parametrize("offset", [8, 32])
 def test_weights_do_not_depend_on_memory_alignment(offset):
     """Weights must be bit-identical, so that a repeated command writes the same mixture."""
     windows = windows_of([40, 33, 7, 130], h=37)
     moved = [at_offset(vectors, offset) for vectors in windows]
     one, other = (
-        bootstrap_weights(vectors, chameleon_weight_fn("pretrain", "scaled"), 10, seed=4)
-        for vectors in (windows, moved)
+        bootstrap_weights(vectors, scaled_weights, 10, seed=4) for vectors in (windows, moved)
     )
     np.testing.assert_array_equal(one.weights, other.weights)
 
@@ -82,11 +88,10 @@ def test_intervals_cover_the_weights_of_the_whole_population():
     rng = np.random.default_rng(9)
     centers = rng.normal(size=(5, 16)) * 2
     truth = chameleon_weights(centers, "pretrain").weights
-    weight_fn = chameleon_weight_fn("pretrain")
     covered = []
     for trial in range(30):
         windows = [center + rng.normal(size=(120, 16)) for center in centers]
-        result = bootstrap_weights(windows, weight_fn, 120, seed=trial, confidence=0.9)
+        result = bootstrap_weights(windows, pretraining_weights, 120, seed=trial, confidence=0.9)
         covered.append((result.low <= truth) & (truth <= result.high))
     assert 0.8 < np.mean(covered) < 0.97
 
