@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,6 +257,20 @@ def roll_back(progress: Progress, run_dir: Path) -> None:
     keep_metrics_until(run_dir / METRICS_NAME, progress.step)
 
 
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Keep processes forked in the block from collecting this process's garbage.
+
+    The writer of an asynchronous save is forked. If it destroyed a process group, it would wait
+    forever for threads that exist in this process only.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class CheckpointWriter:
     """Write checkpoints, at most one at a time; every rank makes the same calls.
 
@@ -287,7 +304,8 @@ class CheckpointWriter:
         try:
             request = plan_save(state, record)
             if self._options.checkpointing.async_save and not is_last:
-                self._queue.schedule_async_request(request)
+                with _garbage_kept():
+                    self._queue.schedule_async_request(request)
                 self._in_flight = record
             else:
                 request.execute_sync()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from megatron_chameleon.artifacts.checkpoint import (
     step_folder,
 )
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.training import checkpointing
 from megatron_chameleon.training.options import CheckpointingOptions, LoggingOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.full_disk import largest_file_size
@@ -63,6 +65,35 @@ def test_only_the_last_checkpoints_are_kept(options_for, tmp_path, async_save):
     assert names_in(tmp_path / "run") == kept
     run = TrainingRun.load(tmp_path / "run")
     assert run.checkpoints == [f"checkpoints/{name}" for name in kept]
+
+
+def test_the_writer_of_an_asynchronous_save_destroys_nothing_of_the_run(
+    options_for, tmp_path, monkeypatch
+):
+    """In the writer, the destructor of a process group would wait for threads of the run."""
+    plan_save, run = checkpointing.plan_save, os.getpid()
+
+    class Garbage:
+        def __del__(self):
+            if os.getpid() != run:
+                (tmp_path / "destroyed").touch()
+
+    def collected_first(write):
+        def collect_and_write(*arguments, **options):
+            gc.collect()
+            write(*arguments, **options)
+
+        return collect_and_write
+
+    def plan(*arguments):
+        request, garbage = plan_save(*arguments), Garbage()
+        garbage.itself = garbage
+        return request._replace(async_fn=collected_first(request.async_fn))
+
+    monkeypatch.setattr(checkpointing, "plan_save", plan)
+    pretrain(options_for(train_iters=3, save_interval=1, checkpointing=ASYNC))
+    assert len(names_in(tmp_path / "run")) == 3
+    assert not (tmp_path / "destroyed").exists()
 
 
 @pytest.fixture
