@@ -19,6 +19,7 @@ from megatron_chameleon.artifacts.checkpoint import (
     checkpoint_folders,
     step_folder,
 )
+from megatron_chameleon.checkpoint import save
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training import checkpointing
 from megatron_chameleon.training.options import CheckpointingOptions, LoggingOptions
@@ -71,9 +72,11 @@ def test_the_writer_of_an_asynchronous_save_destroys_nothing_of_the_run(
     options_for, tmp_path, monkeypatch
 ):
     """In the writer, the destructor of a process group would wait for threads of the run."""
-    plan_save, run = checkpointing.plan_save, os.getpid()
+    run = os.getpid()
 
     class Garbage:
+        itself: Garbage
+
         def __del__(self):
             if os.getpid() != run:
                 (tmp_path / "destroyed").touch()
@@ -86,7 +89,7 @@ def test_the_writer_of_an_asynchronous_save_destroys_nothing_of_the_run(
         return collect_and_write
 
     def plan(*arguments):
-        request, garbage = plan_save(*arguments), Garbage()
+        request, garbage = save.plan_save(*arguments), Garbage()
         garbage.itself = garbage
         return request._replace(async_fn=collected_first(request.async_fn))
 
