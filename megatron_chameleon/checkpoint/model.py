@@ -361,7 +361,7 @@ class HuggingFaceModel(Model):
         found.config.require_bytes(held, str(self.where / CONFIG_NAME))
         return found
 
-    @property
+    @functools.cached_property
     def hash(self) -> str:
         """Hash of the config and the weight files."""
         return sha256_of_files(self.where / CONFIG_NAME, *self.files)
