@@ -16,7 +16,7 @@ from megatron_chameleon.methods.options import OutputOptions
 
 DEFAULT_METHOD = "chameleon"
 # Modules with code that several methods share. Every other module must define METHOD.
-SHARED_MODULES = {"headroom", "limits", "method", "options", "output", "proxy"}
+SHARED_MODULES = {"limits", "method", "options", "output", "predicted_gain", "proxy"}
 
 
 @dataclasses.dataclass(frozen=True)

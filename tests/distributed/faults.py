@@ -38,6 +38,7 @@ from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.checkpointing import verify_files
 from megatron_chameleon.training.guard import StepSync
 from megatron_chameleon.training.metrics import memory_bytes, most_memory_bytes
+from megatron_chameleon.training.stopping import REASONS
 from tests.distributed import cases
 from tests.distributed import launch as launching
 from tests.distributed.cases import Places
@@ -187,7 +188,9 @@ def record_agreement(root: Path) -> None:
         found: dict[str, Any] = {
             "most memory": most_memory_bytes(layout.device),
             "memory": memory_bytes(layout.device),
-            "signals": StepSync(layout, 1).signals([0.0, 0.0, float(layout.rank), 1.0]),
+            "signals": StepSync(layout, 1).signals(
+                [float(reason == "SIGUSR1") * layout.rank for reason in REASONS[:-1]] + [1.0]
+            ),
         }
         del taken
         try:

@@ -103,6 +103,15 @@ def reasons(stops):
     return [reason for reason, flag in zip(REASONS, stops.flags(), strict=True) if flag]
 
 
+@pytest.fixture
+def hangup():
+    """Restore the handler of SIGHUP, which is ignored if the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 def test_signals_are_recorded_without_interrupting():
     before = [signal.getsignal(number) for number in SIGNALS]
     with StopRequests(StoppingOptions()) as stops:
@@ -114,12 +123,10 @@ def test_signals_are_recorded_without_interrupting():
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+@pytest.mark.usefixtures("hangup")
 def test_a_closed_terminal_is_ignored_under_nohup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopRequests(StoppingOptions()) as stops:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not reasons(stops)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequests(StoppingOptions()) as stops:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not reasons(stops)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
