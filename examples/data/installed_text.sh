@@ -18,7 +18,7 @@ GATHER=(-m megatron_chameleon gather_installed_text)
 [ -e "$INPUT/gathered.json" ] ||
   python "${GATHER[@]}" --output-dir "$INPUT" --max-bytes-per-domain "$MAX_BYTES"
 FOUND=$(sed -n 's/.*"collection": "\([a-z]*\)".*/\1/p' "$INPUT/gathered.json")
-if [ "$FOUND" != "$COLLECTION" ]; then
+if [ "${FOUND:-installed}" != "$COLLECTION" ]; then
   echo "error: $INPUT holds the collection $FOUND; pass OUTPUT in another folder, or INPUT" >&2
   exit 2
 fi

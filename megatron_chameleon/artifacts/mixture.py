@@ -25,7 +25,6 @@ SUM_TOLERANCE = 1e-6
 BRIDGE_SUFFIX = ".bridge.json"
 # Affinity matrices of more domains are not stored; 256 x 256 numbers take about 1.3 MB of text.
 MAX_AFFINITY_DOMAINS = 256
-# Names listed in a message.
 
 
 class MixtureWarning(UserWarning):

@@ -19,12 +19,18 @@ from typing import Any
 
 from megatron_chameleon.artifacts.record import Amount, Count, json_values
 
-# User and password of a URL, and parameters of signed URLs.
-_CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
+# User and password of a URL; in Azure's URLs, a container precedes the @.
+_CREDENTIALS = re.compile(r"\b(?!(?:abfs|wasb)s?://)([a-z][\w+.-]*://)[^/\s?#'\"]*@", re.I)
+# Parameters of signed URLs.
 _SECRET_PARAMETER = re.compile(
-    r"([?&](?:sig|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*)=)[^&#\s]+", re.I
+    r"([?&](?:sig|key|awsaccesskeyid|(?:[\w-]*[-_])?(?:token|secret|signature|password|credentials?"
+    r"|(?:access|api)[-_]?key(?:[-_]?id)?))=)[^&#\s,'\"]+",
+    re.I,
 )
-_ABSOLUTE_PATH = re.compile(r"(?<![^\s=,:'\"])/(?!/)(?:[^\s=,:'\"/]+/+)*([^\s=,:'\"/]*)")
+# A path begins at the start of a word.
+_START = r"(?<![^\s=,:'\"(\[])"
+_ABSOLUTE_PATH = re.compile(_START + r"/(?!/)(?:[^\s=,:'\"/]+/+)*([^\s=,:'\"/]*)")
+_FILE_URL = re.compile(r"\bfile://[^\s,'\"]*/")
 PACKAGES = ("megatron-chameleon", "torch", "megatron-core", "numpy", "scipy", "tokenizers")
 
 
@@ -45,19 +51,28 @@ class Provenance:
 
     def portable(self) -> Provenance:
         """Copy for other machines, without absolute paths; see :meth:`portable_text`."""
+        inputs: dict[str, str] = {}
+        for name, digest in self.inputs.items():
+            short = self.portable_text(name)
+            inputs[name if short in inputs else short] = digest
         return dataclasses.replace(
             self,
             command=_mapped(self.command, self.portable_text),
             options=_mapped(self.options, self.portable_text),
-            inputs={self.portable_text(name): digest for name, digest in self.inputs.items()},
+            inputs=inputs,
             working_folder=None,
         )
 
     def portable_text(self, text: str) -> str:
-        """Make paths in the working folder relative, and keep only the name of other paths."""
-        if self.working_folder is not None:
-            here = re.escape(self.working_folder.rstrip("/"))
-            text = re.sub(rf"{here}(/|(?![^\s=,:'\"]))", "", text)
+        """Make paths in the working folder relative, and keep only the name of other paths.
+
+        Credentials of URLs are removed, too.
+        """
+        text = _FILE_URL.sub("", without_credentials(text))
+        if here := re.escape((self.working_folder or "").rstrip("/")):
+            text = re.sub(rf"{_START}{here}(/|(?![^\s=,:'\"]))", "", text)
+        if text.startswith("/"):  # the whole text is a path, which may contain spaces
+            return Path(text).name
         return _ABSOLUTE_PATH.sub(r"\1", text)
 
 
@@ -69,7 +84,7 @@ def recorded_options(options: Any) -> dict[str, Any]:
 
 def without_credentials(text: str) -> str:
     """``text`` without the user, the password and the tokens of URLs."""
-    return _SECRET_PARAMETER.sub(r"\1***", _CREDENTIALS.sub("", text))
+    return _SECRET_PARAMETER.sub(r"\1***", _CREDENTIALS.sub(r"\1", text))
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

@@ -77,13 +77,15 @@ def open_model(
         UserError: if there is no such model, it is damaged, or it is not supported.
     """
     choice = tokenizer or TokenizerChoice()
-    if (folder := find_megatron_folder(path)) is not None:
-        return CheckpointModel(megatron_record(folder, choice), choice, flag)
-    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+    # A name whose first part is a folder here is a path with a mistake.
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)) and not path.parent.is_dir():
         path = download(str(path), flag, with_code=with_code)
+    # A Hugging Face folder may hold a metadata.json, like a checkpoint of Megatron-LM.
     if is_huggingface_folder(path):
         files = tuple(find_weights(path, allow_pickle=allow_pickle))
         return HuggingFaceModel(path, files, choice, flag)
+    if (folder := find_megatron_folder(path)) is not None:
+        return CheckpointModel(megatron_record(folder, choice), choice, flag)
     return CheckpointModel(CheckpointRecord.load(find_checkpoint(path, flag)), choice, flag)
 
 

@@ -241,21 +241,20 @@ class DocumentReader:
             self._on_bytes(len(block))
 
         longest, size, lines = self._options.max_document_bytes, 0, list[Line]()
-        for _begin, some in read_lines(source.path, on_block, longest, is_json=False):
-            size += sum(line if isinstance(line, int) else len(line) + 1 for line in some)
-            if size <= longest + 1:  # the last line may have no end
-                lines.extend(some)
-            else:
-                lines.clear()
         record: Any
-        if size > longest + 1:
-            record = MalformedLineError(f"has {size:,} bytes, more than --max-document-bytes")
-        else:
-            try:
-                text = _decoded(b"\n".join(lines).removeprefix(_BYTE_ORDER_MARK))  # type: ignore[arg-type]
-                record = {self._options.text_key: text}
-            except MalformedLineError as error:
-                record = error
+        try:
+            for _begin, some in read_lines(source.path, on_block, longest, is_json=False):
+                size += sum(line if isinstance(line, int) else len(line) + 1 for line in some)
+                if size <= longest + 1:  # the last line may have no end
+                    lines.extend(some)
+                else:
+                    lines.clear()
+            if size > longest + 1:
+                raise MalformedLineError(f"has {size:,} bytes, more than --max-document-bytes")
+            text = _decoded(b"\n".join(lines).removeprefix(_BYTE_ORDER_MARK))  # type: ignore[arg-type]
+            record = {self._options.text_key: text}
+        except MalformedLineError as error:
+            record = error
         yield parser.parse([record], lambda position: "1", 1)
 
     def _from_tables(
@@ -639,8 +638,9 @@ def _check_start(path: str, blocks: Iterable[bytes], is_json: bool) -> Iterator[
     """Yield ``blocks``, after their first bytes were checked.
 
     Raises:
-        UserError: naming the format and the fix, if the file is not text, or, with ``is_json``, is
+        UserError: with ``is_json``, naming the format and the fix, if the file is not text, or is
             one JSON value instead of JSON lines.
+        MalformedLineError: without ``is_json``, if the file is not text.
     """
     blocks = iter(blocks)
     first, start = list[bytes](), b""
@@ -655,8 +655,10 @@ def _check_start(path: str, blocks: Iterable[bytes], is_json: bool) -> Iterator[
             "one JSON value, not JSON lines; pass its folder as hf:FOLDER, or write one object on "
             f"each line: jq -c '.[]' {PurePosixPath(path).name}"
         )
-    if what is not None:
+    if what is not None and is_json:
         raise UserError(f"{path} is {what}")
+    if what is not None:  # a single document of many
+        raise MalformedLineError(f"is {what}")
     yield from first
     yield from blocks
 
@@ -669,6 +671,9 @@ def _is_one_value(start: bytes) -> bool:
     try:
         orjson.loads(first)
     except orjson.JSONDecodeError:
+        # The next line is an object if this one is only malformed, such as "[INFO]".
+        with contextlib.suppress(orjson.JSONDecodeError):
+            return not isinstance(orjson.loads(others.lstrip().partition(b"\n")[0]), dict)
         return True
     return not others.strip()
 

@@ -269,7 +269,6 @@ class TaskLibrary:
         return TaskManager(include_defaults=False, include_path=scratch)
 
 
-@functools.cache
 def tasks_of_group(manager: TaskManager, name: str) -> list[str]:
     """Sorted names of the tasks in a group or with a tag of lm-eval; empty if there is none."""
     entry = manager.task_index.get(name)
@@ -286,6 +285,7 @@ def tasks_of_group(manager: TaskManager, name: str) -> list[str]:
     )
 
 
+@functools.cache
 def all_tasks() -> TaskManager:
     """Index all tasks of lm-eval, in about 8 seconds; later calls return the same index."""
     return TaskManager()

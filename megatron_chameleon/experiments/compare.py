@@ -40,7 +40,7 @@ from megatron_chameleon.report.compare_methods import (
     require_evaluations,
 )
 from megatron_chameleon.report.run_folder import DOWNSTREAM_SUFFIX, same_weights
-from megatron_chameleon.study.executor import Job, State, run_jobs
+from megatron_chameleon.study.executor import Job, State, read_clock, run_jobs
 
 TOOL = ("-m", "megatron_chameleon")
 PYTHON = ("python", *TOOL)
@@ -457,9 +457,13 @@ def compare(environment: Environment, launchers: str, ranks: Flags, extra: Flags
     """
     settings = read_settings(environment, launchers, ranks, extra)
     require_valid(settings)
+    stop_at = environment.get("STOP_AT") or None
+    try:
+        deadline = None if stop_at is None else float(stop_at)
+    except ValueError:
+        raise UserError(f"STOP_AT={stop_at}: must be a Unix time, as of 'date +%s'") from None
     prepare_corpus(settings, environment)
     comparison = Comparison(settings)
-    stop_at = environment.get("STOP_AT")
     record = record_flags(environment, extra)
     if settings.targets:
         names = find_targets(settings.targets, settings.corpus)
@@ -488,7 +492,7 @@ def compare(environment: Environment, launchers: str, ranks: Flags, extra: Flags
                 return status
         comparison.tabulate("--targets", *names, *record)
         return 0
-    state = comparison.run(float(stop_at) if stop_at else None)
+    state = comparison.run(deadline)
     if state != "done":
         return 1 if state == "failed" else STOPPED_STATUS
     node = environment.get("NODE_RANK") or environment.get("SLURM_NODEID") or "0"
@@ -497,8 +501,8 @@ def compare(environment: Environment, launchers: str, ranks: Flags, extra: Flags
         if settings.has_proxy:
             flags.append("--existing-model")
         if record:
-            seconds = Path(settings.run, "logs/seconds").read_text().strip()
-            flags += [*record, "--wall-seconds", seconds]
+            seconds = read_clock(Path(settings.run, "logs/seconds"))
+            flags += [*record, "--wall-seconds", f"{seconds}"]
         comparison.tabulate(*flags)
     return 0
 

@@ -333,7 +333,7 @@ def papers_settings(env: Environment, launchers: str, ranks: Flags, extra: Flags
         proxy_seed=proxy_seed,
         proxy=proxy,
         has_proxy=has_proxy,
-        at_once=int(env.get("JOBS_AT_ONCE", "2" if is_tiny else "1")),
+        at_once=whole_number(env, "JOBS_AT_ONCE", 2 if is_tiny else 1),
         ranks=ranks,
         train=(*train, *shared_flags, *flags(seed=env.get("SEED", "1")), *extra),
         embed=(*embed, *shared_flags),
@@ -368,6 +368,18 @@ def _hyperparameters(launchers: str, kind: str, model: str) -> list[Flags]:
     if done.returncode:
         raise UserError(done.stderr.strip().removeprefix("error: "))
     return [tuple(words.split("\0")) for words in done.stdout.split("\0\0")[:-1]]
+
+
+def whole_number(env: Environment, name: str, default: int) -> int:
+    """The environment variable ``name``, which must be at least 1.
+
+    Raises:
+        UserError: if it is not such a number.
+    """
+    value = env.get(name, f"{default}")
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"{name}={value}: must be a whole number of at least 1")
+    return int(value)
 
 
 def corpus_hint(launchers: str, corpus: str, experiment: Experiment | None, is_tiny: bool) -> str:
@@ -449,13 +461,13 @@ def small_settings(env: Environment, launchers: str, ranks: Flags, extra: Flags)
         columns = "uniform chameleon-target-finetune mixmin" if has_targets else FINE_TUNED
         environment["TOKENIZER"] = env.get("TOKENIZER", f"{pretrained}/tokenizer.json")
     steps = Steps(
-        base=int(env.get("BASE_STEPS", steps.base)),
-        proxy=int(env.get("PROXY_STEPS", steps.proxy)),
-        long_proxy=int(env.get("LONG_PROXY_STEPS", steps.long_proxy)),
-        member=int(env.get("MEMBER_STEPS", steps.member)),
-        regmix=int(env.get("REGMIX_MEMBERS", steps.regmix)),
+        base=whole_number(env, "BASE_STEPS", steps.base),
+        proxy=whole_number(env, "PROXY_STEPS", steps.proxy),
+        long_proxy=whole_number(env, "LONG_PROXY_STEPS", steps.long_proxy),
+        member=whole_number(env, "MEMBER_STEPS", steps.member),
+        regmix=whole_number(env, "REGMIX_MEMBERS", steps.regmix),
         laws=steps.laws,
-        in_10_s=int(env.get("STEPS_IN_10_S", steps.in_10_s)),
+        in_10_s=whole_number(env, "STEPS_IN_10_S", steps.in_10_s),
     )
     recipe = Recipe()
     if size == "gpu":
@@ -531,7 +543,7 @@ def small_settings(env: Environment, launchers: str, ranks: Flags, extra: Flags)
         proxy=proxy,
         has_proxy=bool(pretrained),
         # Two jobs are 1.8 times as fast as one job at a time with two ranks.
-        at_once=int(env.get("JOBS_AT_ONCE", "2")),
+        at_once=whole_number(env, "JOBS_AT_ONCE", 2),
         ranks=ranks,
         train=(*train, *extra),
         embed=recipe.embed + flags(corpus=corpus),

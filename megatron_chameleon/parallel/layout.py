@@ -316,7 +316,8 @@ def _new_store(timeout: datetime.timedelta) -> Store:
     try:
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
     except (RuntimeError, ValueError) as error:
-        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+        names = ("MASTER_ADDR", "MASTER_PORT")
+        place = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
         raise UserError(
             f"rank {os.environ['RANK']} cannot meet the other ranks at {place} "
             f"({first_line(error)}); check that the address is rank 0's and the port is free"

@@ -194,7 +194,14 @@ class Executor:
             else:
                 self.states[job.name] = "running"
                 events.append(Event(job, "running"))
-                self._running[job.name] = job, self._launch(job, self.deadline)
+                try:
+                    process = self._launch(job, self.deadline)
+                except OSError as error:  # the program is missing, among others
+                    events.append(self._ended(job, "failed", f"cannot start: {error}"))
+                    continue
+                self._running[job.name] = job, process
+                if self._is_stopping:  # a signal arrived meanwhile
+                    process.stop()
         return events
 
     def _ended(self, job: Job, state: State, message: str) -> Event:
@@ -212,7 +219,7 @@ class Command:
         changes = dict(job.environment)
         if deadline is not None and job.time_limit is not None:
             if job.time_limit.startswith("--"):
-                words += [job.time_limit, f"{max(0.0, deadline - time.time()) / 60:.2f}"]
+                words += [job.time_limit, f"{max(0.01, (deadline - time.time()) / 60):.2f}"]
             else:
                 changes[job.time_limit] = f"{deadline:.0f}"
         for name, value in changes.items():
@@ -281,8 +288,7 @@ def run_jobs(jobs: Sequence[Job], slots: int, clock: Path, deadline: float | Non
     """
     executor = Executor(jobs, slots, deadline=deadline)
     print(f"{executor.count('done')} of {len(jobs)} jobs are done; {slots} at a time", flush=True)
-    clock.parent.mkdir(parents=True, exist_ok=True)
-    before = int(clock.read_text()) if clock.exists() else 0
+    before = read_clock(clock)
     start, is_interrupted = time.monotonic(), False
     actual = expected = 0.0
 
@@ -298,7 +304,7 @@ def run_jobs(jobs: Sequence[Job], slots: int, clock: Path, deadline: float | Non
         while executor.is_active:
             for event in executor.poll():
                 if event.state != "running":
-                    clock.write_text(f"{before + int(time.monotonic() - start)}\n")
+                    write_clock(clock, before + int(time.monotonic() - start))
                 if event.state == "done" and not event.message:
                     actual, expected = actual + event.seconds, expected + event.job.seconds
                 line = _line(event)
@@ -309,6 +315,9 @@ def run_jobs(jobs: Sequence[Job], slots: int, clock: Path, deadline: float | Non
                         " left"
                     )
                 print(line, flush=True, file=sys.stderr if event.state == "failed" else sys.stdout)
+    except BaseException:
+        executor.stop()
+        raise
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -325,6 +334,22 @@ def run_jobs(jobs: Sequence[Job], slots: int, clock: Path, deadline: float | Non
         flush=True,
     )
     return "failed"
+
+
+def read_clock(clock: Path) -> int:
+    """Seconds of all sessions so far; 0 if there is no valid file."""
+    try:
+        return int(clock.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def write_clock(clock: Path, seconds: int) -> None:
+    """Replace the file that :func:`read_clock` reads."""
+    clock.parent.mkdir(parents=True, exist_ok=True)
+    temporary = clock.with_name(f".{clock.name}.{os.getpid()}")
+    temporary.write_text(f"{seconds}\n")
+    os.replace(temporary, clock)
 
 
 def time_left(executor: Executor, factor: float) -> float:

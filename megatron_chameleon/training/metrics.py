@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerAction
 
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.artifacts.record import json_values
+from megatron_chameleon.artifacts.provenance import recorded_options
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.parallel.layout import Layout
@@ -345,7 +345,7 @@ class WandbLogger:
                 name=options.logging.wandb_exp_name or options.run_dir.name,
                 id=run_id,
                 dir=options.run_dir,
-                config=json_values(options),
+                config=recorded_options(options),
                 resume="allow",
             )
         except wandb.Error as error:
@@ -404,7 +404,7 @@ class MlflowLogger:
         run_id: str = self._client.create_run(experiment, run_name=options.run_dir.name).info.run_id
         params = [
             Param(mlflow_name(key), str(value)[: self.MAX_VALUE_LENGTH])
-            for key, value in leaves(json_values(options))
+            for key, value in leaves(recorded_options(options))
         ]
         self._client.log_batch(run_id, params=params)
         return run_id

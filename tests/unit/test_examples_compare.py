@@ -302,6 +302,9 @@ def test_names_of_targets_may_have_spaces(launch, value, expected):
         ({"SEEDS": "1 2"}, "--seeds 1 2"),
         ({"SEEDS": "1 2 x"}, "SEEDS"),
         ({"METHODS": "uniform regmax"}, "regmax"),
+        ({"SIZE": "small", "JOBS_AT_ONCE": "0"}, "JOBS_AT_ONCE=0"),
+        ({"SIZE": "small", "BASE_STEPS": "many"}, "BASE_STEPS=many"),
+        ({"STOP_AT": "soon"}, "STOP_AT=soon"),
     ],
 )
 def test_mistakes_are_rejected_before_any_work(launch, tmp_path, choices, named):

@@ -20,6 +20,8 @@ SECRETS = {
     "web=https://user:SECRET@host/a?x=1": "web=https://host/a?x=1",
     "https://host/a?sig=SECRET&x=1": "https://host/a?sig=***&x=1",
     "https://host/a?X-Amz-Signature=SECRET": "https://host/a?X-Amz-Signature=***",
+    "https://user:p@SECRET@host/x?text_key=a&e=b@c": "https://host/x?text_key=a&e=b@c",
+    "abfs://container@account/x": "abfs://container@account/x",
     "hf:owner/name@revision": "hf:owner/name@revision",
     "notes/me@home.txt": "notes/me@home.txt",
 }
@@ -41,3 +43,15 @@ def test_portable_provenance_has_no_absolute_paths(monkeypatch, tmp_path):
     assert made.command == ["tool", "--input=a=a.jsonl", ""]
     assert made.options["input"] == ["a/b.jsonl", "b=x.jsonl", "c", "https://host/a/b"]
     assert made.working_folder is None
+
+
+def test_portable_provenance_changes_paths_only():
+    made = provenance(Options(()), {"/a/x": "1", "/b/x": "2"})
+    root = dataclasses.replace(made, working_folder="/")
+    assert root.portable_text("corpora/mine/x") == "corpora/mine/x"
+    data = dataclasses.replace(made, working_folder="/data")
+    url = "s3://bucket/data/a.jsonl"
+    assert data.portable_text(f"a=/data/b {url} /mnt/data/c") == f"a=b {url} c"
+    assert data.portable_text("/home/me/My Data/secret/x") == "x"
+    assert data.portable_text("a=file:///home/me/x") == "a=x"
+    assert sorted(made.portable().inputs.values()) == ["1", "2"]

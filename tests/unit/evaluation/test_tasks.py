@@ -14,6 +14,7 @@ from megatron_chameleon.evaluation.tasks import (
     HUB_ATTEMPTS,
     TaskLibrary,
     TaskUnavailableError,
+    all_tasks,
     exclude_own_document,
 )
 
@@ -56,6 +57,7 @@ def test_unreachable_hub_makes_tasks_unavailable(monkeypatch, tmp_path):
 def test_a_group_is_rejected_with_the_names_of_its_tasks(name, named):
     with pytest.raises(UserError, match=f"^--tasks {name}: {named}"):
         TaskLibrary(["arc_easy", name], None)
+    assert all_tasks() is all_tasks()  # an index takes several seconds
 
 
 LEFT_OUT = ", the question's own document left out"

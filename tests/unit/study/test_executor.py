@@ -56,7 +56,7 @@ def test_no_more_jobs_than_slots_run_at_once(tmp_path):
     )
     jobs = [job(tmp_path, name, count.replace("{0}", name)) for name in "abcde"]
     assert run_jobs(jobs, 2, tmp_path / "seconds") == "done"
-    assert {int(line) for line in (tmp_path / "counts").read_text().split()} == {1, 2}
+    assert max(int(line) for line in (tmp_path / "counts").read_text().split()) == 2
 
 
 def test_jobs_save_and_stop_at_the_deadline(tmp_path, monkeypatch):
