@@ -27,6 +27,7 @@ from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult, require_same_questions
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import Cost, machine_info
+from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.published import published_columns
 from megatron_chameleon.report import figures, tables
@@ -43,6 +44,7 @@ from megatron_chameleon.report.run_folder import (
     same_weights,
 )
 from megatron_chameleon.report.tables import Table
+from megatron_chameleon.training.options import PretrainOptions
 
 LEAST_RATIO = 2.0
 """Mixtures are called distinguishable if between_mixtures / between_seeds reaches this value."""
@@ -495,10 +497,10 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
     firsts = next(iter(mixtures.values())).runs
     pairs = [pair for each in mixtures.values() for pair in zip(firsts, each.runs, strict=True)]
     for same_seed, run in pairs:
-        other = run.provenance.options
-        for key in sorted((firsts[0].provenance.options.keys() | other.keys()) - MAY_DIFFER):
+        other = options_of(run)
+        for key in sorted((options_of(firsts[0]).keys() | other.keys()) - MAY_DIFFER):
             first = same_seed if key == SAME_WITHIN_A_SEED else firsts[0]
-            one = first.provenance.options
+            one = options_of(first)
             if one.get(key) != other.get(key):
                 raise UserError(
                     f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
@@ -520,6 +522,32 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         _load_downstream(folder, mixtures),
         {name: perplexity_of(name) for name in first_result.held_out},
     )
+
+
+@functools.cache
+def _default_options() -> dict[str, Any]:
+    """Today's default of every option of a base run that has one, as in its record."""
+    return {
+        field.name: json_values(field.default_factory())
+        if field.default_factory is not dataclasses.MISSING
+        else field.default
+        for field in dataclasses.fields(PretrainOptions)
+        if (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
+    }
+
+
+def options_of(run: TrainingRun) -> dict[str, Any]:
+    """Recorded options of ``run``; one that was added since then has its default of today."""
+
+    def merged(recorded: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        return defaults | {
+            name: merged(value, defaults[name])
+            if isinstance(value, dict) and isinstance(defaults.get(name), dict)
+            else value
+            for name, value in recorded.items()
+        }
+
+    return merged(run.provenance.options, _default_options())
 
 
 def _load_downstream(
@@ -585,9 +613,7 @@ def _load_online(
     for base, seed, other in zip(options.run_names(name), options.seeds, baselines, strict=True):
         run, results[base] = _load_base(folder, base, seed, method)
         # An online method may follow the target, which is only measured with other mixtures.
-        if runs and run.provenance.options.get("target") != runs[0].provenance.options.get(
-            "target"
-        ):
+        if runs and options_of(run)["target"] != options_of(runs[0])["target"]:
             raise UserError(
                 f"{run.root} and {runs[0].root} differ in the option target; compare runs that "
                 "differ only in mixture and seed"

@@ -18,7 +18,7 @@ ALLOWED = {
         *(f"{PACKAGE}.{name}" for name in ("artifacts", "console", "errors", "ranges")),
         *(f"{PACKAGE}.interchange.{name}" for name in ("mixture_runs", "published")),
         *("jinja2", "markupsafe", "matplotlib", "numpy", "pandas", "scipy", "tyro", "umap"),
-        "threadpoolctl",
+        *("threadpoolctl", f"{PACKAGE}.training.options"),
     },
 }
 

@@ -355,6 +355,18 @@ def test_a_target_that_is_only_measured_may_differ(root):
     assert rows_of(table_of(root)) == expected
 
 
+def test_an_option_that_a_record_lacks_has_its_default(root):
+    expected = rows_of(table_of(root))
+    path = root / "5-base/doremi-seed3/run.json"
+    later = {"optimizer": {"optimizer": "adam", "lr": 1e-2}, "deterministic": False}
+    edit(path, provenance=made_by(seed=3, **later))
+    assert rows_of(table_of(root)) == expected
+    for changed in ({"deterministic": True}, {"optimizer": {"optimizer": "muon", "lr": 1e-2}}):
+        edit(path, provenance=made_by(seed=3, **{**later, **changed}))
+        with pytest.raises(UserError, match=f"differ in the option {min(changed)}"):
+            table_of(root)
+
+
 def test_each_seed_may_start_from_its_own_weights(root):
     expected = rows_of(table_of(root))
     for path in (root / "5-base").glob("*-seed*/run.json"):
