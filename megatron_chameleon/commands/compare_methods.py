@@ -12,16 +12,13 @@ def main(options: CompareMethodsOptions) -> None:
     from megatron_chameleon.report.compare_methods import (
         compare_methods,
         require_choice,
-        require_downstream,
-        require_evaluations,
+        require_results,
     )
 
     if options.check == "choice":
         require_choice(options, find_methods())
-    elif options.check == "evaluations":
-        require_evaluations(options)
-    elif options.check == "downstream":
-        require_downstream(options)
+    elif options.check is not None:
+        require_results(options)
     elif options.targets is not None:
         from megatron_chameleon.report.targets import compare_targets
 

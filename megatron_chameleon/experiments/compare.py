@@ -34,11 +34,7 @@ from megatron_chameleon.experiments.settings import (
     read_settings,
     require_valid,
 )
-from megatron_chameleon.report.compare_methods import (
-    online_method,
-    require_downstream,
-    require_evaluations,
-)
+from megatron_chameleon.report.compare_methods import online_method, require_results
 from megatron_chameleon.report.run_folder import DOWNSTREAM_SUFFIX, same_weights
 from megatron_chameleon.study.executor import Job, State, read_clock, run_jobs
 
@@ -296,9 +292,8 @@ class Comparison:
         folder = Path(settings.run, "6-evaluation")
         if not all((folder / f"{run}{suffix}.json").exists() for run in self._runs(name)):
             return False
-        require = require_downstream if is_tasks else require_evaluations
         try:
-            require(comparison_options(settings, check, name))
+            require_results(comparison_options(settings, check, name))
         except UserError as error:
             with self.log(f"{name}-{'tasks' if is_tasks else 'evaluation'}").open("a") as log:
                 log.write(f"error: {error}\n")

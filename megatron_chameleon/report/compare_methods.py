@@ -31,8 +31,15 @@ from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.published import published_columns
 from megatron_chameleon.report import figures, tables
-from megatron_chameleon.report.comparison import HELD_OUT_NOTE, require_same_evaluation
+from megatron_chameleon.report.comparison import (
+    HELD_OUT_NOTE,
+    by_domain,
+    over_seeds,
+    require_same_evaluation,
+    results_table,
+)
 from megatron_chameleon.report.cost import TRAINING_OF_MODEL, MixtureCost, ledger_of
+from megatron_chameleon.report.downstream import scores
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import (
     BASE,
@@ -216,37 +223,63 @@ class MethodComparison:
     Attributes:
         options: options of the comparison, with the names of the mixtures and the seeds.
         mixtures: name -> mixture, in the order of the options.
-        domains: names of the k domains to train on.
-        perplexities: held-out perplexities, [m, s, k].
         downstream: name of a mixture -> downstream results of its base models, in the order of the
             seeds. Mixtures without a result of each seed are left out.
-        held_out: domain that the corpus holds out from training -> perplexities [m, s]; not in the
-            averages.
     """
 
     options: CompareMethodsOptions
     mixtures: dict[str, ComparedMixture]
-    domains: tuple[str, ...]
-    perplexities: Array
     downstream: Mapping[str, Sequence[DownstreamResult]] = dataclasses.field(default_factory=dict)
-    held_out: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def results(self) -> pd.DataFrame:
+        """The :func:`results_table`; models that mixtures share have rows for each of them."""
+        return results_table(
+            (name, run.root.name, seed, result)
+            for name, mixture in self.mixtures.items()
+            for seed, run, result in zip(
+                self.options.seeds, mixture.runs, mixture.results, strict=True
+            )
+        )
+
+    @property
+    def first_result(self) -> EvaluationResult:
+        """An evaluation, for what all evaluations have in common."""
+        return next(iter(self.mixtures.values())).results[0]
+
+    @property
+    def domains(self) -> list[str]:
+        """Names of the k domains to train on, over which averages are taken."""
+        return list(self.first_result.training_domains)
+
+    @functools.cached_property
+    def perplexity(self) -> pd.DataFrame:
+        """Perplexity by domain (rows, held-out domains last), and mixture and seed (columns)."""
+        return by_domain(self.results, "perplexity", ["mixture", "seed"])
+
+    def _averaged(self, values: pd.DataFrame) -> Array:
+        averages: Array = values.mean().to_numpy().reshape(len(self.mixtures), -1)
+        return averages
 
     @property
     def averages(self) -> Array:
         """Perplexities [m, s], averaged over domains with equal weights, as in the paper."""
-        averages: Array = self.perplexities.mean(axis=2)
-        return averages
+        return self._averaged(self.perplexity.loc[self.domains])
 
     @property
     def losses(self) -> Array:
         """Losses in nats per token [m, s], averaged over domains with equal weights."""
-        losses: Array = np.log(self.perplexities).mean(axis=2)
-        return losses
+        return self._averaged(np.log(self.perplexity.loc[self.domains]))
 
     @property
     def runs(self) -> list[TrainingRun]:
         """All base runs."""
         return [run for mixture in self.mixtures.values() for run in mixture.runs]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Name -> label of the mixtures."""
+        return {name: mixture.label for name, mixture in self.mixtures.items()}
 
     @property
     def baseline(self) -> ComparedMixture:
@@ -266,44 +299,34 @@ class MethodComparison:
         return spread_of(self.averages[rows]) if len(rows) > 1 else None
 
     @functools.cached_property
-    def accuracies(self) -> dict[str, pd.DataFrame]:
-        """Accuracies [task, seed] by name of the mixture, for those with downstream results.
+    def accuracies(self) -> pd.DataFrame:
+        """Accuracies by task (rows), and mixture and seed (columns), where there are results.
 
         An accuracy is the mean over all numbers of shots; NaN if one is missing.
         """
-        results = itertools.chain.from_iterable(self.downstream.values())
-        tasks = list(dict.fromkeys(task for result in results for task in result.tasks))
-
-        def accuracy(result: DownstreamResult, task: str) -> float:
-            mean = result.tasks[task].mean if task in result.tasks else None
-            return math.nan if mean is None else mean.accuracy
-
-        return {
-            name: pd.DataFrame(
-                [[accuracy(result, task) for result in results] for task in tasks],
-                tasks,
-                list(self.options.seeds),
-            )
+        found = {
+            (name, seed): result
             for name, results in self.downstream.items()
+            for seed, result in zip(self.options.seeds, results, strict=True)
         }
+        tasks = dict.fromkeys(task for result in found.values() for task in result.tasks)
+        return scores(found, list(tasks))
 
     @functools.cached_property
     def details(self) -> dict[str, dict[str, Any]]:
         """Mixture name -> its unrounded metrics, keyed as in the JSON file."""
         baseline = self.options.mixtures.index(self.options.baseline)
-        means, deviations = self.perplexities.mean(axis=1), self.perplexities.std(axis=1, ddof=1)
+        domains, seeds = self.domains, self.options.seeds
+        means, deviations = (each.loc[domains] for each in over_seeds(self.perplexity))
         reference, found = self.reference, {}
         tests = [self._compare(values, baseline) for values in (self.averages, self.losses)]
         curves = [validation_curve(mixture.runs) for mixture in self.mixtures.values()]
-
-        def by_domain(row: Array) -> dict[str, float]:
-            return dict(zip(self.domains, row.tolist(), strict=True))
-
         for i, mixture in enumerate(self.mixtures.values()):
-            averages, losses = self.averages[i], self.losses[i]
+            name, averages, losses = mixture.name, self.averages[i], self.losses[i]
+            perplexity = self.perplexity[name]
             mean, error, half_width = paired_difference(averages, self.averages[baseline])
             (p_values, halves), (loss_p_values, loss_halves) = tests
-            found[mixture.name] = {
+            found[name] = {
                 "label": mixture.label,
                 "same_models_as": mixture.same_as,
                 "weights": mixture.mixture.weights,
@@ -320,7 +343,7 @@ class MethodComparison:
                 "loss_half_width_95_holm": loss_halves[i],
                 "loss_p_value_holm": loss_p_values[i],
                 **_tokens_to_reach_each_other(curves[i], curves[baseline]),
-                "domains_better": int((means[i] < means[baseline]).sum()),
+                "domains_better": int((means[name] < means[self.options.baseline]).sum()),
                 **{unit: mixture.paid.amount(unit) for unit in UNITS},
                 **{
                     f"{unit}_by_reference": reference and mixture.paid.ratio(reference.paid, unit)
@@ -329,20 +352,19 @@ class MethodComparison:
                 "cost_made_of": list(mixture.paid.parts),
                 "cost_missing": list(mixture.paid.missing),
                 "perplexity": {
-                    f"seed {seed}": by_domain(row)
-                    for seed, row in zip(self.options.seeds, self.perplexities[i], strict=True)
+                    f"seed {seed}": perplexity.loc[domains, seed].to_dict() for seed in seeds
                 },
                 "downstream_accuracy": {
-                    f"seed {seed}": column.dropna().to_dict()
-                    for seed, column in self.accuracies.get(mixture.name, pd.DataFrame()).items()
+                    f"seed {seed}": self.accuracies[name, seed].dropna().to_dict()
+                    for seed in (seeds if name in self.downstream else ())
                 },
-                "mean_perplexity": by_domain(means[i]),
-                "perplexity_standard_deviation": by_domain(deviations[i]),
+                "mean_perplexity": means[name].to_dict(),
+                "perplexity_standard_deviation": deviations[name].to_dict(),
             }
-            if self.held_out:
-                found[mixture.name]["held_out_perplexity"] = {
-                    f"seed {seed}": {name: each[i, s] for name, each in self.held_out.items()}
-                    for s, seed in enumerate(self.options.seeds)
+            if len(perplexity) > len(domains):
+                held_out = perplexity.drop(index=domains)
+                found[name]["held_out_perplexity"] = {
+                    f"seed {seed}": held_out[seed].to_dict() for seed in seeds
                 }
         return found
 
@@ -506,22 +528,7 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
                     f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
                     f"{one.get(key)}); compare runs that differ only in mixture and seed"
                 )
-    first_result = next(iter(results.values()))
-
-    def perplexity_of(name: str) -> Array:
-        """Perplexities [m, s] of a domain."""
-        models = [each.results for each in mixtures.values()]
-        return np.array([[result.domains[name].perplexity for result in row] for row in models])
-
-    domains = tuple(first_result.training_domains)
-    return MethodComparison(
-        options,
-        mixtures,
-        domains,
-        np.stack([perplexity_of(name) for name in domains], axis=2),
-        _load_downstream(folder, mixtures),
-        {name: perplexity_of(name) for name in first_result.held_out},
-    )
+    return MethodComparison(options, mixtures, _load_downstream(folder, mixtures))
 
 
 @functools.cache
@@ -686,20 +693,15 @@ def require_choice(options: CompareMethodsOptions, methods: Collection[str]) -> 
             )
 
 
-def require_evaluations(options: CompareMethodsOptions) -> None:
-    """Raise UserError for a base run whose last checkpoint has not been evaluated."""
+def require_results(options: CompareMethodsOptions) -> None:
+    """Raise UserError for a base run whose last checkpoint lacks a result that --check names."""
+    is_downstream = options.check == "downstream"
+    kind = DownstreamResult if is_downstream else EvaluationResult
+    suffix = DOWNSTREAM_SUFFIX if is_downstream else ""
     for base in itertools.chain.from_iterable(map(options.run_names, options.mixtures)):
-        path = options.run / EVALUATION / f"{base}.json"
-        result = EvaluationResult.load(path)
-        _require_last_checkpoint(path, result, TrainingRun.load(options.run / BASE / base))
-
-
-def require_downstream(options: CompareMethodsOptions) -> None:
-    """Raise UserError for a base run whose last checkpoint has no downstream results."""
-    for base in itertools.chain.from_iterable(map(options.run_names, options.mixtures)):
-        path = options.run / EVALUATION / f"{base}{DOWNSTREAM_SUFFIX}.json"
-        result = DownstreamResult.load(path)
-        _require_last_checkpoint(path, result, TrainingRun.load(options.run / BASE / base))
+        path = options.run / EVALUATION / f"{base}{suffix}.json"
+        run = TrainingRun.load(options.run / BASE / base)
+        _require_last_checkpoint(path, kind.load(path), run)
 
 
 def comparison_table(compared: MethodComparison) -> Table:
@@ -746,9 +748,8 @@ def comparison_table(compared: MethodComparison) -> Table:
         ]
         if set(cells) != {tables.MISSING}:
             summary.append([label, *cells])
-    weights = [each.mixture.weights for each in compared.mixtures.values()]
-    labels = [each.label for each in compared.mixtures.values()]
-    shares = pd.DataFrame(weights, labels, list(compared.domains)).T.fillna(0.0)
+    weights = {each.label: each.mixture.weights for each in compared.mixtures.values()}
+    shares = pd.DataFrame(weights, compared.domains).fillna(0.0)
     texts = tables.formatted(shares, tables.four_decimals)
     return Table.by_row("Mixtures head to head", "weight of", texts, summary, notes(compared))
 
@@ -765,15 +766,13 @@ def domain_table(compared: MethodComparison) -> Table:
 
     Domains that the corpus holds out from training come last, and are marked.
     """
-    labels, held_out = [m.label for m in compared.mixtures.values()], compared.held_out
-    found = np.concatenate([compared.perplexities, *(p[..., None] for p in held_out.values())], 2)
-    result = next(iter(compared.mixtures.values())).results[0]
-    names = [*compared.domains, *map(result.label, held_out)]
-    means = pd.DataFrame(found.mean(axis=1), labels, names).T
-    deviations = pd.DataFrame(found.std(axis=1, ddof=1), labels, names).T
+    first, labels = compared.first_result, compared.labels
+    means, deviations = (
+        each.rename(index=first.label, columns=labels) for each in over_seeds(compared.perplexity)
+    )
     texts = tables.formatted(means, tables.format_perplexity, min, deviations)
     notes = ["Mean over seeds ± standard deviation; the lowest mean of each row is marked."]
-    if held_out:
+    if first.held_out:
         notes.append(HELD_OUT_NOTE)
     return Table.by_row("Held-out perplexity by domain", "domain", texts, notes=notes)
 
@@ -784,14 +783,10 @@ def downstream_table(compared: MethodComparison) -> Table:
     The columns are the mixtures with downstream results of every seed. The averages are over the
     tasks that all of these results have with every number of shots.
     """
-    accuracies = compared.accuracies
-    labels = {name: compared.mixtures[name].label for name in accuracies}
-    complete = pd.concat(accuracies.values(), axis=1).dropna().index
-    means, deviations = pd.DataFrame(), pd.DataFrame()
-    for name, found in accuracies.items():
-        rows = 100 * pd.concat([found, found.loc[complete].mean().to_frame("average").T])
-        means[labels[name]] = rows.mean(axis=1, skipna=False)
-        deviations[labels[name]] = rows.std(axis=1, skipna=False)
+    accuracies, labels = 100 * compared.accuracies, compared.labels
+    complete = accuracies.dropna().index
+    accuracies.loc["average"] = accuracies.loc[complete].mean()
+    means, deviations = (each.rename(columns=labels) for each in over_seeds(accuracies))
     texts = tables.formatted(means, "{:.1f}".format, max, deviations)
     summary = [["average", *texts.loc["average"]]]
     baseline = compared.baseline.label
@@ -806,7 +801,7 @@ def downstream_table(compared: MethodComparison) -> Table:
         f"{protocol.lm_eval_version}, {questions}, mean over {shots} solved examples. The average "
         f"is over the {len(complete)} of {len(means) - 1} tasks that all models have."
     ]
-    absent = [each.label for name, each in compared.mixtures.items() if name not in labels]
+    absent = [label for name, label in labels.items() if name not in compared.downstream]
     if absent:
         notes.append(f"Without downstream results of every seed: {', '.join(absent)}.")
     title = "Downstream accuracy (%)"
@@ -816,7 +811,7 @@ def downstream_table(compared: MethodComparison) -> Table:
 def notes(compared: MethodComparison) -> list[str]:
     """Notes below the table: protocol, significance and cost accounting."""
     mixtures, baseline = list(compared.mixtures.values()), compared.baseline
-    run, protocol = mixtures[0].runs[0], mixtures[0].results[0].protocol
+    run, protocol = mixtures[0].runs[0], compared.first_result.protocol
     costs = [each.cost for mixture in mixtures for each in mixture.runs]
     flops = math.fsum(cost.flops for cost in costs) / len(costs)
     seconds = math.fsum(cost.device_seconds for cost in costs) / len(costs)
@@ -941,18 +936,17 @@ def record_of(runs: Sequence[TrainingRun], options: CompareMethodsOptions) -> di
 def as_json(compared: MethodComparison) -> dict[str, Any]:
     """All figures of the comparison, unrounded."""
     spread, reference = compared.spread, compared.reference
-    first = next(iter(compared.mixtures.values()))
     if spread is not None and not spread["between_seeds"]:
         spread["ratio"] = None
-    run = first.runs[0]
+    run = compared.runs[0]
     return {
         "seeds": list(compared.options.seeds),
-        "domains": list(compared.domains),
+        "domains": compared.domains,
         "baseline": compared.baseline.name,
         "reference": None if reference is None else reference.name,
         "spread": spread,
         "base_model": {"parameters": run.parameters, "steps": run.step, "tokens": run.tokens},
-        "protocol": dataclasses.asdict(first.results[0].protocol),
+        "protocol": dataclasses.asdict(compared.first_result.protocol),
         "mixtures": compared.details,
     }
 

@@ -1,14 +1,14 @@
-"""Compare evaluated runs: held-out perplexity, loss and bits per byte, also across seeds."""
+"""The table of results, and the report's tables of held-out perplexity, loss and bits per byte."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -49,9 +49,55 @@ from megatron_chameleon.report.weights import Columns, weight_columns
 SURE = 2.0
 # Standard errors from the estimate to the ends of a 95% interval.
 NORMAL_95 = 1.96
+# Fields of DomainLoss in the table of results.
+MEASURES = (
+    *("loss", "loss_error", "perplexity", "unigram_perplexity"),
+    *("bits_per_byte", "bits_per_byte_error", "tokens", "text_bytes"),
+)
 HELD_OUT_NOTE = (
     "Domains marked held-out are never trained on. They are not in the averages and counts."
 )
+
+
+def results_table(
+    results: Iterable[tuple[str, str, int | None, EvaluationResult]],
+) -> pd.DataFrame:
+    """Build the table of results: one row per evaluated run and domain.
+
+    Args:
+        results: mixture, run, seed and evaluation of each run.
+
+    Returns:
+        The columns mixture, run, seed, domain, held_out (whether the domain is held out from
+        training), and ``MEASURES``, as floats.
+    """
+    table = pd.DataFrame(
+        [
+            {"mixture": mixture, "run": run, "seed": seed, "domain": name}
+            | {"held_out": name in result.held_out}
+            | {measure: getattr(loss, measure) for measure in MEASURES}
+            for mixture, run, seed, result in results
+            for name, loss in result.domains.items()
+        ]
+    )
+    return table.astype(dict.fromkeys(MEASURES, float))
+
+
+def by_domain(
+    results: pd.DataFrame, measure: str, columns: str | list[str] = "run"
+) -> pd.DataFrame:
+    """Tabulate a measure by domain (rows, held-out domains last) and by ``columns``."""
+    domains = results.sort_values("held_out", kind="stable")["domain"].unique()
+    groups = results.groupby(columns, sort=False)
+    found = pd.DataFrame({key: rows.set_index("domain")[measure] for key, rows in groups})
+    return found.loc[domains]
+
+
+def over_seeds(values: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return means and standard deviations by mixture, the first level of the columns."""
+    mixtures = list(values.T.groupby(level=0, sort=False))
+    means = pd.DataFrame({name: rows.mean(skipna=False) for name, rows in mixtures})
+    return means, pd.DataFrame({name: rows.std(skipna=False) for name, rows in mixtures})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +190,23 @@ class Comparison:
     runs: tuple[Evaluated, ...]
     baseline: Evaluated | None
 
+    @functools.cached_property
+    def groups(self) -> dict[str, list[Evaluated]]:
+        """Label -> runs with the same weights whose names differ only in the seed.
+
+        The baseline's group comes first. The standard deviation across seeds measures the noise of
+        training; the standard error of a single run measures the sampling of the held-out text.
+        """
+        return seed_groups(self.runs)
+
+    @functools.cached_property
+    def results(self) -> pd.DataFrame:
+        """The :func:`results_table` in the order of runs; mixtures are the labels of groups."""
+        mixtures = {run.label: group for group, runs in self.groups.items() for run in runs}
+        return results_table(
+            (mixtures[run.label], run.label, run.seed, run.result) for run in self.runs
+        )
+
     @property
     def others(self) -> tuple[Evaluated, ...]:
         """The runs that are compared with the baseline."""
@@ -167,18 +230,17 @@ class Comparison:
     @functools.cached_property
     def perplexity(self) -> pd.DataFrame:
         """Perplexity by domain to train on (rows) and label of the run (columns)."""
-        return self.by_domain(lambda loss: loss.perplexity).loc[self.domains]
+        return by_domain(self.results, "perplexity").loc[self.domains]
 
-    def by_domain(self, figure: Callable[[DomainLoss], float | None]) -> pd.DataFrame:
-        """Tabulate ``figure`` of the losses, by domain (rows) and label of the run (columns).
+    def averages(self, group: str) -> pd.Series[float]:
+        """Average perplexity of each run of a group, by seed."""
+        rows = self.results[(self.results["mixture"] == group) & ~self.results["held_out"]]
+        return rows.groupby("seed", dropna=False)["perplexity"].mean()
 
-        Held-out domains come last.
-        """
-        names = [*self.domains, *self.held_out]
-        columns = {
-            run.label: [figure(run.result.domains[name]) for name in names] for run in self.runs
-        }
-        return pd.DataFrame(columns, index=names, dtype=float)
+    def losses(self, group: str, domain: str) -> pd.Series[float]:
+        """Loss on a domain of each run of a group, by seed."""
+        rows = self.results[(self.results["mixture"] == group) & (self.results["domain"] == domain)]
+        return rows.set_index("seed")["loss"]
 
     def counts_better(self, perplexity: pd.DataFrame) -> list[list[str]]:
         """Summary row: the number of domains in which each column is better than the first column.
@@ -203,29 +265,6 @@ class Comparison:
             texts.index = texts.index.map(self.runs[0].result.label)
             notes = [*notes, HELD_OUT_NOTE]
         return Table.by_row(title, "domain", texts, summary, notes)
-
-
-@dataclasses.dataclass(frozen=True)
-class SeedGroup:
-    """A single run, or runs with the same weights whose names differ only in the seed.
-
-    The standard deviation across seeds measures the noise of training. The standard error of a
-    single run measures the sampling of the held-out text.
-    """
-
-    label: str
-    runs: tuple[Evaluated, ...]
-
-    @property
-    def averages(self) -> pd.Series[float]:
-        """Average perplexity of each run, by seed."""
-        return pd.Series({run.seed: run.result.mean_perplexity for run in self.runs})
-
-    def __str__(self) -> str:
-        """For example '20.12 ± 0.31 over 3 seeds', or '20.12' for one run."""
-        found = self.averages
-        seeds = f" over {len(self.runs)} seeds" if len(self.runs) > 1 else ""
-        return cells_of([found.mean()], format_perplexity, errors=[found.std()])[0] + seeds
 
 
 def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
@@ -324,10 +363,10 @@ def _named_after(folder: RunFolder, run_name: str, run: TrainingRun) -> str | No
     return max(found, default=(0, None))[1]
 
 
-def seed_groups(comparison: Comparison) -> list[SeedGroup]:
-    """The evaluated runs grouped by method, the baseline's group first."""
+def seed_groups(runs: Sequence[Evaluated]) -> dict[str, list[Evaluated]]:
+    """Label -> runs of a method in the order of seeds, in the order of the first runs."""
     groups: list[list[Evaluated]] = []
-    for run in comparison.runs:
+    for run in runs:
         for group in groups:
             is_same = run.stem == group[0].stem and run.has_weights_of(group[0])
             if is_same and run.seed not in (None, *(each.seed for each in group)):
@@ -343,18 +382,14 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
             labels[name] = group[0].label
         elif labels[name] == name:
             labels[name] = group[0].stem
-    return [
-        SeedGroup(label, tuple(sorted(group, key=lambda run: run.seed or 0)))
-        for label, group in zip(unique_labels(labels).values(), groups, strict=True)
-    ]
+    ordered = [sorted(group, key=lambda run: run.seed or 0) for group in groups]
+    return dict(zip(unique_labels(labels).values(), ordered, strict=True))
 
 
-def _over_seeds(
-    perplexity: pd.DataFrame, groups: Iterable[SeedGroup]
-) -> pd.api.typing.DataFrameGroupBy[Any]:
-    """Group the columns of ``perplexity``, one per run, by the seed group of the run."""
-    labels = {run.label: group.label for group in groups for run in group.runs}
-    return perplexity.T.groupby(labels, sort=False)
+def _described(averages: pd.Series[float]) -> str:
+    """For example '20.12 ± 0.31 over 3 seeds', or '20.12' for one run."""
+    seeds = f" over {len(averages)} seeds" if len(averages) > 1 else ""
+    return cells_of([averages.mean()], format_perplexity, errors=[averages.std()])[0] + seeds
 
 
 def findings(comparison: Comparison) -> list[str]:
@@ -362,31 +397,35 @@ def findings(comparison: Comparison) -> list[str]:
 
     Methods with several seeds are compared by their mean over seeds.
     """
-    reference, *groups = seed_groups(comparison)
+    averages = {group: comparison.averages(group) for group in comparison.groups}
+    reference, *groups = averages
     if comparison.baseline is None or not groups:
         return [
-            f"{group.label} has an average perplexity of {group}, over {len(comparison.domains)} "
-            "domains."
-            for group in (reference, *groups)
+            f"{group} has an average perplexity of {_described(found)}, over "
+            f"{len(comparison.domains)} domains."
+            for group, found in averages.items()
         ]
-    found, means = [], _over_seeds(comparison.perplexity, [reference, *groups]).mean().T
+    found, base = [], averages[reference]
+    perplexity = by_domain(comparison.results, "perplexity", ["mixture", "run"])
+    means, _ = over_seeds(perplexity.loc[comparison.domains])
     for group in groups:
-        mean, theirs = group.averages.mean(), reference.averages.mean()
-        change = []
+        ours, change = averages[group], []
+        mean, theirs = ours.mean(), base.mean()
         if math.isfinite(mean) and math.isfinite(theirs):
             change.append(f"{mean / theirs - 1:+.1%}")
-        if len(group.runs) == len(reference.runs) == 1:
-            error = mean_perplexity_difference(group.runs[0].result, reference.runs[0].result).error
+        if len(ours) == len(base) == 1:
+            pair = (comparison.groups[name][0].result for name in (group, reference))
+            error = mean_perplexity_difference(*pair).error
             change += [] if error is None else [f"{mean - theirs:+.2f} ± {error:.2f}"]
         else:
-            gaps = (group.averages - reference.averages).dropna()
+            gaps = (ours - base).dropna()
             if math.isfinite(gaps.std()):
                 change.append(f"{gaps.mean():+.2f} ± {gaps.std():.2f} paired by {len(gaps)} seeds")
         changes = f" ({', '.join(change)})" if change else ""
-        better = int((means[group.label] < means[reference.label]).sum())
+        better = int((means[group] < means[reference]).sum())
         found.append(
-            f"{group.label} has an average perplexity of {group}, and {reference.label} has "
-            f"{reference}{changes}; {group.label} is lower in {better} of "
+            f"{group} has an average perplexity of {_described(ours)}, and {reference} has "
+            f"{_described(base)}{changes}; {group} is lower in {better} of "
             f"{len(comparison.domains)} domains."
         )
     return found
@@ -397,31 +436,27 @@ def held_out_findings(comparison: Comparison) -> list[str]:
 
     The difference is paired by document for single runs, and by seed for several seeds.
     """
-    reference, *groups = seed_groups(comparison)
+    reference, *groups = comparison.groups
     if comparison.baseline is None:
         return []
     found = []
-    for name in comparison.held_out:
-        for group in groups:
-            ours, theirs = (
-                pd.Series({run.seed: run.result.domains[name].loss for run in each.runs})
-                for each in (group, reference)
-            )
-            gap, gaps = ours.mean() - theirs.mean(), (ours - theirs).dropna()
-            if len(ours) == len(theirs) == 1:
-                losses = [each.runs[0].result.domains[name] for each in (group, reference)]
-                error, source = loss_difference(*losses).error, "over documents"
-            else:
-                gap = gaps.mean() if len(gaps) else gap
-                error, source = gaps.std() / math.sqrt(max(len(gaps), 1)), "over paired seeds"
-            change = f"{gap:+.4f}"
-            if error is not None and math.isfinite(error):
-                change += f" ± {error:.4f}, standard error {source}"
-            found.append(
-                f"On {name}, which is held out, {group.label} has a loss of {ours.mean():.4f}, and "
-                f"{reference.label} has {theirs.mean():.4f} ({change}; perplexity "
-                f"{math.expm1(gap):+.1%})."
-            )
+    for name, group in itertools.product(comparison.held_out, groups):
+        ours, theirs = (comparison.losses(each, name) for each in (group, reference))
+        gap, gaps = ours.mean() - theirs.mean(), (ours - theirs).dropna()
+        if len(ours) == len(theirs) == 1:
+            runs = (comparison.groups[each][0] for each in (group, reference))
+            error = loss_difference(*(run.result.domains[name] for run in runs)).error
+            source = "over documents"
+        else:
+            gap = gaps.mean() if len(gaps) else gap
+            error, source = gaps.std() / math.sqrt(max(len(gaps), 1)), "over paired seeds"
+        change = f"{gap:+.4f}"
+        if error is not None and math.isfinite(error):
+            change += f" ± {error:.4f}, standard error {source}"
+        found.append(
+            f"On {name}, which is held out, {group} has a loss of {ours.mean():.4f}, and "
+            f"{reference} has {theirs.mean():.4f} ({change}; perplexity {math.expm1(gap):+.1%})."
+        )
     return found
 
 
@@ -483,8 +518,9 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
         own = _named_after(folder, run.name, run.run)
         name = own if own in same else next(iter(same), None)
         weights |= weight_columns(label, trained, None if name is None else folder.mixtures[name])
-    unigram = pd.Series({name: d.unigram_perplexity for name, d in runs[0].result.domains.items()})
-    perplexities = formatted(comparison.by_domain(lambda d: d.perplexity), format_perplexity, min)
+    unigram = by_domain(comparison.results, "unigram_perplexity").iloc[:, 0]
+    found = by_domain(comparison.results, "perplexity")
+    perplexities = formatted(found, format_perplexity, min)
     averages = cells_of([run.result.mean_perplexity for run in runs], format_perplexity, min)
     average = unigram[comparison.domains].mean()
     summary = [["average", format_perplexity(average), *averages]]
@@ -507,19 +543,18 @@ def seed_table(comparison: Comparison) -> Table | None:
 
     The result is None if no method has several seeds.
     """
-    groups = seed_groups(comparison)
-    if all(len(group.runs) == 1 for group in groups):
+    groups = comparison.groups
+    if all(len(runs) == 1 for runs in groups.values()):
         return None
-    found, average = comparison.by_domain(lambda d: d.perplexity), comparison.perplexity.mean()
-    found = pd.concat([found, average.to_frame("").T])  # the last row is the average
-    over_seeds = _over_seeds(found, groups)
-    means = over_seeds.mean().T
-    texts = formatted(means, format_perplexity, min, over_seeds.std().T)
+    found = by_domain(comparison.results, "perplexity", ["mixture", "run"])
+    found.loc[""] = found.loc[comparison.domains].mean()  # the last row is the average
+    means, deviations = over_seeds(found)
+    texts = formatted(means, format_perplexity, min, deviations)
     summary = [
         ["average", *texts.iloc[-1]],
         *comparison.counts_better(means.loc[comparison.domains]),
     ]
-    seeds = ", ".join(f"{group.label} {len(group.runs)}" for group in groups)
+    seeds = ", ".join(f"{group} {len(runs)}" for group, runs in groups.items())
     note = f"Means over seeds ± the standard deviation across seeds. Seeds: {seeds}."
     columns = [texts.add_prefix("perplexity ")]
     return comparison.table("Held-out perplexity over seeds", columns, summary, [note])
@@ -527,10 +562,9 @@ def seed_table(comparison: Comparison) -> Table | None:
 
 def loss_table(comparison: Comparison) -> Table:
     """Table by domain: predicted tokens, every run's loss, and its difference to the baseline."""
-    runs, baseline = comparison.runs, comparison.baseline
-    tokens = pd.Series({n: f"{d.tokens:,}" for n, d in runs[0].result.domains.items()})
-    losses = comparison.by_domain(lambda d: d.loss)
-    errors = comparison.by_domain(lambda d: d.loss_error)
+    baseline, results = comparison.baseline, comparison.results
+    tokens = by_domain(results, "tokens").iloc[:, 0].map("{:,.0f}".format)
+    losses, errors = by_domain(results, "loss"), by_domain(results, "loss_error")
     columns: list[pd.DataFrame | pd.Series[str]] = [
         tokens.rename("tokens"),
         formatted(losses, four_decimals, errors=errors).add_prefix("loss "),
@@ -570,16 +604,13 @@ def loss_table(comparison: Comparison) -> Table:
 
 def bits_per_byte_table(comparison: Comparison) -> Table | None:
     """Table by domain: bytes of text and every run's bits per byte; None if no bytes are known."""
-    sizes = {name: d.text_bytes for name, d in comparison.runs[0].result.domains.items()}
-    if not any(sizes.values()):
+    results = comparison.results
+    sizes = by_domain(results, "text_bytes").iloc[:, 0]
+    if not sizes.fillna(0).any():
         return None
-    texts = formatted(
-        comparison.by_domain(lambda d: d.bits_per_byte),
-        four_decimals,
-        min,
-        comparison.by_domain(lambda d: d.bits_per_byte_error),
-    )
-    size = pd.Series({name: MISSING if n is None else f"{n:,}" for name, n in sizes.items()})
+    values, errors = by_domain(results, "bits_per_byte"), by_domain(results, "bits_per_byte_error")
+    texts = formatted(values, four_decimals, min, errors)
+    size = sizes.map("{:,.0f}".format, na_action="ignore")
     note = (
         "Bits of loss per UTF-8 byte of the predicted text, comparable across tokenizers; ± the "
         "standard error over documents."

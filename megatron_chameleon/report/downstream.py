@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
 from megatron_chameleon.artifacts.downstream_result import (
     DownstreamProtocol,
     DownstreamResult,
+    TaskScore,
     require_same_questions,
 )
 from megatron_chameleon.report.run_folder import (
@@ -65,21 +67,35 @@ class DownstreamComparison:
             field: field of Score, such as "standard_error" or "bits_per_byte". "acc" and
                 "acc_error" are the unnormalized accuracies of all tasks and their errors.
         """
-        found = pd.DataFrame(math.nan, self.tasks, list(self.results))
-        for label, result in self.results.items():
-            for task, score in result.tasks.items():
-                accuracy = score.mean if shots is None else score.by_shots.get(shots)
-                value = getattr(accuracy, field, None)
-                if field in ("acc", "acc_error"):
-                    value = score.unnormalized(accuracy)[field == "acc_error"]
-                found.loc[task, label] = value
-        return found
+        return scores(self.results, self.tasks, shots, field)
 
     @property
     def has_acc(self) -> bool:
         """Whether a task that is scored by acc_norm also has the accuracy without it."""
         scores = [score for result in self.results.values() for score in result.tasks.values()]
         return any(score.mean is not None and score.mean.acc is not None for score in scores)
+
+
+def scores(
+    results: Mapping[Any, DownstreamResult],
+    tasks: Sequence[str],
+    shots: int | None = None,
+    field: str = "accuracy",
+) -> pd.DataFrame:
+    """Tabulate a score by task (rows) and key (columns); see DownstreamComparison.accuracies."""
+
+    def value(score: TaskScore) -> float | None:
+        accuracy = score.mean if shots is None else score.by_shots.get(shots)
+        if field in ("acc", "acc_error"):
+            return score.unnormalized(accuracy)[field == "acc_error"]
+        found: float | None = getattr(accuracy, field, None)
+        return found
+
+    columns = {
+        key: pd.Series({task: value(score) for task, score in result.tasks.items()}, tasks, float)
+        for key, result in results.items()
+    }
+    return pd.DataFrame(columns, tasks, dtype=float)
 
 
 def compare_downstream(

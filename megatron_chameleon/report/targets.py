@@ -9,6 +9,7 @@ paired by seed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,18 +19,20 @@ import pandas as pd
 from scipy.special import stdtr, stdtrit
 from scipy.stats import spearmanr
 
-from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import tables
 from megatron_chameleon.report.compare_methods import (
     HINT,
     Array,
+    ComparedMixture,
     holm_adjusted,
     load_comparison,
     mixture_label,
     write_comparison,
 )
+from megatron_chameleon.report.comparison import by_domain
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
 from megatron_chameleon.report.tables import Table
@@ -45,24 +48,41 @@ class TargetComparison:
 
     Attributes:
         options: options of the comparison.
-        targets: names of the n targets.
-        methods: names of the m - 1 mixtures other than the baseline.
-        baseline: [n, s] loss of the target with the baseline, in nats per token.
-        gains: [n, m - 1, s] loss with the baseline minus loss with the mixture.
-        shares_models: [n, m - 1] whether the mixture equals the baseline, so that the gain is 0
-            without any error.
-        mixtures: [n][m - 1] the mixtures.
-        runs: all base runs.
+        losses: loss of the target in nats per token, by target (rows), and mixture and seed
+            (columns).
+        mixtures: target -> name -> mixture.
     """
 
     options: CompareMethodsOptions
-    targets: Sequence[str]
-    methods: Sequence[str]
-    baseline: Array
-    gains: Array
-    shares_models: np.ndarray[Any, np.dtype[np.bool_]]
-    mixtures: Sequence[Sequence[Mixture]]
-    runs: Sequence[TrainingRun]
+    losses: pd.DataFrame
+    mixtures: Mapping[str, Mapping[str, ComparedMixture]]
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the m - 1 mixtures other than the baseline."""
+        return [name for name in self.options.mixtures if name != self.options.baseline]
+
+    @property
+    def baseline(self) -> Array:
+        """[n, s] loss of the target with the baseline."""
+        return self.losses[self.options.baseline].to_numpy()
+
+    @functools.cached_property
+    def gains(self) -> Array:
+        """[n, m - 1, s] loss with the baseline minus loss with the mixture."""
+        ours = [self.losses[name] for name in self.methods]
+        return np.stack([self.baseline - each for each in ours], axis=1)
+
+    @property
+    def shares_models(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """[n, m - 1] whether the mixture equals the baseline: the gain is 0 without any error."""
+        base = mixture_label(self.options.baseline)
+        return np.array(
+            [
+                [mixtures[name].same_as == base for name in self.methods]
+                for mixtures in self.mixtures.values()
+            ]
+        )
 
     @property
     def means(self) -> Array:
@@ -76,8 +96,8 @@ class TargetComparison:
         baseline = self.options.baseline
         return np.array(
             [
-                [predicted_gain_over(mixture, baseline) for mixture in of_target]
-                for of_target in self.mixtures
+                [predicted_gain_over(mixtures[name].mixture, baseline) for name in self.methods]
+                for mixtures in self.mixtures.values()
             ]
         )
 
@@ -131,9 +151,7 @@ def load_targets(options: CompareMethodsOptions) -> TargetComparison:
         folders = sorted(path for path in root.glob("*") if path.is_dir())
     if not folders:
         raise UserError(f"{root} has no comparison; {HINT} (TARGETS=...)")
-    names, baselines, gains, shares, mixtures = [], [], [], [], []
-    runs: list[TrainingRun] = []
-    methods = [name for name in options.mixtures if name != options.baseline]
+    losses, mixtures = dict[str, "pd.Series[float]"](), dict[str, dict[str, ComparedMixture]]()
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"--targets: {folder} does not exist; {HINT} (TARGETS=...)")
@@ -143,27 +161,9 @@ def load_targets(options: CompareMethodsOptions) -> TargetComparison:
         if target is None:
             raise UserError(f"{folder}: its corpus must hold out the domain of this name")
         compared = load_comparison(run, options)
-        losses = {
-            name: np.array([result.domains[target].loss for result in mixture.results])
-            for name, mixture in compared.mixtures.items()
-        }
-        runs += compared.runs
-        base = compared.mixtures[options.baseline]
-        names.append(target)
-        baselines.append(losses[options.baseline])
-        gains.append([losses[options.baseline] - losses[name] for name in methods])
-        mixtures.append([compared.mixtures[name].mixture for name in methods])
-        shares.append([compared.mixtures[name].same_as == base.label for name in methods])
-    return TargetComparison(
-        options,
-        names,
-        methods,
-        np.array(baselines),
-        np.array(gains),
-        np.array(shares),
-        mixtures,
-        runs,
-    )
+        losses[target] = by_domain(compared.results, "loss", ["mixture", "seed"]).loc[target]
+        mixtures[target] = compared.mixtures
+    return TargetComparison(options, pd.DataFrame(losses).T, mixtures)
 
 
 def compare_targets(options: CompareMethodsOptions) -> TargetComparison:
@@ -177,7 +177,13 @@ def compare_targets(options: CompareMethodsOptions) -> TargetComparison:
     if np.isfinite(compared.predicted).any():
         shown.append(prediction_table(compared))
     stem = options.run / REPORT / f"{options.name}-{TARGETS}"
-    write_comparison(options, stem, PAGE_TITLE, shown, as_json(compared), compared.runs)
+    runs = [
+        run
+        for mixtures in compared.mixtures.values()
+        for mixture in mixtures.values()
+        for run in mixture.runs
+    ]
+    write_comparison(options, stem, PAGE_TITLE, shown, as_json(compared), runs)
     return compared
 
 
@@ -197,7 +203,7 @@ def gain_table(compared: TargetComparison) -> Table:
             ),
         ]
         for target, loss, *row in zip(
-            compared.targets,
+            compared.losses.index,
             compared.baseline.mean(axis=1),
             means,
             p_values,
@@ -284,11 +290,11 @@ def as_json(compared: TargetComparison) -> dict[str, Any]:
                 if math.isfinite(value)
             },
             "equals_baseline": by_method(compared.shares_models[row].tolist()),
-            "weights": by_method([mixture.weights for mixture in compared.mixtures[row]]),
+            "weights": {name: mixtures[name].mixture.weights for name in compared.methods},
         }
-        for row, target in enumerate(compared.targets)
+        for row, (target, mixtures) in enumerate(compared.mixtures.items())
     }
-    means = pd.DataFrame(compared.means, compared.targets, compared.methods)
+    means = pd.DataFrame(compared.means, columns=compared.methods)
     return {
         "seeds": list(compared.options.seeds),
         "baseline": compared.options.baseline,

@@ -62,7 +62,7 @@ if [[ "$1 $2" == "-m megatron_chameleon.experiments.compare" ]]; then
   shift 2
   PYTHONPATH={EXAMPLES.parent} exec {sys.executable} -c "
 from megatron_chameleon.experiments import compare
-compare.require_evaluations = compare.require_downstream = lambda options: None
+compare.require_results = lambda options: None
 compare.main()" "$@"
 fi
 """

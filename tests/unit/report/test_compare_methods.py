@@ -34,8 +34,7 @@ from megatron_chameleon.report.compare_methods import (
     mixture_label,
     paired_difference,
     require_choice,
-    require_downstream,
-    require_evaluations,
+    require_results,
     spread_of,
     tokens_to_reach,
 )
@@ -153,8 +152,8 @@ def test_only_the_named_targets_are_compared(root, tmp_path):
         )
         compared = compare_targets(options)
         recorded = json.loads((run / "7-report/compare_methods-targets.json").read_text())
-        assert list(recorded["targets"]) == list(compared.targets)
-        return dict(zip(compared.targets, compared.means[:, 0], strict=True))
+        assert list(recorded["targets"]) == list(compared.losses.index)
+        return dict(zip(compared.losses.index, compared.means[:, 0], strict=True))
 
     assert gains("my notes") == pytest.approx({"my notes": 0.5})
     assert gains() == pytest.approx({"earlier": 0.25, "my notes": 0.5})
@@ -422,12 +421,12 @@ def test_downstream_accuracies_are_averaged_over_seeds(root, capsys):
     }
     assert found["doremi"]["downstream_accuracy"] == {}
     check = options_for(root, mixtures=("chameleon",), check="downstream")
-    require_downstream(check)
+    require_results(check)
     path = root / "6-evaluation/chameleon-seed2-downstream.json"
     shutil.copy(root / "6-evaluation/uniform-seed2-downstream.json", path)
     stale = r"chameleon-seed2-downstream\.json evaluates other weights"
     with pytest.raises(UserError, match=stale):
-        require_downstream(check)
+        require_results(check)
     with pytest.raises(UserError, match=stale):
         load_comparison(RunFolder.load(root), options)
 
@@ -466,10 +465,10 @@ def test_a_printed_column_is_a_choice(tmp_path):
 
 def test_missing_or_stale_evaluations_are_rejected(root):
     both = {"mixtures": ("uniform", "doremi"), "check": "evaluations"}
-    require_evaluations(options_for(root, **both))
+    require_results(options_for(root, **both))
     shutil.copy(root / "6-evaluation/uniform-seed2.json", root / "6-evaluation/doremi-seed2.json")
     with pytest.raises(UserError, match=r"doremi-seed2\.json evaluates other weights"):
-        require_evaluations(options_for(root, **both))
+        require_results(options_for(root, **both))
     (root / "6-evaluation/uniform-seed3.json").unlink()
     with pytest.raises(UserError, match=r"uniform-seed3\.json"):
-        require_evaluations(options_for(root, **both))
+        require_results(options_for(root, **both))
