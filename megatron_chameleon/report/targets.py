@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.report import tables
 from megatron_chameleon.report.compare_methods import (
     HINT,
-    Array,
     ComparedMixture,
     holm_adjusted,
     load_comparison,
@@ -40,16 +39,21 @@ from megatron_chameleon.report.tables import Table
 TARGETS = "targets"
 PAGE_TITLE = "Methods compared on targets"
 LEVEL = 0.05
+# Names of the rows below the gains.
+SUMMARY = (
+    *("mean gain", "its standard error over targets"),
+    *("significantly better", "significantly worse"),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TargetComparison:
-    """Results of m mixtures with s seeds on n targets.
+    """Results of mixtures with s seeds on n targets.
 
     Attributes:
         options: options of the comparison.
-        losses: loss of the target in nats per token, by target (rows), and mixture and seed
-            (columns).
+        losses: [n, m * s] loss of the target in nats per token, by target (rows), and mixture and
+            seed (columns).
         mixtures: target -> name -> mixture.
     """
 
@@ -59,49 +63,14 @@ class TargetComparison:
 
     @property
     def methods(self) -> list[str]:
-        """Names of the m - 1 mixtures other than the baseline."""
+        """Names of the mixtures other than the baseline."""
         return [name for name in self.options.mixtures if name != self.options.baseline]
 
-    @property
-    def baseline(self) -> Array:
-        """[n, s] loss of the target with the baseline."""
-        return self.losses[self.options.baseline].to_numpy()
+    def gains(self, method: str) -> pd.DataFrame:
+        """[n, s] loss with the baseline minus loss with the mixture, by target and seed."""
+        return self.losses[self.options.baseline] - self.losses[method]
 
     @functools.cached_property
-    def gains(self) -> Array:
-        """[n, m - 1, s] loss with the baseline minus loss with the mixture."""
-        ours = [self.losses[name] for name in self.methods]
-        return np.stack([self.baseline - each for each in ours], axis=1)
-
-    @property
-    def shares_models(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """[n, m - 1] whether the mixture equals the baseline: the gain is 0 without any error."""
-        base = mixture_label(self.options.baseline)
-        return np.array(
-            [
-                [mixtures[name].same_as == base for name in self.methods]
-                for mixtures in self.mixtures.values()
-            ]
-        )
-
-    @property
-    def means(self) -> Array:
-        """[n, m - 1] gains, averaged over seeds."""
-        means: Array = self.gains.mean(axis=2)
-        return means
-
-    @property
-    def predicted(self) -> Array:
-        """[n, m - 1] gain over the baseline that the method predicted; NaN if it predicts none."""
-        baseline = self.options.baseline
-        return np.array(
-            [
-                [predicted_gain_over(mixtures[name].mixture, baseline) for name in self.methods]
-                for mixtures in self.mixtures.values()
-            ]
-        )
-
-    @property
     def pooled_error(self) -> tuple[float, int]:
         """Standard error of a gain averaged over seeds, and its degrees of freedom.
 
@@ -109,23 +78,49 @@ class TargetComparison:
         variance of a single gain has two degrees of freedom only, and no gain could be significant
         after the correction for all tests.
         """
-        seeds = self.gains.shape[2]
-        own = self.gains[~self.shares_models]
-        freedom = len(own) * (seeds - 1)
+        gains = np.stack([self.gains(name) for name in self.methods], axis=1)
+        own = gains[~np.stack([self._equals(name) for name in self.methods], axis=1)]
+        seeds = gains.shape[2]
         variance = float(own.var(axis=1, ddof=1).mean()) if len(own) else 0.0
-        return math.sqrt(variance / seeds), freedom
+        return math.sqrt(variance / seeds), len(own) * (seeds - 1)
 
-    @property
-    def p_values(self) -> Array:
-        """[n, m - 1] p-values of the gains, corrected for all of them by Holm's method."""
+    def _equals(self, method: str) -> pd.Series[bool]:
+        base = mixture_label(self.options.baseline)
+        return pd.Series({t: found[method].same_as == base for t, found in self.mixtures.items()})
+
+    @functools.cached_property
+    def table(self) -> pd.DataFrame:
+        """One row per target and method.
+
+        Columns: target, method, gain (mean over seeds), predicted (the gain over the baseline that
+        the method predicted; NaN if it predicts none), equals_baseline (whether the mixture equals
+        the baseline, so that the gain is 0 without any error), and p_value (corrected for all gains
+        by Holm's method).
+        """
+        baseline = self.options.baseline
+        table = pd.concat(
+            [
+                pd.DataFrame(
+                    {
+                        "method": name,
+                        "gain": self.gains(name).mean(axis=1),
+                        "predicted": [
+                            predicted_gain_over(found[name].mixture, baseline)
+                            for found in self.mixtures.values()
+                        ],
+                        "equals_baseline": self._equals(name),
+                        "p_value": 1.0,
+                    }
+                )
+                for name in self.methods
+            ]
+        ).reset_index(names="target")
         error, freedom = self.pooled_error
-        if not error:
-            return np.ones_like(self.means)
-        plain = 2 * stdtr(freedom, -np.abs(self.means / error))
-        tested = ~self.shares_models
-        adjusted = np.ones_like(plain)
-        adjusted[tested] = holm_adjusted(plain[tested])
-        return adjusted
+        if error:
+            tested = ~table["equals_baseline"]
+            plain = 2 * stdtr(freedom, -np.abs(table["gain"][tested].to_numpy() / error))
+            table.loc[tested, "p_value"] = holm_adjusted(plain)
+        return table
 
 
 def predicted_gain_over(mixture: Mixture, baseline: str) -> float:
@@ -174,7 +169,7 @@ def compare_targets(options: CompareMethodsOptions) -> TargetComparison:
     """
     compared = load_targets(options)
     shown = [gain_table(compared)]
-    if np.isfinite(compared.predicted).any():
+    if np.isfinite(compared.table["predicted"]).any():
         shown.append(prediction_table(compared))
     stem = options.run / REPORT / f"{options.name}-{TARGETS}"
     runs = [
@@ -189,70 +184,46 @@ def compare_targets(options: CompareMethodsOptions) -> TargetComparison:
 
 def gain_table(compared: TargetComparison) -> Table:
     """Tabulate the gain of each mixture on each target; * marks significant gains and losses."""
-    means, p_values = compared.means, compared.p_values
-    error, freedom = compared.pooled_error
-    labels = [mixture_label(name) for name in compared.methods]
+    count, (error, freedom) = len(compared.losses), compared.pooled_error
     baseline = mixture_label(compared.options.baseline)
-    rows = [
-        [
-            target,
-            f"{loss:.3f}",
-            *(
-                "= " + baseline if same else f"{gain:+.3f}{'*' if p < LEVEL else ''}"
-                for gain, p, same in zip(*row, strict=True)
-            ),
-        ]
-        for target, loss, *row in zip(
-            compared.losses.index,
-            compared.baseline.mean(axis=1),
-            means,
-            p_values,
-            compared.shares_models,
-            strict=True,
-        )
-    ]
-    count = len(means)
-    spread = means.std(axis=0, ddof=min(count - 1, 1))
-    better = ((means > 0) & (p_values < LEVEL)).sum(axis=0)
-    worse = ((means < 0) & (p_values < LEVEL)).sum(axis=0)
-    summary = [
-        ["mean gain", *(f"{mean:+.3f}" for mean in means.mean(axis=0))],
-        [
-            "its standard error over targets",
-            *(f"{v:.3f}" if count > 1 else tables.MISSING for v in spread / math.sqrt(count)),
-        ],
-        ["significantly better", *(f"{number} of {count}" for number in better)],
-        ["significantly worse", *(f"{number} of {count}" for number in worse)],
-    ]
+    losses = compared.losses[compared.options.baseline].mean(axis=1)
+    columns, summary = [losses.map("{:.3f}".format).rename(f"loss with {baseline}")], []
+    for name, rows in compared.table.groupby("method", sort=False):
+        gains, is_significant = rows["gain"], rows["p_value"] < LEVEL
+        texts = gains.map("{:+.3f}".format) + is_significant.map({True: "*", False: ""})
+        texts = texts.mask(rows["equals_baseline"], f"= {baseline}")
+        columns.append(texts.set_axis(rows["target"]).rename(mixture_label(str(name))))
+        over_targets = f"{gains.std() / math.sqrt(count):.3f}" if count > 1 else tables.MISSING
+        better, worse = (sum(is_significant & side) for side in (gains > 0, gains < 0))
+        ends = (f"{better} of {count}", f"{worse} of {count}")
+        summary.append((f"{gains.mean():+.3f}", over_targets, *ends))
     half = float(stdtrit(freedom, 0.975)) * error if freedom else 0.0
     notes = [
         f"Gain: held-out loss of the target with {baseline} minus that with the mixture, in nats "
-        f"per token, averaged over {compared.gains.shape[2]} paired seeds; the target is not "
+        f"per token, averaged over {len(compared.options.seeds)} paired seeds; the target is not "
         "trained on. Positive gains are better.",
         f"* significant at {LEVEL:.0%} after Holm's correction for all gains of the table, by "
         f"Student's t with a variance between seeds that is pooled over targets and mixtures "
         f"({freedom} degrees of freedom). Half of an uncorrected 95% interval: {half:.3f}.",
         f"'= {baseline}': the method wrote the weights of {baseline}.",
     ]
-    header = ["target", f"loss with {baseline}", *labels]
-    return Table.of("Gains on held-out targets", header, rows, summary, notes)
+    named = zip(SUMMARY, *summary, strict=True)
+    texts = pd.concat(columns, axis=1)
+    return Table.by_row("Gains on held-out targets", "target", texts, named, notes)
 
 
 def prediction_table(compared: TargetComparison) -> Table:
     """Tabulate how well each method predicts its gains."""
     rows = []
-    for name, predicted, real in zip(
-        compared.methods, compared.predicted.T, compared.means.T, strict=True
-    ):
-        known = np.isfinite(predicted)
-        if known.sum() < 3:
+    for name, found in compared.table.dropna(subset="predicted").groupby("method", sort=False):
+        predicted, real = found["predicted"].to_numpy(), found["gain"].to_numpy()
+        if len(found) < 3:
             continue
-        predicted, real = predicted[known], real[known]
         has_spread = np.ptp(predicted) > 0 and np.ptp(real) > 0
         rows.append(
             [
-                mixture_label(name),
-                f"{known.sum()}",
+                mixture_label(str(name)),
+                f"{len(found)}",
                 f"{predicted.mean():+.3f}",
                 f"{real.mean():+.3f}",
                 f"{np.abs(predicted - real).mean():.3f}",
@@ -260,47 +231,33 @@ def prediction_table(compared: TargetComparison) -> Table:
                 f"{spearmanr(predicted, real).statistic:.2f}" if has_spread else "-",
             ]
         )
-    header = [
-        "method",
-        "targets",
-        "predicted gain",
-        "measured gain",
-        "mean error",
-        "Pearson",
-        "Spearman",
-    ]
-    return Table.of("Predicted and measured gains", header, rows)
+    header = ["method", "targets", "predicted gain", "measured gain", "mean error"]
+    return Table.of("Predicted and measured gains", [*header, "Pearson", "Spearman"], rows)
 
 
 def as_json(compared: TargetComparison) -> dict[str, Any]:
     """Return all figures, unrounded."""
+    table, methods = compared.table.set_index("method"), compared.methods
     error, freedom = compared.pooled_error
-
-    def by_method(values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(compared.methods, values, strict=True))
-
-    found: Mapping[str, Any] = {
-        target: {
-            "baseline_loss": compared.baseline[row].tolist(),
-            "gain": by_method(compared.gains[row].tolist()),
-            "p_value_holm": by_method(compared.p_values[row].tolist()),
-            "predicted_gain": {
-                name: value
-                for name, value in by_method(compared.predicted[row].tolist()).items()
-                if math.isfinite(value)
-            },
-            "equals_baseline": by_method(compared.shares_models[row].tolist()),
-            "weights": {name: mixtures[name].mixture.weights for name in compared.methods},
+    found = {}
+    for target, mixtures in compared.mixtures.items():
+        rows = table[table["target"] == target]
+        found[target] = {
+            "baseline_loss": compared.losses.loc[target, compared.options.baseline].tolist(),
+            "gain": {name: compared.gains(name).loc[target].tolist() for name in methods},
+            "p_value_holm": rows["p_value"].to_dict(),
+            "predicted_gain": rows["predicted"].dropna().to_dict(),
+            "equals_baseline": rows["equals_baseline"].to_dict(),
+            "weights": {name: mixtures[name].mixture.weights for name in methods},
         }
-        for row, (target, mixtures) in enumerate(compared.mixtures.items())
-    }
-    means = pd.DataFrame(compared.means, columns=compared.methods)
     return {
         "seeds": list(compared.options.seeds),
         "baseline": compared.options.baseline,
         "mixtures": list(compared.options.mixtures),
         "targets": found,
-        "mean_gain": means.mean().to_dict(),
+        "mean_gain": {
+            name: rows["gain"].mean() for name, rows in table.groupby(level=0, sort=False)
+        },
         "pooled_standard_error": error,
         "degrees_of_freedom": freedom,
     }
