@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
@@ -33,10 +31,15 @@ from megatron_chameleon.interchange.published import published_columns
 from megatron_chameleon.report import figures, tables
 from megatron_chameleon.report.comparison import (
     HELD_OUT_NOTE,
+    LEAST_RATIO,
+    Array,
     by_domain,
+    holm,
     over_seeds,
+    paired_difference,
     require_same_evaluation,
     results_table,
+    spread_of,
 )
 from megatron_chameleon.report.cost import TRAINING_OF_MODEL, MixtureCost, ledger_of
 from megatron_chameleon.report.downstream import scores
@@ -53,8 +56,6 @@ from megatron_chameleon.report.run_folder import (
 from megatron_chameleon.report.tables import Table
 from megatron_chameleon.training.options import PretrainOptions
 
-LEAST_RATIO = 2.0
-"""Mixtures are called distinguishable if between_mixtures / between_seeds reaches this value."""
 UNITS = {"flops": "FLOPs", "device_seconds": "device-seconds"}
 HALF_WIDTH = "half of its 95% interval, corrected by Holm's method"
 HINT = "run examples/compare_methods.sh, which adds missing runs and results"
@@ -79,8 +80,6 @@ ONLINE_METHODS = ("ado", "aioli", "chameleon", "odm")
 ONLINE_SUFFIX = "-online"
 PAGE_TITLE = "Methods compared"
 
-Array = NDArray[np.float64]
-
 
 @dataclasses.dataclass(frozen=True)
 class ComparedMixture:
@@ -102,56 +101,6 @@ class ComparedMixture:
     def label(self) -> str:
         """Label in tables and figures."""
         return mixture_label(self.name)
-
-
-def paired_difference(ours: Array, theirs: Array) -> tuple[float, float, float]:
-    """Return the mean of ``ours`` [s] minus ``theirs`` [s], paired by seed.
-
-    Returns:
-        The mean, its standard error, and half the width of its 95% interval by Student's t with
-        s - 1 degrees of freedom.
-    """
-    gaps = ours - theirs
-    error = float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
-    return float(gaps.mean()), error, float(stdtrit(len(gaps) - 1, 0.975)) * error
-
-
-def holm(differences: Array, level: float = 0.05) -> tuple[Array, Array]:
-    """Test m mean differences against 0, corrected for m tests by Holm's step-down method.
-
-    Args:
-        differences: [m, s] differences by seed; each mean is tested by Student's t with s - 1
-            degrees of freedom.
-        level: probability that any true null hypothesis is rejected.
-
-    Returns:
-        p-values [m], adjusted for m tests, and half widths [m] of intervals. The interval of the
-        j-th smallest p-value has the level of its test, 1 - level / (m - j + 1). Intervals from the
-        first test that does not reject on have that test's level, so that an interval contains 0
-        exactly if its test does not reject. Source: Holm 1979, "A simple sequentially rejective
-        multiple test procedure".
-    """
-    count, seeds = differences.shape
-    errors = differences.std(axis=1, ddof=1) / math.sqrt(seeds)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        statistics = np.nan_to_num(differences.mean(axis=1) / errors, posinf=np.inf, neginf=-np.inf)
-    p_values = 2 * stdtr(seeds - 1, -np.abs(statistics))
-    adjusted, order = holm_adjusted(p_values), np.argsort(p_values, kind="stable")
-    # The first test that does not reject, or the last one; later intervals have its level.
-    last = min(int((adjusted <= level).sum()), count - 1)
-    tests = np.empty(count)
-    tests[order] = count - np.minimum(np.arange(count), last)
-    return adjusted, stdtrit(seeds - 1, 1 - level / tests / 2) * errors
-
-
-def holm_adjusted(p_values: Array) -> Array:
-    """Adjust p-values [m] for m tests by Holm's step-down method."""
-    order, count = np.argsort(p_values, kind="stable"), len(p_values)
-    adjusted = np.empty(count)
-    adjusted[order] = np.minimum(
-        np.maximum.accumulate(p_values[order] * np.arange(count, 0, -1)), 1.0
-    )
-    return adjusted
 
 
 def validation_curve(runs: Sequence[TrainingRun]) -> dict[int, float]:
@@ -189,31 +138,6 @@ def tokens_to_reach(curve: Mapping[int, float], loss: float) -> float | None:
             return float(np.interp(-loss, [-before[1], -value], [before[0], tokens]))
         before = tokens, value
     return None
-
-
-def spread_of(averages: Array) -> dict[str, Any]:
-    """Standard deviation of ``averages`` [m, s] between mixtures and between seeds; m, s >= 2.
-
-    Returns:
-        ``between_mixtures``: standard deviation, over mixtures, of their means over seeds.
-        ``between_seeds``: pooled standard deviation within mixtures after removing the seed's
-        effect: the root of the sum of squared residuals of y[m, s] = mixture m + seed s, divided by
-        their (m - 1)(s - 1) degrees of freedom. ``ratio``: between_mixtures / between_seeds; the
-        ratio is infinite if all residuals are 0, and about 1 / sqrt(s) if the mixture has no
-        effect. ``are_distinguishable``: whether the ratio is ``LEAST_RATIO`` or more.
-    """
-    by_mixture = averages.mean(axis=1, keepdims=True)
-    residuals = averages - by_mixture - averages.mean(axis=0, keepdims=True) + averages.mean()
-    freedom = (averages.shape[0] - 1) * (averages.shape[1] - 1)
-    mixtures = float(by_mixture.std(ddof=1))
-    seeds = math.sqrt(float((residuals**2).sum()) / freedom)
-    ratio = mixtures / seeds if seeds else math.inf if mixtures else 0.0
-    return {
-        "between_mixtures": mixtures,
-        "between_seeds": seeds,
-        "ratio": ratio,
-        "are_distinguishable": ratio >= LEAST_RATIO,
-    }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

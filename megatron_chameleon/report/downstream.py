@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ from megatron_chameleon.report.tables import (
     Table,
     counts_better,
     formatted,
+    four_decimals,
     listed,
     unique_labels,
 )
@@ -42,31 +45,24 @@ class DownstreamComparison:
     Attributes:
         results: label of a run -> its result; at least one.
         baseline: label of the baseline.
-        tasks: every task that at least one run was evaluated on or reports as missing.
     """
 
     results: Mapping[str, DownstreamResult]
-    baseline: str | None
-    tasks: tuple[str, ...]
+    baseline: str | None = None
+
+    @functools.cached_property
+    def tasks(self) -> list[str]:
+        """Every task that at least one run was evaluated on or reports as missing."""
+        planned = [(*r.tasks, *(gap.task for gap in r.gaps)) for r in self.results.values()]
+        return list(dict.fromkeys(itertools.chain.from_iterable(planned)))
 
     @property
     def protocol(self) -> DownstreamProtocol:
         """The evaluation protocol, which all results share."""
         return next(iter(self.results.values())).protocol
 
-    def complete(self, shots: int | None = None) -> list[str]:
-        """Tasks that all runs have with ``shots`` shots; with every number of shots if None."""
-        return list(self.accuracies(shots).dropna().index)
-
     def accuracies(self, shots: int | None = None, field: str = "accuracy") -> pd.DataFrame:
-        """Accuracies, or another field, by task (rows) and label of the run (columns).
-
-        Args:
-            shots: number of solved examples; None takes the mean over all numbers of shots. Values
-                that were not evaluated are NaN; a mean is NaN if any number of shots is missing.
-            field: field of Score, such as "standard_error" or "bits_per_byte". "acc" and
-                "acc_error" are the unnormalized accuracies of all tasks and their errors.
-        """
+        """Tabulate :func:`scores` by task (rows) and label of the run (columns)."""
         return scores(self.results, self.tasks, shots, field)
 
     @property
@@ -82,7 +78,16 @@ def scores(
     shots: int | None = None,
     field: str = "accuracy",
 ) -> pd.DataFrame:
-    """Tabulate a score by task (rows) and key (columns); see DownstreamComparison.accuracies."""
+    """Tabulate accuracies, or another field, by task (rows) and key of the result (columns).
+
+    Args:
+        results: key -> result.
+        tasks: names of the rows.
+        shots: number of solved examples; None takes the mean over all numbers of shots. Values that
+            were not evaluated are NaN; a mean is NaN if any number of shots is missing.
+        field: field of Score, such as "standard_error" or "bits_per_byte". "acc" and "acc_error"
+            are the unnormalized accuracies of all tasks and their errors.
+    """
 
     def value(score: TaskScore) -> float | None:
         accuracy = score.mean if shots is None else score.by_shots.get(shots)
@@ -121,9 +126,7 @@ def compare_downstream(
     chosen = baseline or first_uniform(folder, runs.values())
     names = sorted(results, key=lambda name: runs[name] != chosen)  # put the baseline first
     found = {labels[name]: results[name] for name in names}
-    planned = [t for r in found.values() for t in (*r.tasks, *(gap.task for gap in r.gaps))]
-    first = labels[names[0]] if runs[names[0]] == chosen else None
-    return DownstreamComparison(found, first, tuple(dict.fromkeys(planned)))
+    return DownstreamComparison(found, labels[names[0]] if runs[names[0]] == chosen else None)
 
 
 def base_run_of(folder: RunFolder, name: str) -> str:
@@ -136,14 +139,13 @@ def base_run_of(folder: RunFolder, name: str) -> str:
     return same[0] if len(same) == 1 else name
 
 
-def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Table]:
+def downstream_tables(found: DownstreamComparison | None) -> list[Table]:
     """Tables of scores by task: mean accuracy over shots, bits per byte, accuracy by shots.
 
     A second table of mean accuracies has the unnormalized accuracies (acc). It is left out if no
-    result has both, and the table of bits per byte if no result has them. Arguments and errors are
-    those of :func:`compare_downstream`. The list is empty if there are no results.
+    result has both, and the table of bits per byte if no result has them. The list is empty if
+    there are no results.
     """
-    found = compare_downstream(folder, baseline)
     if found is None:
         return []
 
@@ -189,7 +191,7 @@ def downstream_tables(folder: RunFolder, baseline: str | None = None) -> list[Ta
                 "Bits per byte of gold answers, mean over shots",
                 "bits_per_byte",
                 "bits_per_byte_error",
-                "{:.4f}".format,
+                four_decimals,
                 min,
                 "-log2 of the probability of a question's gold answer, divided by the UTF-8 bytes "
                 "of this answer: mean over questions and numbers of examples; ± is its standard "
@@ -234,7 +236,7 @@ def _percent(share: float) -> str:
 
 def _notes(found: DownstreamComparison) -> list[str]:
     """Notes on the protocol, the metrics, and the tasks that were not evaluated."""
-    protocol, complete = found.protocol, found.complete()
+    protocol, complete = found.protocol, found.accuracies().dropna()
     limit = protocol.limit
     asked = "the tasks" if limit is None else f"the first {limit:,} questions of each task"
     shots = listed([str(number) for number in protocol.shots])

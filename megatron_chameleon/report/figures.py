@@ -549,24 +549,14 @@ def umap_points(vectors: Array) -> Array | None:
     return np.asarray(found, dtype=np.float32)
 
 
-def windows_picture(folder: RunFolder, projection: Projection) -> Picture | None:
-    """Map with a point for each window of text; None if there are too few embeddings."""
-    found = window_map(folder, projection)
-    if found is None:
-        return None
-    caption = (
-        "Each point is a window of text; windows with similar embeddings are close to each other: "
-        f"{found.summary}."
-    )
-    return Picture("windows", "Map of window embeddings", caption, window_map_figure(found))
-
-
-def window_map_figure(found: WindowMap) -> Figure:
+def windows_picture(found: WindowMap | None) -> Picture | None:
     """Draw every window as a point, coloured by domain, with a legend next to the map.
 
     At most ``MOST_NAMED`` domains, those with distant centroids, are in the legend; others are
-    grey.
+    grey. None without a map.
     """
+    if found is None:
+        return None
     named = named_domains(found)
     figure = new_figure(9.0, 6.0)
     axes = figure.add_subplot()
@@ -595,7 +585,11 @@ def window_map_figure(found: WindowMap) -> Figure:
     axes.spines[:].set_color(PROXY_COLOR)
     axes.set_xlabel(shortened(found.summary, 130), fontsize=8.5, parse_math=False)
     plain_legend(figure, handles, labels, loc="outside right upper", fontsize=8.5)
-    return figure
+    caption = (
+        "Each point is a window of text; windows with similar embeddings are close to each other: "
+        f"{found.summary}."
+    )
+    return Picture("windows", "Map of window embeddings", caption, figure)
 
 
 def named_domains(found: WindowMap) -> list[int]:

@@ -22,19 +22,21 @@ from megatron_chameleon.artifacts.provenance import in_folder
 from megatron_chameleon.artifacts.record import kind_of
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.cost import MixtureCost, ledger_of
-from megatron_chameleon.report.downstream import downstream_tables
-from megatron_chameleon.report.run_folder import BASE, PROXY, RunFolder, same_weights
+from megatron_chameleon.report.downstream import DownstreamComparison, downstream_tables
+from megatron_chameleon.report.run_folder import BASE, PROXY, RunFolder, run_labels, same_weights
 from megatron_chameleon.report.tables import (
     MISSING,
     Table,
     cells_of,
+    format_epochs,
     format_flops,
     format_hours,
     format_perplexity,
+    four_decimals,
     markdown,
     markdown_table,
 )
-from megatron_chameleon.report.weights import Columns, format_epochs, weight_columns
+from megatron_chameleon.report.weights import Columns, weight_columns
 
 MIXTURE_NAME = "mixture.json"
 
@@ -187,7 +189,8 @@ def model_card(content: CardContent, name: str, model: str, *, loads_tokenizer: 
     tables = [_data_table(run, mixture)]
     tables += [_perplexity_table(result) for result in content.perplexity]
     for result in content.downstream:
-        found = downstream_tables(_folder_of(run, result))
+        (label,) = run_labels({run.root.name: run}, [run.root.name]).values()
+        found = downstream_tables(DownstreamComparison({label: result}))
         # With a single number of shots, the last table repeats the first one.
         tables += found if len(result.protocol.shots) > 1 else found[:-1]
     files = {
@@ -209,24 +212,6 @@ def model_card(content: CardContent, name: str, model: str, *, loads_tokenizer: 
         + "".join(f"\n| `{file}` | {text} |" for file, text in files.items()),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _folder_of(run: TrainingRun, result: DownstreamResult) -> RunFolder:
-    """A run folder of one base run and its downstream result."""
-    name = run.root.name
-    return RunFolder(
-        run.root,
-        corpus=None,
-        proxies={},
-        embeddings={},
-        mixtures={},
-        base_runs={name: run},
-        evaluations={},
-        downstream={name: result},
-        sweep=None,
-        paths={f"{BASE}/{name}": run.root},
-        roots={run.root: ""},
-    )
 
 
 def _data_table(run: TrainingRun, mixture: Mixture) -> Table:
@@ -259,7 +244,7 @@ def _perplexity_table(result: EvaluationResult) -> Table:
         return [
             f"{loss.tokens:,}",
             *perplexities,
-            *cells_of([bits], "{:.4f}".format, errors=[bits_error]),
+            *cells_of([bits], four_decimals, errors=[bits_error]),
         ]
 
     average = cells_of(

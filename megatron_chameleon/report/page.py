@@ -207,7 +207,7 @@ def load_report(
     mixtures = figures.charted_mixtures(folder)
     tables: dict[str, Sequence[Table | None]] = {
         "weights": weights.weight_tables(folder),
-        "downstream": downstream.downstream_tables(folder, baseline),
+        "downstream": downstream.downstream_tables(downstream.compare_downstream(folder, baseline)),
         "cost": cost.cost_tables(folder),
         "tokens": weights.token_tables(folder),
         "stability": [weights.sweep_table(axis) for axis in swept],
@@ -228,7 +228,7 @@ def load_report(
         "curves": figures.loss_picture(folder),
         "affinity": figures.affinity_picture(mixtures),
         "stability": figures.sweep_picture(swept) if swept else None,
-        "windows": figures.windows_picture(folder, projection),
+        "windows": figures.windows_picture(figures.window_map(folder, projection)),
     }
     sections = [
         Section(

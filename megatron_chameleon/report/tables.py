@@ -284,6 +284,11 @@ def format_hours(seconds: float) -> str:
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}" if hours else MISSING
 
 
+def format_epochs(epochs: float) -> str:
+    """Epochs, to three digits."""
+    return f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.3g}"
+
+
 def printable(text: str) -> str:
     """Collapse white space, and replace control and bidirectional formatting characters.
 

@@ -26,12 +26,11 @@ from megatron_chameleon.report import tables
 from megatron_chameleon.report.compare_methods import (
     HINT,
     ComparedMixture,
-    holm_adjusted,
     load_comparison,
     mixture_label,
     write_comparison,
 )
-from megatron_chameleon.report.comparison import by_domain
+from megatron_chameleon.report.comparison import by_domain, holm_adjusted
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
 from megatron_chameleon.report.tables import Table

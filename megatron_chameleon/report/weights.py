@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Mixture, Sweep
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder, distinct_runs, run_labels
-from megatron_chameleon.report.tables import MISSING, Table, formatted, four_decimals
+from megatron_chameleon.report.tables import MISSING, Table, format_epochs, formatted, four_decimals
 
 # With more runs than this, a single table shows the extremes of each run.
 MOST_TABLES = 6
@@ -152,11 +152,6 @@ def token_tables(folder: RunFolder) -> list[Table]:
     notes += [f"Training has not finished: {', '.join(unfinished)}."] if unfinished else []
     header = ["run", "target tokens", "largest difference", "most epochs"]
     return [Table.of("Sampled tokens", header, extremes, notes=notes)]
-
-
-def format_epochs(epochs: float) -> str:
-    """Epochs, to three digits."""
-    return f"{epochs:,.0f}" if epochs >= 1000 else f"{epochs:.3g}"
 
 
 def _largest(values: pd.Series[float]) -> str | None:

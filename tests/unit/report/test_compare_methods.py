@@ -23,19 +23,15 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.corpus.join import link_domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.compare_methods import (
-    LEAST_RATIO,
     ONLINE_METHODS,
     compare_methods,
     comparison_table,
     domain_table,
     downstream_table,
-    holm,
     load_comparison,
     mixture_label,
-    paired_difference,
     require_choice,
     require_results,
-    spread_of,
     tokens_to_reach,
 )
 from megatron_chameleon.report.options import CompareMethodsOptions
@@ -164,43 +160,10 @@ def test_only_the_named_targets_are_compared(root, tmp_path):
         gains()
 
 
-def test_a_paired_difference_removes_the_effect_of_the_seed():
-    theirs = np.array([100.0, 140.0, 60.0])
-    found = paired_difference(theirs - np.array([9.0, 10.0, 11.0]), theirs)
-    error = 1 / math.sqrt(3)
-    assert found == pytest.approx((-10, error, 4.302653 * error))
-
-
-def test_holm_corrects_p_values_and_intervals_step_by_step():
-    # t = 20, 10/3, 5 and 1 with two degrees of freedom; p = 1 - t / sqrt(t^2 + 2) by hand.
-    errors = np.array([0.1, 0.3, 0.2, 1.0])
-    steps = np.array([-1, 0, 1]) * math.sqrt(3)
-    found, halves = holm(np.array([2.0, 1.0, 1.0, 1.0])[:, None] + errors[:, None] * steps)
-    statistics = np.array([20, 10 / 3, 5, 1])
-    p = 1 - statistics / np.sqrt(statistics**2 + 2)
-    # Only the first test rejects: 4 p = 0.00995; then 3 * 0.0377 = 0.113, 2 * 0.0796, and 0.423.
-    assert found == pytest.approx([4 * p[0], 2 * p[1], 3 * p[2], p[3]])
-    # Student's t for 95% / 4 and, from the test that does not reject on, 95% / 3.
-    quantiles = np.array([8.8602, 7.6488, 7.6488, 7.6488])
-    assert halves == pytest.approx(quantiles * errors, rel=1e-3)
-
-
 def test_tokens_to_reach_a_loss_are_interpolated():
     curve = {100: 5.0, 200: 4.0, 300: 4.2, 400: 3.0}
     found = [tokens_to_reach(curve, loss) for loss in (6.0, 4.25, 4.0, 3.3, 2.9)]
     assert found == [100, pytest.approx(175), 200, pytest.approx(375), None]
-
-
-def test_spread_between_seeds_is_the_residual_of_the_additive_model(rng):
-    additive = np.array([[10.0, 20.0, 30.0], [13.0, 23.0, 33.0]])
-    residual = np.array([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0]])
-    for averages, seeds in ((additive, 0), (additive + residual, math.sqrt(4 / 2))):
-        found = spread_of(averages)
-        assert found["between_seeds"] == pytest.approx(seeds, abs=1e-12)
-        assert found["between_mixtures"] == pytest.approx(3 / math.sqrt(2))
-    ratios = np.array([spread_of(rng.normal(size=(8, 3)))["ratio"] for _ in range(2000)])
-    assert np.sqrt(np.mean(ratios**2)) == pytest.approx(1 / math.sqrt(3), rel=0.15)
-    assert np.mean(ratios >= LEAST_RATIO) < 0.001
 
 
 def options_for(root, **changes):

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_chameleon.artifacts.downstream_result import Gap
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.downstream import downstream_tables
+from megatron_chameleon.report.downstream import compare_downstream, downstream_tables
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
 from tests.unit.report.samples import (
@@ -21,10 +21,10 @@ from tests.unit.report.samples import (
 )
 
 
-def tables_of(root, uniform, chameleon, **options):
+def tables_of(root, uniform, chameleon):
     save(root, f"{UNIFORM}-downstream", uniform)
     save(root, f"{CHAMELEON}-downstream", chameleon)
-    return downstream_tables(RunFolder.load(root), **options)
+    return downstream_tables(compare_downstream(RunFolder.load(root)))
 
 
 def marks_of(table):

@@ -30,7 +30,7 @@ from megatron_chameleon.report.figures import (
     umap_points,
     weights_picture,
     window_map,
-    window_map_figure,
+    windows_picture,
 )
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.artifacts.artifact_samples import write_metrics
@@ -229,7 +229,9 @@ def test_domains_in_the_legend_are_far_apart_on_the_map():
     centres = shown.centroids[named]
     apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)[~np.eye(21, dtype=bool)]
     assert apart.min() > 10  # points on an even grid would be 22 apart
-    figure = window_map_figure(shown)
+    picture = windows_picture(shown)
+    assert picture is not None
+    figure = picture.figure
     (axes,) = figure.axes
     assert to_hex(axes.lines[0].get_color()) == PROXY_COLOR
     assert len(np.asarray(axes.lines[0].get_xydata())) == 3 * (1000 - MOST_NAMED)
