@@ -405,11 +405,10 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
             mixtures={"uniform": uniform, **folder.mixtures},
             paths={f"{MIXTURE}/uniform": path, **folder.paths},
         )
-    results: dict[str, EvaluationResult] = {}
     costs, mixtures = ledger_of(folder).mixtures, dict[str, ComparedMixture]()
     for name in options.mixtures:
         if method := online_method(name):
-            mixtures[name] = _load_online(folder, name, method, options, results)
+            mixtures[name] = _load_online(folder, name, method, options)
             continue
         if name not in folder.mixtures:
             raise UserError(f"{folder.root / MIXTURE / name}.json does not exist; {HINT}")
@@ -423,35 +422,29 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
             and same_weights(folder.mixtures[other].weights, mixture.weights)
         )
         source = next(sources, name)
-        bases, runs = options.run_names(source), []
-        for base, seed in zip(bases, options.seeds, strict=True):
-            run, results[base] = _load_base(folder, base, seed)
+        runs, results = _load_bases(folder, source, options)
+        for run in runs:
             if not same_weights(run.mixture, mixture.weights):
                 raise UserError(
                     f"{run.root} was trained with other weights than those of its mixture in "
                     f"{MIXTURE}; delete the run and its evaluation, and {HINT}"
                 )
-            runs.append(run)
-        found = [results[base] for base in bases]
         same_as = None if source == name else mixture_label(source)
         paid = costs[name]
         if options.existing_model:
             missing = tuple(part for part in paid.missing if part != TRAINING_OF_MODEL)
             paid = dataclasses.replace(paid, missing=missing)
-        mixtures[name] = ComparedMixture(name, mixture, paid, runs, found, same_as)
-    require_same_evaluation(results)
-    firsts = next(iter(mixtures.values())).runs
-    pairs = [pair for each in mixtures.values() for pair in zip(firsts, each.runs, strict=True)]
-    for same_seed, run in pairs:
-        other = options_of(run)
-        for key in sorted((options_of(firsts[0]).keys() | other.keys()) - MAY_DIFFER):
-            first = same_seed if key == SAME_WITHIN_A_SEED else firsts[0]
-            one = options_of(first)
-            if one.get(key) != other.get(key):
-                raise UserError(
-                    f"{run.root} and {first.root} differ in the option {key} ({other.get(key)} and "
-                    f"{one.get(key)}); compare runs that differ only in mixture and seed"
-                )
+        mixtures[name] = ComparedMixture(name, mixture, paid, runs, results, same_as)
+    compared = [
+        (same_seed, run, result)
+        for each in mixtures.values()
+        for same_seed, run, result in zip(
+            next(iter(mixtures.values())).runs, each.runs, each.results, strict=True
+        )
+    ]
+    require_same_evaluation({run.root.name: result for _, run, result in compared})
+    for same_seed, run, _ in compared:
+        _require_same_options(run, compared[0][1], same_seed)
     return MethodComparison(options, mixtures, _load_downstream(folder, mixtures))
 
 
@@ -479,6 +472,22 @@ def options_of(run: TrainingRun) -> dict[str, Any]:
         }
 
     return merged(run.provenance.options, _default_options())
+
+
+def _require_same_options(run: TrainingRun, first: TrainingRun, same_seed: TrainingRun) -> None:
+    """Raise UserError if ``run`` differs from ``first`` in an option that is not compared.
+
+    ``same_seed`` is the run of the first mixture with the seed of ``run``.
+    """
+    ours = options_of(run)
+    for key in sorted((options_of(first).keys() | ours.keys()) - MAY_DIFFER):
+        other = same_seed if key == SAME_WITHIN_A_SEED else first
+        one, two = ours.get(key), options_of(other).get(key)
+        if one != two:
+            raise UserError(
+                f"{run.root} and {other.root} differ in the option {key} ({one} and {two}); "
+                "compare runs that differ only in mixture and seed"
+            )
 
 
 def _load_downstream(
@@ -530,21 +539,18 @@ def _load_online(
     name: str,
     method: str,
     options: CompareMethodsOptions,
-    results: dict[str, EvaluationResult],
 ) -> ComparedMixture:
-    """Load the base runs of an online method, and add their evaluations to ``results``.
+    """Load the base runs of an online method, and their evaluations.
 
     The column's weights are the mean shares of the sampled tokens. The method's cost is that of its
     own passes: the FLOPs of a run beyond those of the baseline's run with the same seed, and the
     time of the updates of the mixture, averaged over seeds.
     """
-    runs: list[TrainingRun] = []
+    runs, results = _load_bases(folder, name, options, method)
     costs: list[tuple[float, float]] = []
-    baselines = options.run_names(options.baseline)
-    for base, seed, other in zip(options.run_names(name), options.seeds, baselines, strict=True):
-        run, results[base] = _load_base(folder, base, seed, method)
+    for run, other in zip(runs, options.run_names(options.baseline), strict=True):
         # An online method may follow the target, which is only measured with other mixtures.
-        if runs and options_of(run)["target"] != options_of(runs[0])["target"]:
+        if options_of(run)["target"] != options_of(runs[0])["target"]:
             raise UserError(
                 f"{run.root} and {runs[0].root} differ in the option target; compare runs that "
                 "differ only in mixture and seed"
@@ -555,15 +561,24 @@ def _load_online(
             (line.get("phase_seconds") or {}).get("mixture", 0.0) for line in run.metrics()
         )
         costs.append((max(extra, 0.0), seconds * run.cost.num_devices))
-        runs.append(run)
     flops, seconds = (math.fsum(values) / len(costs) for values in zip(*costs, strict=True))
     shares = pd.DataFrame(
         [{domain: t.actual / run.tokens for domain, t in run.domain_tokens.items()} for run in runs]
     ).mean()
     mixture = Mixture(dict(shares), method=f"{method}{ONLINE_SUFFIX}")
     paid = MixtureCost(mixture, {f"{BASE}/{name}": Cost(flops, seconds, seconds, 1)})
-    found = [results[base] for base in options.run_names(name)]
-    return ComparedMixture(name, mixture, paid, runs, found)
+    return ComparedMixture(name, mixture, paid, runs, results)
+
+
+def _load_bases(
+    folder: RunFolder, name: str, options: CompareMethodsOptions, online: str | None = None
+) -> tuple[list[TrainingRun], list[EvaluationResult]]:
+    """Load the base runs of a mixture, and their evaluations, in the order of seeds."""
+    pairs = [
+        _load_base(folder, base, seed, online)
+        for base, seed in zip(options.run_names(name), options.seeds, strict=True)
+    ]
+    return [run for run, _ in pairs], [result for _, result in pairs]
 
 
 def _load_base(

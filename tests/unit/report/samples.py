@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_chameleon.artifacts import (
     EvaluationResult,
     Mixture,
     Protocol,
+    Provenance,
     SampledTokens,
     SettingValue,
     Sweep,
@@ -41,6 +43,22 @@ from tests.unit.artifacts import artifact_samples
 PROVENANCE = dataclasses.replace(artifact_samples.PROVENANCE, options={}, inputs={})
 PROTOCOL = Protocol(split="test", window_length=64)
 NAMES = ["code", "a|b_<x>", "prose"]
+SEEDS = (1, 2, 3)
+WEIGHTS = {
+    "uniform": [1 / 3, 1 / 3, 1 / 3],
+    "unimax": [1 / 3, 1 / 3, 1 / 3],
+    "chameleon": [0.5, 0.3, 0.2],
+    "doremi": [0.1, 0.1, 0.8],
+}
+# Average perplexity by seed; each domain's perplexity is this times its entry of SHARES.
+AVERAGES = {
+    "uniform": [100.0, 104.0, 96.0],
+    "chameleon": [90.0, 95.0, 86.0],
+    "doremi": [120.0, 122.0, 118.0],
+}
+PROXY_COST, STORE_COST = Cost(1e12, 100.0, 100.0, 1), Cost(2e11, 20.0, 20.0, 1)
+SHARES = (0.5, 1.0, 1.5)
+STEP = "checkpoints/step-00000200"
 UNIFORM, CHAMELEON = RUNS = ("uniform-seed1", "chameleon-pretrain-seed1")
 
 
@@ -262,4 +280,38 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
     centre = Mixture.load(root / "4-mixture/chameleon-pretrain.json")
     others = [dataclasses.replace(centre, weights=random_weights(names, rng)) for _ in range(2)]
     write_sweep(root, {"ridge": [centre, *others], "num_windows": [centre, others[1]]})
+    return root
+
+
+def made_by(**options: Any) -> Provenance:
+    """Provenance of a run with ``options``."""
+    options = {"train_iters": 200, "optimizer": {"lr": 1e-2}, **options}
+    return dataclasses.replace(PROVENANCE, options=options)
+
+
+def write_seeded_runs(root: Path) -> Path:
+    """Three runs each of Uniform, Chameleon and DoReMi; UniMax has Uniform's weights and no run."""
+    corpus = write_corpus(root / "1-corpus", NAMES)
+    proxy = root / "2-proxy/nano-seed1"
+    digest = write_checkpoint(proxy / STEP, b"proxy")
+    uniform = Mixture.uniform(NAMES).weights
+    write_training_run(proxy, uniform, "uniform", checkpoints=[STEP], cost=PROXY_COST)
+    recipe = EmbeddingRecipe(digest, 1, 64, 16, 0, "0")
+    EmbeddingStore(root / "3-embeddings/nano", recipe, 8, {}, PROVENANCE, STORE_COST).save()
+    inputs = dataclasses.replace(PROVENANCE, inputs={"checkpoint": digest})
+    embedding = {"embedding": dataclasses.asdict(recipe)}
+    chameleon = {"provenance": inputs, "parameters": embedding, "cost": Cost(0.0, 5.0, 5.0, 1)}
+    doremi = {"parameters": {"made_from": []}, "cost": Cost(6e12, 500.0, 500.0, 1)}
+    costs: dict[str, Any] = {"chameleon": chameleon, "doremi": doremi}
+    for name, weights in WEIGHTS.items():
+        mixture = Mixture(dict(zip(NAMES, weights, strict=True)), name, **costs.get(name, {}))
+        mixture.save(root / f"4-mixture/{name}.json")
+        for seed, average in zip(SEEDS, AVERAGES.get(name, ()), strict=False):
+            run = f"{name}-seed{seed}"
+            digest = write_checkpoint(root / "5-base" / run / STEP, run.encode())
+            values = {"checkpoints": [STEP], "provenance": made_by(seed=seed)}
+            write_training_run(root / "5-base" / run, mixture.weights, name, **values)
+            losses = [math.log(average * share) for share in SHARES]
+            result = evaluation(NAMES, losses, corpus_hash=corpus.hash, checkpoint_hash=digest)
+            result.save(root / f"6-evaluation/{run}.json")
     return root

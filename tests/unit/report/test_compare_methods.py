@@ -14,13 +14,9 @@ import pytest
 
 from megatron_chameleon.artifacts import (
     Cost,
-    EmbeddingRecipe,
-    EmbeddingStore,
     EvaluationResult,
-    Mixture,
     SampledTokens,
 )
-from megatron_chameleon.corpus.join import link_domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.compare_methods import (
     ONLINE_METHODS,
@@ -37,72 +33,29 @@ from megatron_chameleon.report.compare_methods import (
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
-from megatron_chameleon.report.targets import compare_targets
 from megatron_chameleon.training.options import OnlineMethod
 from tests.unit.report.samples import (
+    AVERAGES,
     NAMES,
-    PROVENANCE,
+    SEEDS,
+    SHARES,
+    STEP,
+    WEIGHTS,
     downstream,
     edit,
     edit_evaluation,
     evaluation,
+    made_by,
     rows_of,
     write_checkpoint,
-    write_corpus,
+    write_seeded_runs,
     write_training_run,
 )
-
-SEEDS = (1, 2, 3)
-WEIGHTS = {
-    "uniform": [1 / 3, 1 / 3, 1 / 3],
-    "unimax": [1 / 3, 1 / 3, 1 / 3],
-    "chameleon": [0.5, 0.3, 0.2],
-    "doremi": [0.1, 0.1, 0.8],
-}
-# Average perplexity by seed; each domain's perplexity is this times its entry of SHARES.
-AVERAGES = {
-    "uniform": [100.0, 104.0, 96.0],
-    "chameleon": [90.0, 95.0, 86.0],
-    "doremi": [120.0, 122.0, 118.0],
-}
-PROXY_COST, STORE_COST = Cost(1e12, 100.0, 100.0, 1), Cost(2e11, 20.0, 20.0, 1)
-SHARES = (0.5, 1.0, 1.5)
-STEP = "checkpoints/step-00000200"
-
-
-def made_by(**options):
-    options = {"train_iters": 200, "optimizer": {"lr": 1e-2}, **options}
-    return dataclasses.replace(PROVENANCE, options=options)
 
 
 @pytest.fixture
 def root(tmp_path):
-    """Three runs each of Uniform, Chameleon and DoReMi; UniMax has Uniform's weights and no run."""
-    root = tmp_path / "run"
-    corpus = write_corpus(root / "1-corpus", NAMES)
-    proxy = root / "2-proxy/nano-seed1"
-    digest = write_checkpoint(proxy / STEP, b"proxy")
-    uniform = Mixture.uniform(NAMES).weights
-    write_training_run(proxy, uniform, "uniform", checkpoints=[STEP], cost=PROXY_COST)
-    recipe = EmbeddingRecipe(digest, 1, 64, 16, 0, "0")
-    EmbeddingStore(root / "3-embeddings/nano", recipe, 8, {}, PROVENANCE, STORE_COST).save()
-    inputs = dataclasses.replace(PROVENANCE, inputs={"checkpoint": digest})
-    embedding = {"embedding": dataclasses.asdict(recipe)}
-    chameleon = {"provenance": inputs, "parameters": embedding, "cost": Cost(0.0, 5.0, 5.0, 1)}
-    doremi = {"parameters": {"made_from": []}, "cost": Cost(6e12, 500.0, 500.0, 1)}
-    costs: dict[str, Any] = {"chameleon": chameleon, "doremi": doremi}
-    for name, weights in WEIGHTS.items():
-        mixture = Mixture(dict(zip(NAMES, weights, strict=True)), name, **costs.get(name, {}))
-        mixture.save(root / f"4-mixture/{name}.json")
-        for seed, average in zip(SEEDS, AVERAGES.get(name, ()), strict=False):
-            run = f"{name}-seed{seed}"
-            digest = write_checkpoint(root / "5-base" / run / STEP, run.encode())
-            values = {"checkpoints": [STEP], "provenance": made_by(seed=seed)}
-            write_training_run(root / "5-base" / run, mixture.weights, name, **values)
-            losses = [math.log(average * share) for share in SHARES]
-            result = evaluation(NAMES, losses, corpus_hash=corpus.hash, checkpoint_hash=digest)
-            result.save(root / f"6-evaluation/{run}.json")
-    return root
+    return write_seeded_runs(tmp_path / "run")
 
 
 def test_held_out_domains_are_not_in_the_averages(root):
@@ -122,42 +75,6 @@ def test_held_out_domains_are_not_in_the_averages(root):
     assert after.details["uniform"]["held_out_perplexity"]["seed 2"] == pytest.approx(
         {"target": 14.0}
     )
-
-
-def hold_out(root, folder, target, gain):
-    """Copy a comparison, with ``target`` as a held-out domain that Chameleon lowers by ``gain``."""
-    shutil.copytree(root, folder)
-    shutil.rmtree(folder / "1-corpus")
-    corpus = write_corpus(folder / "all", [*NAMES, "other", target])
-    link_domains(corpus, folder / "1-corpus", NAMES, ["other", target]).save()
-    for path in (folder / "6-evaluation").glob("*.json"):
-        loss = 3.0 - gain * path.name.startswith("chameleon")
-        measured = evaluation(["other", target], [9.0, loss]).domains
-        found = EvaluationResult.load(path).domains
-        edit(path, domains={**found, **measured}, held_out=["other", target])
-
-
-def test_only_the_named_targets_are_compared(root, tmp_path):
-    run = tmp_path / "targets-run"
-    hold_out(root, run / "targets/my%20notes", "my notes", 0.5)
-    hold_out(root, run / "targets/earlier", "earlier", 0.25)
-
-    def gains(*names):
-        options = CompareMethodsOptions(
-            run=run, mixtures=("uniform", "chameleon"), seeds=SEEDS, targets=names
-        )
-        compared = compare_targets(options)
-        recorded = json.loads((run / "7-report/compare_methods-targets.json").read_text())
-        assert list(recorded["targets"]) == list(compared.losses.index)
-        return compared.table.set_index("target")["gain"].to_dict()
-
-    assert gains("my notes") == pytest.approx({"my notes": 0.5})
-    assert gains() == pytest.approx({"earlier": 0.25, "my notes": 0.5})
-    with pytest.raises(UserError, match="lost"):
-        gains("my notes", "lost")
-    (run / "targets/earlier").rename(run / "targets/renamed")
-    with pytest.raises(UserError, match="renamed"):
-        gains()
 
 
 def test_tokens_to_reach_a_loss_are_interpolated():
