@@ -78,10 +78,9 @@ def test_averages_and_counts_are_over_domains(root):
     assert marks == [[False, True], [True, False], [True, True]]
     assert [is_best(cell) for cell in table.summary[0][-2:]] == [True, False]
     change = 100 * (chameleon / uniform - 1)
-    assert findings(compare(folder))[-1] == (
-        f"Chameleon has an average perplexity of {chameleon:.2f}, and Uniform has "
-        f"{uniform:.2f} (+{change:.1f}%); Chameleon is lower in 1 of 3 domains."
-    )
+    (sentence,) = findings(compare(folder))
+    for figure in (f"{chameleon:.2f}", f"{uniform:.2f} (+{change:.1f}%)", "1 of 3"):
+        assert figure in sentence
 
 
 def test_held_out_domains_are_rows_outside_averages_and_counts(root):
@@ -225,11 +224,8 @@ def test_seeds_are_reported_by_mean_and_deviation_and_paired(tmp_path):
     seeded = Comparison(tuple(runs), runs[0])
     # Uniform averages 20, 22, 24, and Chameleon 19, 20, 21; seeds 2 and 3 differ by -3 and -4.
     (sentence,) = findings(seeded)
-    assert sentence == (
-        "Chameleon has an average perplexity of 20.00 ± 1.00 over 3 seeds, and Uniform has "
-        "22.00 ± 2.00 over 3 seeds (-9.1%, -3.50 ± 0.71 paired by 2 seeds); Chameleon is lower in "
-        "2 of 3 domains."
-    )
+    for figure in ("20.00 ± 1.00", "22.00 ± 2.00", "-9.1%", "-3.50 ± 0.71", "2 of 3"):
+        assert figure in sentence
     table = seed_table(seeded)
     assert table is not None
     assert table.header == ("domain", "perplexity Uniform", "perplexity Chameleon")
