@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
-from megatron_chameleon.errors import UserError
+from megatron_chameleon.errors import UserError, format_names
 
 LARGEST_INT32, LARGEST_INT64 = 2**31 - 1, 2**63 - 1
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -100,6 +101,42 @@ class CheckedOptions:
                 if isinstance(value, bool):
                     flag = flag_of(name if value else f"no_{name}")
                 raise UserError(f"{flag}: {reason}; leave it out")
+
+
+def parse_named_numbers(flag: str, value: str, names: Collection[str]) -> dict[str, float]:
+    """Parse NAME=NUMBER pairs separated by commas.
+
+    Args:
+        flag: the option, for messages.
+        value: value of the option.
+        names: the names that may occur; they may contain an equals sign.
+
+    Raises:
+        UserError: for an unknown or repeated name, or a number that is not finite and >= 0.
+    """
+    found: dict[str, float] = {}
+    for item in filter(None, map(str.strip, value.split(","))):
+        name, _, text = (part.strip() for part in item.rpartition("="))
+        problem = None
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if name not in names:
+            problem = f"unknown name '{name or item}'"
+        elif name in found:
+            problem = f"'{name}' is named twice"
+        elif not 0 <= number < math.inf:
+            problem = f"'{text}' of '{name}' must be a finite number >= 0"
+        if problem:
+            raise UserError(
+                f"{flag} {value}: {problem}; pass NAME=NUMBER,... with names of "
+                f"{format_names(list(names))}"
+            )
+        found[name] = number
+    if not found:
+        raise UserError(f"{flag} {value}: names nothing; pass NAME=NUMBER,...")
+    return found
 
 
 def flag_of(field: str) -> str:

@@ -18,9 +18,11 @@ def main(options: PretrainOptions) -> None:
     stops.install_handlers()
     # Import this module here, so that --help does not import torch.
     from megatron_chameleon.methods.online import hook_class
+    from megatron_chameleon.training.reload import ReloadedMixture
     from megatron_chameleon.training.trainer import pretrain
 
-    pretrain(options, hook_factory=hook_class(options.online.online), stops=stops)
+    hook = ReloadedMixture if options.reload.reload_mixture else hook_class(options.online.online)
+    pretrain(options, hook_factory=hook, stops=stops)
 
 
 COMMAND = Tool(main, PretrainOptions, prints_log=True)

@@ -59,6 +59,7 @@ FIXED_OPTIONS = (
     "train_iters",
     "global_batch_size",
     "target_tokens",
+    "loss_weights",
     "seed",
     "bf16",
     "hidden_dropout",
@@ -254,7 +255,8 @@ def roll_back(progress: Progress, run_dir: Path) -> None:
             CheckpointWarning,
             stacklevel=2,
         )
-    keep_metrics_until(run_dir / METRICS_NAME, progress.step)
+    # A run that starts again validates again before its first step, which is logged as step 0.
+    keep_metrics_until(run_dir / METRICS_NAME, progress.step or -1)
 
 
 @contextlib.contextmanager

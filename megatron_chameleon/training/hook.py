@@ -224,8 +224,10 @@ def build_hook(make: HookFactory | None, plan: TrainingPlan, layout: Layout) -> 
     """
     hook = make(plan, layout) if make else TrainingHook()
     if hook.mixture_interval:
-        online = plan.options.online.online
+        online, reload = plan.options.online.online, plan.options.reload.reload_mixture
         name = f"--online {online}" if online else type(hook).__name__
+        if reload is not None:
+            name = f"--reload-mixture {reload}"
         if plan.options.data.permutation == "megatron":
             raise UserError(
                 f"{name} changes the mixture, which requires --permutation epoch or feistel"

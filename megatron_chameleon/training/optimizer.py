@@ -317,5 +317,11 @@ def build_trained_model(
     scheduler = build_scheduler(optimizer, options.optimizer, options.train_iters)
     if checkpoint:
         load_training(checkpoint, wrapped, optimizer, scheduler)
-    passes = Passes(wrapped, BatchShape.of(options, layout.data_size), len(plan.data.names))
+    weights = plan.loss_weights
+    passes = Passes(
+        wrapped,
+        BatchShape.of(options, layout.data_size),
+        len(plan.data.names),
+        None if weights is None else torch.tensor(weights, device=layout.device),
+    )
     return TrainedModel(wrapped, optimizer, scheduler, passes)

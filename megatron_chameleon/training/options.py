@@ -203,6 +203,25 @@ class OnlineOptions(CheckedOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class ReloadOptions(CheckedOptions):
+    """Weights that another program changes during the run."""
+
+    reload_mixture: Path | None = None
+    """A mixture.json that is read again during training. If its weights have changed, all ranks
+    sample with the new weights from the same step on, and run.json records the change. A missing or
+    damaged file leaves the weights unchanged, with a warning. Needs --permutation epoch or
+    feistel."""
+    reload_interval: Count = 100
+    """Steps between two reads of --reload-mixture."""
+
+    def __post_init__(self) -> None:
+        """Raise UserError for --reload-interval without --reload-mixture."""
+        super().__post_init__()
+        if self.reload_mixture is None:
+            self.reject_changed(["reload_interval"], "has no effect without --reload-mixture")
+
+
+@dataclasses.dataclass(frozen=True)
 class ProfilingOptions(CheckedOptions):
     """The steps that torch's profiler records on rank 0."""
 
@@ -239,12 +258,15 @@ class ValidationOptions(CheckedOptions):
     """Maximum number of tokens per domain in one validation; replaces --eval-iters."""
     eval_last_step: bool = False
     """Also validate after the last step if --eval-interval does not divide --train-iters."""
+    eval_first_step: bool = False
+    """Also validate before the first step of a run, for example to measure the pretrained
+    checkpoint before fine-tuning; logged as step 0."""
 
     def __post_init__(self) -> None:
         """Raise UserError for options that have no effect together."""
         super().__post_init__()
         if self.eval_interval == 0:
-            amounts = ["eval_iters", "eval_tokens", "eval_last_step"]
+            amounts = ["eval_iters", "eval_tokens", "eval_last_step", "eval_first_step"]
             self.reject_changed(amounts, "has no effect with --eval-interval 0")
         if self.eval_tokens is not None:
             self.reject_changed(["eval_iters"], "has no effect with --eval-tokens")
@@ -423,7 +445,7 @@ class TrainingOptions(ModelOptions):
         self.optimizer.check_warmup(last)
         if validation.eval_interval > last:
             validation.reject_changed(
-                ["eval_interval", "eval_iters", "eval_tokens", "eval_last_step"],
+                ["eval_interval", "eval_iters", "eval_tokens", "eval_last_step", "eval_first_step"],
                 f"--train-iters {last} ends before the first validation",
             )
         if validation.eval_tokens is not None and validation.eval_tokens < self.seq_length:
@@ -460,9 +482,15 @@ class PretrainOptions(TrainingOptions, RunInputOptions):
     window, Qwen2, Qwen3). Optimizer and schedule start from scratch."""
     overwrite: bool = False
     """Start from scratch; the contents of --run-dir are deleted once the new run has started."""
+    loss_weights: str | None = None
+    """Weights of the domains' token losses, such as a=1,b=2; a domain that is not named has weight
+    1. A mixture q with loss weights w/q has the expected gradient of the mixture w. The logged
+    losses are not weighted. If the mean weight of the sampled tokens is not 1, the gradient is
+    scaled, too."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     target: TargetOptions = dataclasses.field(default_factory=TargetOptions)
     online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)
+    reload: ReloadOptions = dataclasses.field(default_factory=ReloadOptions)
     profiling: ProfilingOptions = dataclasses.field(default_factory=ProfilingOptions)
 
     def __post_init__(self) -> None:
@@ -492,6 +520,17 @@ class PretrainOptions(TrainingOptions, RunInputOptions):
                 raise UserError(
                     f"--online-interval {interval}: must be < --train-iters {last}; pass a smaller "
                     "interval"
+                )
+        if self.reload.reload_mixture is not None:
+            if self.online.online:
+                raise UserError(
+                    f"--reload-mixture and --online {self.online.online} both change the mixture; "
+                    "leave out one of them"
+                )
+            if self.reload.reload_interval >= last:
+                raise UserError(
+                    f"--reload-interval {self.reload.reload_interval}: must be < --train-iters "
+                    f"{last}; pass a smaller interval"
                 )
         if self.pretrained_checkpoint is not None and self.model is None:
             why = f"the model is that of --pretrained-checkpoint {self.pretrained_checkpoint}"

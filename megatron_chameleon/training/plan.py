@@ -40,6 +40,7 @@ from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.config import DEFAULT_MODEL, PRESETS, ModelConfig, name_of
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
+from megatron_chameleon.ranges import parse_named_numbers
 from megatron_chameleon.storage import is_remote
 from megatron_chameleon.training.options import PretrainOptions, TrainingOptions, check_muon
 from megatron_chameleon.training.pretrained import open_pretrained
@@ -66,6 +67,7 @@ class TrainingPlan:
         pretrained: initial weights of the model; None for random initialization.
         config: the model.
         target: target whose loss is measured by validations; None without one.
+        loss_weights: [k] weights of the domains' token losses; None if all are 1.
         provenance: provenance of the run.
     """
 
@@ -78,6 +80,7 @@ class TrainingPlan:
     pretrained: Model | None
     config: ModelConfig
     target: Target | None
+    loss_weights: tuple[float, ...] | None
     provenance: Provenance
 
     @property
@@ -188,8 +191,30 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         pretrained=pretrained,
         config=config,
         target=target,
+        loss_weights=parse_loss_weights(options.loss_weights, data, schedule),
         provenance=provenance(options, inputs),
     )
+
+
+def parse_loss_weights(
+    value: str | None, data: TokenData, schedule: MixtureSchedule
+) -> tuple[float, ...] | None:
+    """Parse ``--loss-weights``: [k] weights of the domains' token losses, 1 if not named.
+
+    Raises:
+        UserError: for an unknown or repeated name, a weight that is not finite and >= 0, or if no
+            sampled domain has a weight above 0.
+    """
+    if value is None:
+        return None
+    weights = dict.fromkeys(data.names, 1.0)
+    weights |= parse_named_numbers("--loss-weights", value, data.names)
+    phases = (zip(weights.values(), phase.weights, strict=True) for phase in schedule.phases)
+    if not any(factor * weight for phase in phases for factor, weight in phase):
+        raise UserError(
+            f"--loss-weights {value}: no sampled domain has a weight above 0; give one a weight"
+        )
+    return tuple(weights.values())
 
 
 def find_run_target(
@@ -395,6 +420,7 @@ def check_overwrite(options: PretrainOptions) -> None:
         options.corpus,
         options.pretrained_checkpoint,
         options.mixture,
+        options.reload.reload_mixture,
         data.tokenizer_model,
         data.data_cache_path,
         data.object_storage_cache_path,

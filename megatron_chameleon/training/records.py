@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_chameleon.parallel.layout import Layout, device_name, from_main
 from megatron_chameleon.training.guard import StepGuard
 from megatron_chameleon.training.hook import TrainingHook, save_hook
 from megatron_chameleon.training.metrics import (
+    Figures,
     Interval,
     IntervalMeter,
     Logger,
@@ -268,15 +270,31 @@ class RunRecords:
             with phases.during("logging"):
                 print(" | ".join(line))
                 if validation_loss:
-                    losses = (f"{name} {loss:.4f}" for name, loss in validation_loss.items())
-                    target = "" if target_loss is None else f" | target loss {target_loss:.4f}"
-                    print(f"validation after {done} | loss {', '.join(losses)}{target}")
-                for logger in self._loggers:
-                    try:
-                        logger.log(step, figures)
-                    except OSError as error:
-                        warnings.warn(f"cannot write metrics of step {step}: {error}", stacklevel=2)
+                    self._print_validation(f"after {done}", validation_loss, target_loss)
+                self._write(figures)
         self.state.meter.restart_clock()
+
+    def log_first(self, validation_loss: Mapping[str, float], target_loss: float | None) -> None:
+        """Print and log the validation before the first step, on rank 0."""
+        if self.layout.is_main:
+            self._print_validation("before the first step", validation_loss, target_loss)
+            target = {} if target_loss is None else {"target_loss": target_loss}
+            self._write({"tokens": 0, "validation_loss": dict(validation_loss), **target})
+
+    def _print_validation(
+        self, when: str, losses: Mapping[str, float], target_loss: float | None
+    ) -> None:
+        by_name = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        target = "" if target_loss is None else f" | target loss {target_loss:.4f}"
+        print(f"validation {when} | loss {by_name}{target}")
+
+    def _write(self, figures: Figures) -> None:
+        """Pass ``figures`` of this step to the loggers; a logger's failure is a warning."""
+        for logger in self._loggers:
+            try:
+                logger.log(self.step, figures)
+            except OSError as error:
+                warnings.warn(f"cannot write metrics of step {self.step}: {error}", stacklevel=3)
 
     def print(self, message: str) -> None:
         """Print ``message`` on rank 0."""
@@ -319,8 +337,20 @@ class RunRecords:
             f"mixture {plan.mixture.method}: {', '.join(weights)}",
             *phases,
             *([f"target: {describe_shares(plan.target.shares)}"] if plan.target else []),
+            *self._describe_objective(),
         ]
         return "\n".join(lines)
+
+    def _describe_objective(self) -> list[str]:
+        """Describe --loss-weights, and each domain's share of the weighted loss; empty without."""
+        if (factors := self.plan.loss_weights) is None:
+            return []
+        names, weights = self.plan.data.names, [d.weight for d in self.sampled().values()]
+        parts = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        total = math.fsum(parts) or 1.0
+        given = ", ".join(f"{n} {factor:g}" for n, factor in zip(names, factors, strict=True))
+        shares = {name: part / total for name, part in zip(names, parts, strict=True)}
+        return [f"loss weights: {given}; shares of the loss: {describe_shares(shares)}"]
 
     def end_message(self) -> str:
         """Message at the end of training: tokens, cost and the next command to run."""

@@ -87,11 +87,14 @@ class Passes:
             DistributedDataParallel if they are trained.
         shape: shape of the batch.
         num_domains: number of domains (k).
+        loss_weights: [k] weights of the domains' token losses (``--loss-weights``), which multiply
+            those of a hook; None if all are 1.
     """
 
     model: Sequence[torch.nn.Module]
     shape: BatchShape
     num_domains: int
+    loss_weights: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +114,7 @@ class Passes:
             batches: this rank's micro-batches. If some of their tokens are masked, the model must
                 be built with ``per_token_loss``.
             num_microbatches: number of micro-batches; by default, the number in a step.
-            loss_weights: [k] weight of the loss of each domain's tokens; by default 1.
+            loss_weights: [k] a hook's weight of the loss of each domain's tokens; by default 1.
             micro_batch_size: samples per micro-batch; by default, the number in a step. Without
                 pipeline parallelism, micro-batches may also be smaller.
 
@@ -119,6 +122,9 @@ class Passes:
             [k, 3] float64 over this rank's micro-batches: per domain, summed loss, number of tokens
             with a loss, and tokens sampled; zero outside the last pipeline stage.
         """
+        if self.loss_weights is not None:
+            hook_weights = 1.0 if loss_weights is None else loss_weights
+            loss_weights = self.loss_weights * hook_weights
         loss = functools.partial(
             micro_batch_loss,
             num_domains=self.num_domains,

@@ -164,6 +164,8 @@ class Trainer:
         """Run the remaining steps; end earlier if all ranks agree to stop."""
         records, device = self.records, self.records.layout.device
         with read_ahead(self.batches, device, self.prefetched) as batches:
+            if self.validation and self.options.validation.eval_first_step and not records.step:
+                records.log_first(*self._validate())
             self.batches = self.phases.timed(batches, "data")
             self.meter.restart_clock()
             while not (records.is_done or records.stopped_by):
@@ -286,15 +288,18 @@ class Trainer:
     def _write_log(self, *, validate: bool) -> float | None:
         """Log the steps since the last log; return the target's loss if it was measured."""
         interval = self.meter.read()
-        losses: dict[str, float] = {}
-        target_loss, target = None, self.records.plan.target
-        if validate and self.validation:
-            with self.phases.during("validation"):
-                losses = self.validation.losses()
-            self.records.validation_flops += self.validation.flops(self.records.plan.config)
-            target_loss = target.record.loss_of(losses) if target else None
+        losses, target_loss = self._validate() if validate else ({}, None)
         self.records.log(interval, self.model.lr, losses, target_loss, self.phases)
         return target_loss
+
+    def _validate(self) -> tuple[dict[str, float], float | None]:
+        """Measure the validation losses by name, and the loss of the target, if there is one."""
+        assert self.validation is not None
+        with self.phases.during("validation"):
+            losses = self.validation.losses()
+        self.records.validation_flops += self.validation.flops(self.records.plan.config)
+        target = self.records.plan.target
+        return losses, target.record.loss_of(losses) if target else None
 
 
 @contextlib.contextmanager

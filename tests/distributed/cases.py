@@ -72,6 +72,7 @@ class Case:
     attention_dropout: float = 0.0
     optimizer: Optimizer = "adam"
     mup_base_hidden_size: int | None = None
+    loss_weights: str | None = None
 
 
 Again = dict[str, tuple[str, Case]]
@@ -180,6 +181,13 @@ MUP_LAYOUTS = ("one", "tp2-pp2", "dp2-overlapped") if RELEASE >= (0, 19) else ()
 RUNS_MUP = {
     f"{name}-mup": dataclasses.replace(RUNS[name], mup_base_hidden_size=16) for name in MUP_LAYOUTS
 }
+RUNS_WEIGHTED = {
+    f"{name}-weighted": dataclasses.replace(
+        RUNS[name], boundaries=APART, loss_weights="news=0.25,code=3"
+    )
+    for name in ("one", "sp2", "vpp2", "dp2")
+}
+"""Runs with --loss-weights, in which the number of losses differs among micro-batches."""
 DROPOUTS = "sp2-dropouts"
 """A run with every dropout: under sequence parallelism, all masks differ between the ranks."""
 UNINTERRUPTED = {
@@ -188,6 +196,7 @@ UNINTERRUPTED = {
     **RUNS_APART,
     **RUNS_CHANGING,
     **RUNS_DROPOUT,
+    **RUNS_WEIGHTED,
     **RUNS_MUON,
     **RUNS_MUP,
     DROPOUTS: dataclasses.replace(SP2, hidden_dropout=0.2, attention_dropout=0.2),
@@ -237,7 +246,8 @@ def one_rank(name: str) -> str:
     if name in RUNS:
         return "one"
     family, suffix = name.split("-")[0], name.rpartition("-")[2]
-    if suffix in ("bf16", "apart", "changing", "dropout", "muon", "mup", "bad", *OTHER_FAMILIES):
+    kinds = ("bf16", "apart", "changing", "dropout", "weighted", "muon", "mup", "bad")
+    if suffix in (*kinds, *OTHER_FAMILIES):
         return f"one-{suffix}"
     return "doremi-one-masked" if suffix == "masked" else f"{family}-one"
 
@@ -502,6 +512,7 @@ def training_options(places: Places, name: str, case: Case) -> PretrainOptions:
         hidden_dropout=case.hidden_dropout,
         attention_dropout=case.attention_dropout,
         dry_first_step=case.dry_first_step,
+        loss_weights=case.loss_weights,
         log_interval=1,
         save_interval=SAVE_INTERVAL,
         boundaries=case.boundaries,

@@ -25,6 +25,7 @@ COMPARED = (
     *cases.RUNS,
     *cases.RUNS_APART,
     *cases.RUNS_DROPOUT,
+    *cases.RUNS_WEIGHTED,
     *cases.RUNS_FAMILIES,
     *cases.RUNS_MUP,
     "dp2-changing",
@@ -53,6 +54,15 @@ def test_separating_documents_changes_the_losses(results):
     for one, other in zip(plain, apart, strict=True):
         losses = one["domain_loss"], other["domain_loss"]  # in the mean, differences could cancel
         assert max(abs(losses[0][name] - losses[1][name]) for name in losses[1]) > SMALLEST_ERROR
+
+
+def test_loss_weights_change_the_losses(results):
+    plain, weighted = (
+        [step["domain_loss"]["code"] for step in results.metrics(name)]
+        for name in ("one-apart", "one-weighted")
+    )
+    assert weighted[0] == pytest.approx(plain[0], abs=LOSS_ROUNDING)  # logged losses have no weight
+    assert plain[-1] - weighted[-1] > SMALLEST_ERROR  # code has a higher weight
 
 
 def test_dropout_changes_the_losses(results):

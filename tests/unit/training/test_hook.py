@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -79,6 +80,27 @@ def run(hook, passes, micro_batches, layout):
     hooked = HookRunner(hook, passes, SHAPE, layout)
     sums = hooked.forward_backward(iter(micro_batches), step=5, learning_rate=RATE)
     return sums, gradient(passes)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_loss_weights_have_the_expected_gradient_of_another_mixture(
+    one_rank, micro_batches, per_token
+):
+    """With samples of the mixture q and loss weights w/q, the gradient is that of the mixture w."""
+    sampled = torch.bincount(torch.tensor(DOMAINS).flatten(), minlength=NUM_DOMAINS) / 6.0
+    wanted = torch.tensor([0.2, 0.7, 0.0, 0.1])
+    for batch in micro_batches:
+        batch["loss_mask"] = torch.ones(ROWS, 16)
+    plain = build_passes(one_rank, per_token=per_token)
+    passes = dataclasses.replace(plain, loss_weights=wanted / sampled.clamp(min=0.1))
+    sums, found = run(TrainingHook(), passes, micro_batches, one_rank)
+    means = [wanted / (sampled * 6 * 16).clamp(min=1) for _ in micro_batches]
+    weights = [
+        mean[batch["domain"]][:, None] for mean, batch in zip(means, micro_batches, strict=True)
+    ]
+    expected = expected_gradient(passes, micro_batches, weights)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert torch.equal(sums, run(TrainingHook(), plain, micro_batches, one_rank)[0])
 
 
 class Combiner(TrainingHook):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_chameleon.artifacts import EvaluationResult, TrainingRun
-from megatron_chameleon.artifacts.checkpoint import step_folder
+from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, step_folder
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.blend.sampler import prefetch
 from megatron_chameleon.errors import UserError
@@ -183,6 +183,27 @@ def test_validation_changes_nothing_and_equals_evaluation(
     assert found == pytest.approx({n: d.loss for n, d in result.domains.items()}, abs=1e-6)
     extra = TrainingRun.load(run_dir).cost.flops - TrainingRun.load(finished_run).cost.flops
     assert extra == pytest.approx(3 * result.cost.flops)
+
+
+def test_first_validation_is_that_of_the_initial_weights(pretrain_options, finished_run, tmp_path):
+    """A run that is killed before its first checkpoint, and starts again, logs it once."""
+    validation = ValidationOptions(eval_interval=6, eval_first_step=True)
+    options = pretrain_options(tmp_path / "run", validation=validation)
+    pretrain(options)
+    assert losses(options.run_dir).keys() - {0} == losses(finished_run).keys()
+    first = metrics(options.run_dir)[0]["validation_loss"]
+    assert list(first) == list(DOMAINS)
+    assert all(abs(loss - math.log(VOCAB_SIZE)) < 0.3 for loss in first.values())
+    shutil.rmtree(options.run_dir / FOLDER_NAME)
+    pretrain(options)
+    lines = [line["step"] for line in TrainingRun.load(options.run_dir).metrics()]
+    assert lines == [0, 2, 3, 4, 6]
+    tuned = pretrain_options(
+        tmp_path / "tuned", validation=validation, model=None, pretrained_checkpoint=finished_run
+    )
+    pretrain(tuned)
+    last = metrics(options.run_dir)[6]["validation_loss"]
+    assert metrics(tuned.run_dir)[0]["validation_loss"] == pytest.approx(last, abs=1e-6)
 
 
 def test_a_held_out_domain_is_measured_and_never_trained_on(

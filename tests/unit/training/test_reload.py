@@ -1,0 +1,96 @@
+"""A run whose mixture is a file that changes during training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_chameleon.artifacts import MixtureWarning, TrainingRun
+from megatron_chameleon.blend.options import DataOptions
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.training.options import LoggingOptions, OnlineOptions, ReloadOptions
+from megatron_chameleon.training.reload import ReloadedMixture
+from megatron_chameleon.training.trainer import pretrain
+from tests.small_corpus import DOMAINS
+from tests.unit.training.runs import before_steps, losses
+
+FIRST, *_ = DOMAINS
+ONLY_FIRST = {name: float(name == FIRST) for name in DOMAINS}
+
+
+@pytest.fixture
+def options_for(pretrain_options, tmp_path):
+    """``options_for(name, **changes)``: a run that reads the file after every two steps."""
+
+    def options(name, **changes):
+        settings = {
+            "log_interval": 1,
+            "logging": LoggingOptions(tensorboard=False),
+            "data": DataOptions(permutation="epoch"),
+            "reload": ReloadOptions(tmp_path / "live.json", reload_interval=2),
+            **changes,
+        }
+        return pretrain_options(tmp_path / name, **settings)
+
+    return options
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(value)``: return an action that replaces the file by ``value`` as JSON."""
+    path = tmp_path / "live.json"
+
+    def action(value):
+        return lambda _model: path.write_text(value if value == "{" else json.dumps(value))
+
+    return action
+
+
+def phases_of(options):
+    size = options.global_batch_size
+    run = TrainingRun.load(options.run_dir)
+    return [(phase.first_sample // size, phase.weights) for phase in run.mixture_phases]
+
+
+def test_all_later_steps_have_the_weights_of_the_file(options_for, write, monkeypatch):
+    options = options_for("run")
+    uniform = dict.fromkeys(DOMAINS, 1 / len(DOMAINS))
+    # The file is read before steps 3 and 5, and is then damaged.
+    actions = {2: write({"weights": ONLY_FIRST}), 4: write("{"), 6: write({"weights": uniform})}
+    before_steps(monkeypatch, actions)
+    with pytest.warns(MixtureWarning, match="unchanged"):
+        pretrain(options, ReloadedMixture)
+    phases = phases_of(options)
+    assert phases == [(0, uniform), (2, ONLY_FIRST)]
+    lines = list(TrainingRun.load(options.run_dir).metrics())
+    assert [set(line["domain_tokens"]) for line in lines[2:]] == [{FIRST}] * 4
+    assert [line["hook"]["changes"] for line in lines] == [0, 0, 1, 1, 1, 1]
+
+
+def test_resumed_run_equals_the_uninterrupted_run(options_for, write, monkeypatch):
+    options = {name: options_for(name) for name in ("whole", "resumed")}
+    for run in options.values():
+        write({"weights": dict.fromkeys(DOMAINS, 1 / len(DOMAINS))})(None)
+        with monkeypatch.context() as patched:
+            before_steps(patched, {2: write({"weights": ONLY_FIRST})})
+            pretrain(run, ReloadedMixture)
+    folder = options["resumed"].run_dir / "checkpoints"
+    newest = max(folder.iterdir())
+    newest.rename(newest.with_name("away"))
+    pretrain(options["resumed"], ReloadedMixture)
+    assert losses(options["whole"].run_dir) == losses(options["resumed"].run_dir)
+    assert phases_of(options["whole"]) == phases_of(options["resumed"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"online": OnlineOptions(online="odm", online_interval=2)},
+        {"data": DataOptions(permutation="megatron")},
+    ],
+    ids=["online", "megatron"],
+)
+def test_other_sources_of_weights_are_rejected(options_for, changes):
+    with pytest.raises(UserError, match="--reload-mixture"):
+        pretrain(options_for("run", **changes), ReloadedMixture)
