@@ -3,7 +3,7 @@
 UniMax (Chung et al., ICLR 2023) divides the token budget evenly over the domains. Tokens beyond a
 domain's epoch limit are redistributed evenly over the other domains. The result is the mixture
 within the limits that is nearest to uniform: each weight is min(cap, s/k), with one scale s for all
-domains. :class:`~megatron_chameleon.methods.output.EpochLimit` computes it. If all domains at their
+domains. :class:`~megatron_chameleon.methods.limits.EpochLimit` computes it. If all domains at their
 limits provide fewer tokens than the budget, the method raises UserError, whereas the paper reduces
 the budget.
 """
@@ -19,7 +19,7 @@ from megatron_chameleon.ranges import LargeCount, Positive
 
 if TYPE_CHECKING:
     from megatron_chameleon.artifacts import Corpus
-    from megatron_chameleon.methods.output import AssignedWeights
+    from megatron_chameleon.methods.training_free import AssignedWeights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def compute_equal(options: UniformOptions | UnimaxOptions) -> None:
     """Write a mixture with weight 1/k for each of k domains, subject to the epoch limit."""
     import numpy as np
 
-    from megatron_chameleon.methods.output import AssignedWeights, run_training_free
+    from megatron_chameleon.methods.training_free import AssignedWeights, run_training_free
 
     name, heading = "uniform", "Uniform: equal weights"
     if isinstance(options, UnimaxOptions):
@@ -69,7 +69,7 @@ def compute_equal(options: UniformOptions | UnimaxOptions) -> None:
 def compute_natural(options: NaturalOptions) -> None:
     """Write weights proportional to n^(1/T), where n is a domain's number of training tokens."""
     from megatron_chameleon.errors import UserError
-    from megatron_chameleon.methods.output import AssignedWeights, run_training_free
+    from megatron_chameleon.methods.training_free import AssignedWeights, run_training_free
     from megatron_chameleon.mixture.weights import natural_weights
 
     temperature = options.temperature

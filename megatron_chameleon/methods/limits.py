@@ -1,19 +1,137 @@
-"""Prior and bounds of weights: ``--prior``, ``--min-weight`` and ``--max-weight``."""
+"""Adjustments of weights that methods share.
+
+``--keep`` keeps the ratios of an earlier mixture, ``--max-epochs`` limits the epochs of each
+domain, ``--min-weight`` and ``--max-weight`` limit its weight, and ``--prior`` is the mixture that
+is written without a certain gain.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts import Corpus, Mixture, implied_epochs
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.interchange.mixture_runs import matched
+from megatron_chameleon.methods.options import OutputOptions
+from megatron_chameleon.methods.output import by_name, warn
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.optimum import check_bounds
-from megatron_chameleon.mixture.weights import natural_weights
+from megatron_chameleon.mixture.weights import capped_weights, natural_weights, placed_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochLimit:
+    """Limit on the epochs of each domain in a run of ``token_budget`` training tokens.
+
+    Attributes:
+        tokens: domain -> training tokens.
+        token_budget: tokens of the target run; epochs are not computed without it.
+        max_epochs: maximum epochs of each domain; no limit if None.
+    """
+
+    tokens: Mapping[str, int]
+    token_budget: int | None
+    max_epochs: float | None
+
+    def check(self) -> None:
+        """Raise UserError if the domains cannot fill the budget within the limit."""
+        self.apply(np.full(len(self.tokens), 1.0 / len(self.tokens)))
+
+    @property
+    def caps(self) -> Array | None:
+        """Maximum weight [num_domains] of each domain; None without a limit."""
+        if self.max_epochs is None or self.token_budget is None:
+            return None
+        tokens = np.array(list(self.tokens.values()), np.float64)
+        return tokens * (self.max_epochs / self.token_budget)
+
+    def apply(self, weights: Array) -> Array:
+        """Return the nearest weights within the limit.
+
+        Args:
+            weights: [num_domains] float64, in the order of ``tokens``.
+
+        Raises:
+            UserError: if the domains with a weight cannot fill the budget.
+        """
+        try:
+            return weights if self.caps is None else capped_weights(weights, self.caps)
+        except ValueError as error:
+            raise UserError(
+                f"--max-epochs {self.max_epochs:g}: the weighted domains have too few tokens for "
+                f"--token-budget {self.token_budget:,}; raise --max-epochs or lower --token-budget"
+            ) from error
+
+    def mixture_fields(self, unconstrained: Array, limited: Array | None = None) -> dict[str, Any]:
+        """Return the fields of a Mixture for weights, epochs and limit. Warn about capped domains.
+
+        Args:
+            unconstrained: [num_domains] float64 weights without the limit.
+            limited: [num_domains] float64 weights within the limit; default: the nearest ones.
+        """
+        names = list(self.tokens)
+        if limited is None:
+            limited = self.apply(unconstrained)
+        weights = by_name(names, limited)
+        if self.token_budget is None:
+            return {"weights": weights}
+        epochs = implied_epochs(self.tokens, weights, self.token_budget)
+        fields = {"weights": weights, "token_budget": self.token_budget, "epochs": epochs}
+        if self.caps is None:
+            return fields
+        capped = [names[i] for i in np.flatnonzero((unconstrained > 0) & (limited == self.caps))]
+        if capped:
+            warn(
+                f"--max-epochs {self.max_epochs:g} with --token-budget {self.token_budget:,} "
+                f"lowers the weights of {format_names(capped)}, and raises the other weights"
+            )
+        before = by_name(names, unconstrained)
+        return {**fields, "max_epochs": self.max_epochs, "unconstrained": before, "capped": capped}
+
+
+def epoch_limit(options: OutputOptions, corpus: Corpus, names: Sequence[str]) -> EpochLimit:
+    """Return the epoch limit that ``options`` set for the domains ``names`` of ``corpus``."""
+    available = corpus.train_tokens
+    tokens = {name: available[name] for name in names}
+    return EpochLimit(tokens, options.token_budget, options.max_epochs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeptRatios:
+    """``--keep``: the weights whose ratios the old domains keep.
+
+    Attributes:
+        before: [k] weights of the old domains; 0 for new domains.
+        is_old: [k] bool.
+    """
+
+    before: Array
+    is_old: Array
+
+    @classmethod
+    def of(cls, kept: Mixture, names: Sequence[str], path: Path) -> KeptRatios:
+        """Find the old domains among ``names``; ``path`` is the file of ``kept``, for messages.
+
+        Raises:
+            UserError: if the mixture has no weight for any of ``names``.
+        """
+        before = np.array([kept.weights.get(name, 0.0) for name in names])
+        if not before.any():
+            raise UserError(
+                f"--keep {path}: it has no weight for any of {format_names(names)}; pass a mixture "
+                "that contains some of these domains, or omit --keep"
+            )
+        return cls(before, np.array([name in kept.weights for name in names]))
+
+    def apply(self, weights: Array) -> Array:
+        """Return the ``weights`` [k], in which the old domains have the ratios of ``before``."""
+        return placed_weights(weights, self.before, self.is_old)
 
 
 def prior_weights(

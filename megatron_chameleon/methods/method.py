@@ -16,7 +16,15 @@ from megatron_chameleon.methods.options import OutputOptions
 
 DEFAULT_METHOD = "chameleon"
 # Modules with code that several methods share. Every other module must define METHOD.
-SHARED_MODULES = {"limits", "method", "options", "output", "predicted_gain", "proxy"}
+SHARED_MODULES = {
+    "limits",
+    "method",
+    "options",
+    "output",
+    "predicted_gain",
+    "proxy",
+    "training_free",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, provenance
 from megatron_chameleon.corpus.target import Target
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import TaskOptions
-from megatron_chameleon.methods.limits import prior_weights
+from megatron_chameleon.methods.limits import epoch_limit, prior_weights
 from megatron_chameleon.methods.mixmin import (
     EstimateOptions,
     ExpertOptions,
@@ -21,7 +21,7 @@ from megatron_chameleon.methods.mixmin import (
 from megatron_chameleon.methods.mixmin.compute import SAMPLE_TOKENS
 from megatron_chameleon.methods.mixmin.headroom import measure_headroom, parse_noise
 from megatron_chameleon.methods.options import TrainingMethodOptions
-from megatron_chameleon.methods.output import cost_totals, epoch_limit, write_and_print
+from megatron_chameleon.methods.output import cost_totals, write_and_print
 
 # Maximum tokens that the models of all domains are fitted to, so that many domains take seconds.
 MOST_SAMPLED_TOKENS = 8 * SAMPLE_TOKENS

@@ -19,15 +19,9 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.limits import epoch_limit
 from megatron_chameleon.methods.options import ProxyMethodOptions, ProxyOptions
-from megatron_chameleon.methods.output import (
-    ONE_HOT,
-    by_name,
-    cost_totals,
-    epoch_limit,
-    warn,
-    write_and_print,
-)
+from megatron_chameleon.methods.output import ONE_HOT, by_name, cost_totals, warn, write_and_print
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.doge import DogeState
 from megatron_chameleon.mixture.doremi import DoremiState

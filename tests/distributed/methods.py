@@ -8,7 +8,7 @@ import os
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
     ExtractionOptions,
-    RecipeOptions,
+    WeightingOptions,
 )
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.discovery import DiscoverOptions, DocumentEmbeddingOptions
@@ -101,7 +101,7 @@ def embed_with_bert(places: Places, name: str) -> None:
         checkpoint=folder,
         output=places.run(name) / "mixture.json",
         extraction=ExtractionOptions(num_windows=cases.NUM_WINDOWS, embedding_batch_size=5),
-        weighting=RecipeOptions(bootstrap_resamples=20),
+        weighting=WeightingOptions(bootstrap_resamples=20),
         parallel=cases.reading_layout(cases.EMBEDDING[name]),
     )
     compute_mixture(options)
@@ -120,6 +120,6 @@ def chameleon(places: Places, name: str, layer: int) -> ChameleonOptions:
             num_windows=cases.NUM_WINDOWS,
             embedding_batch_size=reading.batch_size,
         ),
-        weighting=RecipeOptions(bootstrap_resamples=20),
+        weighting=WeightingOptions(bootstrap_resamples=20),
         parallel=cases.reading_layout(reading.case),
     )

@@ -63,7 +63,7 @@ class ExtractionOptions(EmbeddingOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecipeOptions(CheckedOptions):
+class WeightingOptions(CheckedOptions):
     """Computation of weights from domain embeddings."""
 
     recipe: Literal["reference", "paper", "scaled"] = "reference"
@@ -154,7 +154,7 @@ class ChameleonOptions(OutputOptions):
     """Run the Python code that comes with a Hugging Face model. Code that you have not read can do
     anything that you can."""
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
-    weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
+    weighting: WeightingOptions = dataclasses.field(default_factory=WeightingOptions)
     parallel: ParallelOptions = dataclasses.field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:

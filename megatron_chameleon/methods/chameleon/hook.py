@@ -15,9 +15,8 @@ import torch
 from megatron_chameleon.embedding.embed import embed_windows, windows_flops
 from megatron_chameleon.embedding.windows import WINDOW_LENGTH, load_windows
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon.compute import (
-    explain_shrinkage,
-    shrinkage_of,
+from megatron_chameleon.methods.chameleon.weigh import (
+    Shrinkage,
     shrunk,
     warn_degenerate,
     weigh_means,
@@ -123,12 +122,12 @@ class OnlineChameleon(OnlineHook):
         plain = weigh_means(means, "pretrain", recipe)
         hint = "try --online-recipe scaled, or a longer --online-interval"
         warn_degenerate(self.names, plain, hint)
-        directions, advised = shrinkage_of(plain)
+        shrinkage = Shrinkage.of(plain)
         applies: bool = self.online.setting("online_shrink")
-        if advised < 1.0 and not self._has_warned:
+        if shrinkage.factor < 1.0 and not self._has_warned:
             self._has_warned = True
             advice = None if applies else "start later (--online-interval), or pass --online-shrink"
-            warn(f"step {step}: {explain_shrinkage(plain, directions, advised, advice)}")
-        result = shrunk(plain, advised if applies else 1.0)
+            warn(f"step {step}: {shrinkage.explain(plain, advice)}")
+        result = shrunk(plain, shrinkage.factor if applies else 1.0)
         kept: float = self.online.setting("online_smoothing")
         return kept * self.weights + (1 - kept) * result.weights

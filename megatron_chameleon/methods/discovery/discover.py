@@ -83,18 +83,19 @@ def discover_domains(options: DiscoverOptions) -> None:
     """
     with distributed(options.parallel, seed=0) as layout:
         plan = from_main(lambda: plan_discovery(options))
-        folder, width = options.store_folder, plan.proxy.hidden_size
+        text, proxy, recipe = plan.embedding.text, plan.embedding.proxy, plan.embedding.recipe
+        folder, width = options.store_folder, proxy.hidden_size
         store, missing = from_main(
             lambda: (
-                store := open_store(folder, plan.embedding, width, plan.provenance),
-                missing_entries(store, plan.text, plan.samples() + plan.documents()),
+                store := open_store(folder, recipe, width, plan.provenance),
+                missing_entries(store, text, plan.samples() + plan.documents()),
             )
         )
         cost = Cost()
         if missing:
-            reader = plan.proxy.open_reader(layout, plan.embedding)
+            reader = proxy.open_reader(layout, recipe)
             batch_size = options.embedding.embedding_batch_size
-            store, cost = fill_store(store, plan.text, reader, missing, batch_size)
+            store, cost = fill_store(store, text, reader, missing, batch_size)
         if not layout.is_main:
             return
         stopwatch = Stopwatch()
@@ -113,18 +114,26 @@ def discover_domains(options: DiscoverOptions) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class DiscoverPlan(EmbeddingPlan):
-    """Validated options with their artifacts. ``embedding.num_windows`` is per document.
+class DiscoverPlan:
+    """Validated options with their artifacts.
 
     Attributes:
+        embedding: the domains to cluster, and the proxy that embeds their documents;
+            ``embedding.recipe.num_windows`` is per document.
         options: options of the tool.
         corpus: corpus to cluster.
         provenance: provenance of the new corpus.
     """
 
+    embedding: EmbeddingPlan
     options: DiscoverOptions
     corpus: Corpus
     provenance: Provenance
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the domains to cluster."""
+        return self.embedding.names
 
     def samples(self) -> list[StoreEntry]:
         """Return store entries of the windows to which k-means is fitted, one entry per domain.
@@ -136,7 +145,7 @@ class DiscoverPlan(EmbeddingPlan):
         entries = []
         for name in self.names:
             count = max(1, round(self.options.embedding.fit_windows * (tokens[name] / total)))
-            recipe = dataclasses.replace(self.embedding, num_windows=count, seed=seed)
+            recipe = dataclasses.replace(self.embedding.recipe, num_windows=count, seed=seed)
             entries.append(StoreEntry(f"{name}/windows-{count}-seed{seed}", name, recipe))
         return entries
 
@@ -149,7 +158,7 @@ class DiscoverPlan(EmbeddingPlan):
                 for first in range(0, count, BLOCK_DOCUMENTS):
                     block = range(first, min(first + BLOCK_DOCUMENTS, count))
                     key = f"{name}/{split}/{first}-{block.stop}"
-                    blocks.append(StoreEntry(key, name, self.embedding, split, block))
+                    blocks.append(StoreEntry(key, name, self.embedding.recipe, split, block))
         return blocks
 
 
@@ -168,8 +177,8 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
         within_documents=True,
     )
     corpus = Corpus.load(options.corpus)
-    plan = plan_embedding(options, corpus, extraction)
-    names = plan.names
+    embedding = plan_embedding(options, corpus, extraction)
+    names = embedding.names
     cluster, most, least = options.cluster_name, options.numbers[-1], options.min_tokens_per_split
     if not is_domain_name(cluster) or not cluster.isprintable() or "," in cluster:
         raise UserError(
@@ -202,8 +211,8 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
                 "too few for two clusters; lower --min-tokens-per-split, or add text"
             )
     corpus_tokenizer(corpus)  # fails before the embedding if the tokenizer's file is missing
-    made = provenance(options, {"corpus": corpus.hash, "checkpoint": plan.proxy.hash})
-    return DiscoverPlan(**vars(plan), options=options, corpus=corpus, provenance=made)
+    made = provenance(options, {"corpus": corpus.hash, "checkpoint": embedding.proxy.hash})
+    return DiscoverPlan(embedding, options, corpus, made)
 
 
 def cluster_names(name: str, count: int, most: int) -> list[str]:
@@ -405,7 +414,7 @@ def _write(
     stopwatch: Stopwatch,
 ) -> DiscoveredDomains:
     """Publish the corpus and its record in one rename, and return the record."""
-    options, corpus, fit, recipe = plan.options, plan.corpus, clusters.fit, plan.embedding
+    options, corpus, fit, recipe = plan.options, plan.corpus, clusters.fit, plan.embedding.recipe
     names = cluster_names(options.cluster_name, len(clusters.centroids), options.numbers[-1])
     tokenizer = corpus_tokenizer(corpus)
     total = int(clusters.tokens.sum()) * corpus.token_bytes

@@ -24,7 +24,8 @@ from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge import HELD_OUT, MU, MU_OUT_OF_DOMAIN, PAPER, DogeOptions
-from megatron_chameleon.methods.output import by_name, epoch_limit
+from megatron_chameleon.methods.limits import epoch_limit
+from megatron_chameleon.methods.output import by_name
 from megatron_chameleon.methods.predicted_gain import write_prior_without_gain
 from megatron_chameleon.methods.proxy import MeanWeightsHook, ProxyMethod
 from megatron_chameleon.mixture.doge import (

@@ -20,7 +20,8 @@ from megatron_chameleon.blend.sampler import to_device
 from megatron_chameleon.checkpoint.model import Model, open_model
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doremi import DoremiOptions
-from megatron_chameleon.methods.output import by_name, epoch_limit, warn
+from megatron_chameleon.methods.limits import epoch_limit
+from megatron_chameleon.methods.output import by_name, warn
 from megatron_chameleon.methods.proxy import (
     MeanWeightsHook,
     ProxyMethod,

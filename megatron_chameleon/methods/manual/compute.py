@@ -17,10 +17,7 @@ from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.interchange.formats import read_mixture
 from megatron_chameleon.interchange.published import published_column
 from megatron_chameleon.methods.manual import ManualOptions
-from megatron_chameleon.methods.output import (
-    AssignedWeights,
-    run_training_free,
-)
+from megatron_chameleon.methods.training_free import AssignedWeights, run_training_free
 
 
 def compute_manual(options: ManualOptions) -> None:

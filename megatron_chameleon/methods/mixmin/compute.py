@@ -27,7 +27,7 @@ from megatron_chameleon.corpus.target import (
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.evaluation.gold_answers import gold_answers
-from megatron_chameleon.methods.limits import bounds_within, prior_weights
+from megatron_chameleon.methods.limits import EpochLimit, bounds_within, epoch_limit, prior_weights
 from megatron_chameleon.methods.mixmin import (
     NGRAM,
     DomainsAndTarget,
@@ -45,10 +45,8 @@ from megatron_chameleon.methods.mixmin.text import (
     choose_blocks,
 )
 from megatron_chameleon.methods.output import (
-    EpochLimit,
     by_name,
     cost_totals,
-    epoch_limit,
     format_weight,
     require_training_tokens,
     select_domains,

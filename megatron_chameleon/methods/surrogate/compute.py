@@ -12,8 +12,8 @@ from scipy.special import rel_entr
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns
-from megatron_chameleon.methods.limits import bounds_within
-from megatron_chameleon.methods.output import by_name, epoch_limit
+from megatron_chameleon.methods.limits import bounds_within, epoch_limit
+from megatron_chameleon.methods.output import by_name
 from megatron_chameleon.methods.surrogate import SurrogateOptions
 from megatron_chameleon.methods.swarm.fit import (
     SECONDS_WITHOUT_BAR,

@@ -28,11 +28,10 @@ from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_tex
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.evaluation.perplexity import token_counts, unigram_loss
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, matched, read_mixture_runs
-from megatron_chameleon.methods.limits import prior_weights
+from megatron_chameleon.methods.limits import epoch_limit, prior_weights
 from megatron_chameleon.methods.output import (
     by_name,
     cost_totals,
-    epoch_limit,
     format_weight,
     warn,
     write_and_print,

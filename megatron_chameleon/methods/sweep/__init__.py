@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from megatron_chameleon.methods.chameleon import ExtractionOptions, RecipeOptions
+from megatron_chameleon.methods.chameleon import ExtractionOptions, WeightingOptions
 from megatron_chameleon.methods.doge import DogeRule
 from megatron_chameleon.methods.doremi import DoremiRule
 from megatron_chameleon.methods.options import ProxyOptions
@@ -59,7 +59,7 @@ class SweepOptions(CheckedOptions):
     axes: AxisOptions = dataclasses.field(default_factory=AxisOptions)
     proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
-    weighting: RecipeOptions = dataclasses.field(default_factory=RecipeOptions)
+    weighting: WeightingOptions = dataclasses.field(default_factory=WeightingOptions)
     doge: DogeRule = dataclasses.field(default_factory=DogeRule)
     doremi: DoremiRule = dataclasses.field(default_factory=DoremiRule)
 

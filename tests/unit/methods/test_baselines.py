@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_chameleon.artifacts import Corpus, Mixture, MixtureWarning
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods import baselines
-from megatron_chameleon.methods.output import EpochLimit
+from megatron_chameleon.methods.limits import EpochLimit
 from tests.small_corpus import without_training_text
 
 METHODS = {method.name: method for method in baselines.METHODS}

@@ -36,9 +36,9 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
     ExtractionOptions,
-    RecipeOptions,
+    WeightingOptions,
 )
-from megatron_chameleon.methods.chameleon import compute as compute_module
+from megatron_chameleon.methods.chameleon import weigh as weigh_module
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.explain import explain
 from megatron_chameleon.methods.output import format_weight
@@ -63,8 +63,8 @@ from tests.small_corpus import (
 WINDOWS, RESAMPLES = 60, 100
 EVERY_WINDOW = ExtractionOptions(num_windows=10**6)
 # The proxy is barely trained, so its scores would be near zero with the reference recipe's ridge.
-SCALED = RecipeOptions(recipe="scaled", bootstrap_resamples=RESAMPLES)
-TARGETED = RecipeOptions("reference", ridge=0.01, bootstrap_resamples=RESAMPLES)
+SCALED = WeightingOptions(recipe="scaled", bootstrap_resamples=RESAMPLES)
+TARGETED = WeightingOptions("reference", ridge=0.01, bootstrap_resamples=RESAMPLES)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_weights_of_a_proxy_that_hardly_separates_the_domains_are_shrunk(
     compute()  # fills the store
     # The fixture's proxy may lie on either side of the limits, so they are moved around it.
     directions = effective_directions(means_of(inputs["store"]))
-    monkeypatch.setattr(compute_module, "shrinkage_factor", lambda r, k: 0.3 * r / directions)
+    monkeypatch.setattr(weigh_module, "shrinkage_factor", lambda r, k: 0.3 * r / directions)
     with pytest.warns(UserWarning, match="--shrink, which multiplies log weights by 0.30"):
         plain = compute()
     with pytest.warns(UserWarning, match="multiplied log weights by 0.30"):
@@ -191,7 +191,7 @@ def test_weights_of_a_proxy_that_hardly_separates_the_domains_are_shrunk(
 def test_with_factor_0_the_intervals_are_those_of_the_prior(
     compute, text_corpus, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(compute_module, "shrinkage_factor", lambda _r, _k: 0.0)
+    monkeypatch.setattr(weigh_module, "shrinkage_factor", lambda _r, _k: 0.0)
     settings = {"weighting": dataclasses.replace(SCALED, shrink=True)}
     with pytest.warns(UserWarning, match="by 0.00"):
         uniform = compute(**settings)
@@ -323,7 +323,7 @@ def test_extraction_options(compute, inputs, tmp_path):
 def test_many_domains(compute, monkeypatch):
     """With many domains, no affinity matrix is stored, and the bootstrap groups windows."""
     whole = compute()
-    monkeypatch.setattr(compute_module, "MAX_AFFINITY_DOMAINS", 2)
+    monkeypatch.setattr(weigh_module, "MAX_AFFINITY_DOMAINS", 2)
     monkeypatch.setattr(bootstrap, "MAX_VALUES", len(DOMAINS) * WINDOWS // 2 * 64)
     grouped = compute()
     assert grouped.affinity is None
@@ -337,7 +337,7 @@ def test_many_domains(compute, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"weighting": RecipeOptions("scaled", normalize=False)}, "--recipe"),
+        ({"weighting": WeightingOptions("scaled", normalize=False)}, "--recipe"),
         ({"extraction": ExtractionOptions(layer=99)}, "--layer 99"),
         ({"target_strength": 0.5}, "--target-strength"),
         ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),

@@ -25,9 +25,9 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
     ExtractionOptions,
-    RecipeOptions,
+    WeightingOptions,
 )
-from megatron_chameleon.methods.chameleon import compute as compute_module
+from megatron_chameleon.methods.chameleon import weigh as weigh_module
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
 from megatron_chameleon.model.gpt import unwrap
@@ -71,7 +71,7 @@ def weigh(corpus, tmp_path):
             checkpoint=checkpoint,
             output=folder / "mixture.json",
             extraction=ExtractionOptions(num_windows=WINDOWS, extraction_seed=SEED, layer=layer),
-            weighting=RecipeOptions("scaled", shrink=True, bootstrap_resamples=2),
+            weighting=WeightingOptions("scaled", shrink=True, bootstrap_resamples=2),
         )
         compute_mixture(options)
         flops = EmbeddingStore.load(folder / "embeddings").cost.flops
@@ -99,7 +99,7 @@ def test_weights_and_cost_are_those_of_the_checkpoint_of_that_step(
     options, weigh, monkeypatch, tmp_path
 ):
     """New weights are averaged with the current weights; the cost of each update is recorded."""
-    monkeypatch.setattr(compute_module, "shrinkage_factor", lambda _directions, _count: 0.5)
+    monkeypatch.setattr(weigh_module, "shrinkage_factor", lambda _directions, _count: 0.5)
     Mixture(dict(zip(DOMAINS, [0.5, 0.3, 0.2], strict=True))).save(tmp_path / "start.json")
     settings = {"mixture": str(tmp_path / "start.json"), "save_interval": 2}
     every_two = online(online_interval=2, online_layer=1, online_smoothing=0.75, online_shrink=True)

@@ -24,7 +24,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
     ExtractionOptions,
-    RecipeOptions,
+    WeightingOptions,
 )
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from tests.fixtures.task_data import Words
@@ -61,7 +61,7 @@ def compute(proxy, tmp_path):
             "source": SourceOptions((tuple(f"{name}={file}" for name, file in inputs.items()),)),
             "output": tmp_path / "out" / "mixture.json",
             "extraction": EXTRACTION,
-            "weighting": RecipeOptions("scaled", bootstrap_resamples=20),
+            "weighting": WeightingOptions("scaled", bootstrap_resamples=20),
             **changes,
         }
         options = ChameleonOptions(**values)

@@ -22,7 +22,11 @@ from megatron_chameleon.embedding.proxy import open_proxy
 from megatron_chameleon.embedding.text import DecodedCorpusText
 from megatron_chameleon.embedding.windows import draw_windows, split_at_documents
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOptions, RecipeOptions
+from megatron_chameleon.methods.chameleon import (
+    ChameleonOptions,
+    ExtractionOptions,
+    WeightingOptions,
+)
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
@@ -59,7 +63,7 @@ def compute(text_corpus, tmp_path):
 
     def run(checkpoint, extraction=EXTRACTION, **changes):
         output = tmp_path / f"out-{Path(checkpoint).name}" / "mixture.json"
-        weighting = RecipeOptions("scaled", bootstrap_resamples=2)
+        weighting = WeightingOptions("scaled", bootstrap_resamples=2)
         options = ChameleonOptions(
             corpus=text_corpus.root,
             checkpoint=Path(checkpoint),

@@ -17,7 +17,7 @@ from megatron_chameleon.commands.sweep_mixture import main
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.chameleon import (
     ExtractionOptions,
-    RecipeOptions,
+    WeightingOptions,
 )
 from megatron_chameleon.methods.doge import DogeRule
 from megatron_chameleon.methods.doremi import DoremiRule
@@ -68,7 +68,7 @@ def sweep_options(corpus, output, axes=SMALL, **changes) -> SweepOptions:
         axes=axes,
         proxy=proxy_options(**changes),
         extraction=ExtractionOptions(num_windows=16),
-        weighting=RecipeOptions(bootstrap_resamples=20),
+        weighting=WeightingOptions(bootstrap_resamples=20),
     )
 
 
@@ -140,7 +140,7 @@ def test_axes_are_sorted_and_points_distinct(options):
     assert all(sum(p[name] != centre[name] for name in centre) == 1 for p in points[4:])
     _, points = plan_sweep(options(AxisOptions(sweep_steps=(2, 4))))
     assert [point["steps"] for point in points] == [4, 2]  # the last step is the centre
-    scaled = RecipeOptions(recipe="scaled")  # a relative ridge cannot be varied
+    scaled = WeightingOptions(recipe="scaled")  # a relative ridge cannot be varied
     with pytest.raises(UserError, match="--sweep-ridge"):
         plan_sweep(dataclasses.replace(options(), weighting=scaled))
 
