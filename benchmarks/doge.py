@@ -33,7 +33,7 @@ import torch
 from benchmarks.measure import device_file, interleaved, machine, put_row
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.methods.doge.compute import GradientAlignment, held_out_batch_size
-from megatron_chameleon.mixture.doge import DogeRecipe, Roles
+from megatron_chameleon.mixture.doge import DogeRule, Roles
 from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
@@ -87,7 +87,7 @@ def steps_of(case: Case, layout: Layout) -> dict[str, Callable[[], None]]:
         names = [f"domain {number}" for number in everything]
         hook = GradientAlignment(
             names,
-            DogeRecipe(),
+            DogeRule(),
             Roles(everything, (num_domains,)),
             RandomText(case.seq_length),
             held_out_batch_size(SAMPLES, num_domains),

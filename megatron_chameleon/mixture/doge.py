@@ -22,8 +22,8 @@ NORM_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class DogeRecipe:
-    """Parameters of the update rule, all finite; ``DogeRule`` checks the ranges of the flags.
+class DogeRule:
+    """Parameters of the update rule, all finite; ``DogeRuleOptions`` checks their ranges.
 
     Attributes:
         mu: weight of the Bregman divergence from the previous weights, above 0.
@@ -92,7 +92,7 @@ class DogeState(WeightState):
         products: Array,
         present: Sequence[int],
         learning_rate: float,
-        recipe: DogeRecipe,
+        rule: DogeRule,
         roles: Roles,
     ) -> DogeState:
         """Return the state after a step, alpha <- (1 - eps) softmax(ln alpha + s / mu) + eps / k.
@@ -103,7 +103,7 @@ class DogeState(WeightState):
             products: [k, k] inner products of the domains' gradients on a batch, before clipping.
             present: domains in the batch; products of absent domains are ignored.
             learning_rate: learning rate of the model in this step.
-            recipe: hyperparameters of the update rule.
+            rule: hyperparameters of the update rule.
             roles: which domains are trained on, and which are the target.
 
         Raises:
@@ -111,13 +111,13 @@ class DogeState(WeightState):
         """
         if not np.isfinite(products).all():
             raise ValueError("products must be finite: skip the step")
-        factors = clip_factors(products, recipe.max_norm)
+        factors = clip_factors(products, rule.max_norm)
         known, pairs = self.products.copy(), np.ix_(present, present)
         known[pairs] = (products * factors[:, None] * factors)[pairs]
         alignment = alignments(known, roles)
-        limited = np.clip(alignment[list(roles.train)], recipe.dw_min, recipe.dw_max)
+        limited = np.clip(alignment[list(roles.train)], rule.dw_min, rule.dw_max)
         gains = learning_rate * limited
-        log_weights = exponentiated_step(self.log_weights, gains, 1.0 / recipe.mu, recipe.eps)
+        log_weights = exponentiated_step(self.log_weights, gains, 1.0 / rule.mu, rule.eps)
         mean = self.mean_alignment + (alignment - self.mean_alignment) / (self.counted + 1)
         return self.with_weights(
             log_weights, products=known, alignment=alignment, mean_alignment=mean

@@ -15,8 +15,8 @@ from megatron_chameleon.mixture.exponentiated import WeightState, exponentiated_
 
 
 @dataclasses.dataclass(frozen=True)
-class DoremiRecipe:
-    """Parameters of the update rule, all finite; ``DoremiRule`` checks the ranges of the flags.
+class DoremiRule:
+    """Parameters of the update rule, all finite; ``DoremiRuleOptions`` checks their ranges.
 
     Attributes:
         eta: step size of the exponentiated gradient ascent, above 0.
@@ -52,9 +52,9 @@ class DoremiRecipe:
             )
 
 
-RECIPES = {
-    "original": DoremiRecipe(),
-    "fork": DoremiRecipe(
+VARIANTS = {
+    "original": DoremiRule(),
+    "fork": DoremiRule(
         eta=0.1,
         eps=0.0,
         clip_tokens=False,
@@ -79,22 +79,22 @@ class DoremiState(WeightState):
     excess: Array
 
     @classmethod
-    def first(cls, num_domains: int, vocab_size: int, recipe: DoremiRecipe) -> DoremiState:
-        """Return the initial state: uniform weights, and the recipe's ``first_excess``."""
+    def first(cls, num_domains: int, vocab_size: int, rule: DoremiRule) -> DoremiState:
+        """Return the initial state: uniform weights, and the rule's ``first_excess``."""
         uniform = np.full(num_domains, 1.0 / num_domains)
-        first = math.log(vocab_size) if recipe.first_excess is None else recipe.first_excess
+        first = math.log(vocab_size) if rule.first_excess is None else rule.first_excess
         excess = np.full(num_domains, first)
-        return cls(np.log(uniform), uniform, int(recipe.count_first), 0.0, excess)
+        return cls(np.log(uniform), uniform, int(rule.count_first), 0.0, excess)
 
-    def after(self, excess_sums: Array, tokens: Array, recipe: DoremiRecipe) -> DoremiState:
+    def after(self, excess_sums: Array, tokens: Array, rule: DoremiRule) -> DoremiState:
         """Return the state after a step.
 
         Args:
             excess_sums: [k] for each domain, the proxy's loss minus the reference's, summed over
-                the domain's tokens in the global batch, in nats; if the recipe clips tokens, each
+                the domain's tokens in the global batch, in nats; if the rule clips tokens, each
                 token's difference is clipped before the summation.
             tokens: [k] number of tokens in each sum; 0 for an absent domain.
-            recipe: hyperparameters of the update rule.
+            rule: hyperparameters of the update rule.
 
         Raises:
             ValueError: if a sum is not finite.
@@ -103,10 +103,10 @@ class DoremiState(WeightState):
             bad = int(np.argmin(np.isfinite(excess_sums)))
             raise ValueError(f"excess loss of domain {bad} is {excess_sums[bad]}: must be finite")
         means = excess_sums / np.maximum(tokens, 1.0)
-        if not recipe.clip_tokens:
-            means = np.clip(means, recipe.floor, recipe.ceiling)
+        if not rule.clip_tokens:
+            means = np.clip(means, rule.floor, rule.ceiling)
         excess = np.where(tokens > 0, means, self.excess)
-        log_weights = exponentiated_step(self.log_weights, excess, recipe.eta, recipe.eps)
+        log_weights = exponentiated_step(self.log_weights, excess, rule.eta, rule.eps)
         return self.with_weights(log_weights, excess=excess)
 
 

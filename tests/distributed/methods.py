@@ -13,9 +13,9 @@ from megatron_chameleon.methods.chameleon import (
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.discovery import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.methods.discovery.discover import discover_domains
-from megatron_chameleon.methods.doge import DogeOptions, DogeRule
+from megatron_chameleon.methods.doge import DogeOptions, DogeRuleOptions
 from megatron_chameleon.methods.doge.compute import Doge
-from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRule
+from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRuleOptions
 from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
 from tests.distributed import cases
@@ -41,7 +41,7 @@ def doremi(places: Places, name: str, case: Case) -> None:
         output=places.run(name) / "mixture.json",
         work_dir=places.run(name),
         reference=places.run(f"one-{case.model}"),
-        rule=DoremiRule(doremi_eta=0.5),
+        rule=DoremiRuleOptions(doremi_eta=0.5),
         proxy=proxy_options(places, name, case),
         fallback=PriorOptions(accept_uncertain=True),
     )
@@ -54,7 +54,7 @@ def doge(places: Places, name: str, case: Case) -> None:
         corpus=places.corpus,
         output=places.run(name) / "mixture.json",
         work_dir=places.run(name),
-        rule=DogeRule(doge_mu=0.01, doge_eps=0.01),
+        rule=DogeRuleOptions(doge_mu=0.01, doge_eps=0.01),
         proxy=proxy_options(places, name, case),
         fallback=PriorOptions(accept_uncertain=True),
     )

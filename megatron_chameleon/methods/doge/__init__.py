@@ -14,7 +14,7 @@ from megatron_chameleon.methods.options import ProxyMethodOptions
 from megatron_chameleon.ranges import BelowOne, CheckedOptions, NonNegative, Positive
 
 if TYPE_CHECKING:
-    from megatron_chameleon.mixture.doge import DogeRecipe
+    from megatron_chameleon.mixture.doge import DogeRule
 
 # The authors' values of mu: for held-out text of all domains or a target that is trained on, and
 # for other targets.
@@ -24,7 +24,7 @@ PAPER: Literal["paper"] = "paper"
 
 
 @dataclasses.dataclass(frozen=True)
-class DogeRule(CheckedOptions):
+class DogeRuleOptions(CheckedOptions):
     """DoGE's update of the weights by the alignment of gradients."""
 
     doge_mu: Positive | None = None
@@ -42,19 +42,19 @@ class DogeRule(CheckedOptions):
     doge_max_norm: NonNegative = 5.0
     """Clip each domain's gradient to this norm; 0 disables clipping (the authors' code: 5)."""
 
-    def resolve(self, mu: float = MU) -> DogeRecipe:
-        """Return the recipe with these values; ``mu`` is the default of ``--doge-mu``.
+    def resolve(self, mu: float = MU) -> DogeRule:
+        """Return the rule with these values; ``mu`` is the default of ``--doge-mu``.
 
         Raises:
             UserError: for values that contradict each other.
         """
-        from megatron_chameleon.mixture.doge import DogeRecipe
+        from megatron_chameleon.mixture.doge import DogeRule
 
         values = {name.removeprefix("doge_"): value for name, value in vars(self).items()}
         if self.doge_mu is None:
             values["mu"] = mu
         try:
-            return DogeRecipe(**values)
+            return DogeRule(**values)
         except ValueError as error:
             argument, _, problem = str(error).partition(" ")
             raise UserError(f"--doge-{argument.replace('_', '-')} {problem}") from error
@@ -85,7 +85,7 @@ class DogeOptions(ProxyMethodOptions):
     """Key, or column, of the text in the files of --target."""
     train_on_target: bool = False
     """Also train on the domains of --target, and give them weights."""
-    rule: DogeRule = dataclasses.field(default_factory=DogeRule)
+    rule: DogeRuleOptions = dataclasses.field(default_factory=DogeRuleOptions)
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other."""

@@ -29,7 +29,7 @@ from megatron_chameleon.methods.output import by_name
 from megatron_chameleon.methods.predicted_gain import write_prior_without_gain
 from megatron_chameleon.methods.proxy import MeanWeightsHook, ProxyMethod
 from megatron_chameleon.mixture.doge import (
-    DogeRecipe,
+    DogeRule,
     DogeState,
     Roles,
     clip_factors,
@@ -48,7 +48,7 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
 
     Args:
         names: the k domains of the corpus.
-        recipe: parameters of the update rule.
+        rule: parameters of the update rule.
         roles: which domains are trained on, and which are the target. Position k is the held-out
             mix.
         held_out: samples of the held-out mix, if it is the target.
@@ -62,7 +62,7 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
     def __init__(
         self,
         names: Sequence[str],
-        recipe: DogeRecipe,
+        rule: DogeRule,
         roles: Roles,
         held_out: SampleSource | None = None,
         target_batch_size: int = 0,
@@ -71,7 +71,7 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
     ) -> None:
         held = held_out is not None
         settings = {
-            "rule": dataclasses.asdict(recipe),
+            "rule": dataclasses.asdict(rule),
             "algorithm": HELD_OUT if held else PAPER,
             "trained_on": [names[position] for position in roles.train],
             "target_domains": list(mixed or names) if held else [names[i] for i in roles.target],
@@ -79,7 +79,7 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         }
         first = DogeState.first(len(names) + int(held), roles)
         super().__init__(names, roles.train, first, settings)
-        self._recipe, self._roles, self._held_out = recipe, roles, held_out
+        self._rule, self._roles, self._held_out = rule, roles, held_out
         self.target_batch_size = target_batch_size
 
     def prepare(self) -> None:
@@ -101,9 +101,9 @@ class GradientAlignment(MeanWeightsHook[DogeState]):
         products = gradients.dot_products().cpu().numpy()
         present, factors = gradients.present, np.ones(len(products))
         if np.isfinite(products).all():
-            factors = clip_factors(products, self._recipe.max_norm)
+            factors = clip_factors(products, self._rule.max_norm)
             self.state = self.state.after(
-                products, present, gradients.learning_rate, self._recipe, self._roles
+                products, present, gradients.learning_rate, self._rule, self._roles
             )
         return torch.from_numpy(gradient_weights(self.state, factors, present, self._roles))
 
@@ -134,7 +134,7 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         self.mix = held_out_data(self.plan, mixed)
         is_trained_on = set(self.roles.target) <= set(self.roles.train)
         in_domain = is_trained_on or options.uses_held_out
-        self.recipe = options.rule.resolve(MU if in_domain else MU_OUT_OF_DOMAIN)
+        self.rule = options.rule.resolve(MU if in_domain else MU_OUT_OF_DOMAIN)
         self.target_batch_size = 0
         if self.mix is not None:
             texts = self.target.texts if self.target else ()
@@ -166,13 +166,13 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         names, size, mix = self.corpus.names, self.target_batch_size, self.mix
         shares = unequal_shares(self.target)
         if mix is None:
-            return GradientAlignment(names, self.recipe, self.roles, shares=shares)
+            return GradientAlignment(names, self.rule, self.roles, shares=shares)
         samples = held_out_mix(plan, mix, size, shares)
-        return GradientAlignment(names, self.recipe, self.roles, samples, size, mix.names, shares)
+        return GradientAlignment(names, self.rule, self.roles, samples, size, mix.names, shares)
 
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
-        options, recipe, size = self.options, self.recipe, self.target_batch_size
+        options, rule, size = self.options, self.rule, self.target_batch_size
         run, hook, inputs = self.finished()
         target = f"{size} held-out samples per step" if size else "all domains"
         settings = dict(hook.settings)
@@ -196,7 +196,7 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
             scores=hook.state.mean_alignment[: len(self.corpus.names)],
             inputs=inputs,
             paper_flops=paper_flops(self.plan.config, trained_tokens=computed),
-            heading=f"\nDoGE, target {target}, mu {recipe.mu:g}, eps {recipe.eps:g}: mean weights "
+            heading=f"\nDoGE, target {target}, mu {rule.mu:g}, eps {rule.eps:g}: mean weights "
             f"of {run.step:,} steps; the score is the mean alignment with the target",
             hint="use a larger --doge-mu or --doge-eps",
         )

@@ -15,11 +15,11 @@ from megatron_chameleon.methods.options import ProxyMethodOptions
 from megatron_chameleon.ranges import BelowOne, CheckedOptions, Positive, flag_of
 
 if TYPE_CHECKING:
-    from megatron_chameleon.mixture.doremi import DoremiRecipe
+    from megatron_chameleon.mixture.doremi import DoremiRule
 
 
 @dataclasses.dataclass(frozen=True)
-class DoremiRule(CheckedOptions):
+class DoremiRuleOptions(CheckedOptions):
     """DoReMi's update of the weights by excess losses of the proxy over its reference."""
 
     doremi_variant: Literal["original", "fork"] = "original"
@@ -38,20 +38,20 @@ class DoremiRule(CheckedOptions):
     """Upper clipping bound of the excess loss, in nats per token, so that a few tokens do not
     dominate; unlimited by default."""
 
-    def resolve(self) -> DoremiRecipe:
-        """Return the recipe of the variant, with the user-supplied values.
+    def resolve(self) -> DoremiRule:
+        """Return the rule of the variant, with the user-supplied values.
 
         Raises:
             UserError: for values that contradict each other.
         """
-        from megatron_chameleon.mixture.doremi import RECIPES
+        from megatron_chameleon.mixture.doremi import VARIANTS
 
-        recipe = RECIPES[self.doremi_variant]
+        rule = VARIANTS[self.doremi_variant]
         try:
             return dataclasses.replace(
-                recipe,
-                eta=recipe.eta if self.doremi_eta is None else self.doremi_eta,
-                eps=recipe.eps if self.doremi_eps is None else self.doremi_eps,
+                rule,
+                eta=rule.eta if self.doremi_eta is None else self.doremi_eta,
+                eps=rule.eps if self.doremi_eps is None else self.doremi_eps,
                 floor=self.excess_floor,
                 ceiling=self.excess_ceiling,
             )
@@ -77,7 +77,7 @@ class DoremiOptions(ProxyMethodOptions):
     reference_model: str | None = None
     """Model of the reference, as for --model; default: the proxy's model. The flags of the
     architecture apply to both models."""
-    rule: DoremiRule = dataclasses.field(default_factory=DoremiRule)
+    rule: DoremiRuleOptions = dataclasses.field(default_factory=DoremiRuleOptions)
 
     def __post_init__(self) -> None:
         """Raise UserError for options that contradict each other."""

@@ -31,7 +31,7 @@ from megatron_chameleon.methods.proxy import (
     training_options,
 )
 from megatron_chameleon.mixture.doremi import (
-    DoremiRecipe,
+    DoremiRule,
     DoremiState,
     domain_mean_weights,
     token_weights,
@@ -64,7 +64,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         layout: layout of the ranks; the reference is sharded like the proxy. None if only a saved
             state is read.
         reference: the reference, which computes in the precision of the proxy.
-        recipe: parameters of the update rule.
+        rule: parameters of the update rule.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         plan: TrainingPlan,
         layout: Layout | None,
         reference: Model,
-        recipe: DoremiRecipe,
+        rule: DoremiRule,
     ) -> None:
         names = plan.data.names
-        first = DoremiState.first(len(names), plan.config.vocab_size, recipe)
-        settings = {"rule": dataclasses.asdict(recipe), "reference": reference.hash}
+        first = DoremiState.first(len(names), plan.config.vocab_size, rule)
+        settings = {"rule": dataclasses.asdict(rule), "reference": reference.hash}
         super().__init__(names, range(len(names)), first, settings)
-        self._plan, self._layout, self._recipe = plan, layout, recipe
+        self._plan, self._layout, self._rule = plan, layout, rule
         self._reference, self._reference_shape = reference, reference.config
         sampling = np.array(plan.schedule.weights_at(0), np.float64)
         self._sampling = sampling / sampling.sum()
@@ -108,12 +108,12 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
             UserError: on every rank, if a loss of the reference is not finite.
         """
         assert self._passes is not None, "prepare() builds the reference"
-        recipe, proxy = self._recipe, batch.token_losses()
+        rule, proxy = self._rule, batch.token_losses()
         reference = batch.token_losses(self._passes, self._reference_shape)
         pairs = list(zip(proxy, reference, strict=True))
         excess = [mine - theirs for mine, theirs in pairs]
-        if recipe.clip_tokens:
-            excess = [each.clamp(recipe.floor, recipe.ceiling) for each in excess]
+        if rule.clip_tokens:
+            excess = [each.clamp(rule.floor, rule.ceiling) for each in excess]
         sums = batch.domain_sums(excess)
         # Check the losses too, since clipped excess losses would hide an infinite loss. Losses are
         # not negative, so the sum of both models' losses is infinite if either loss is infinite.
@@ -121,7 +121,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         totals = torch.stack([sums, batch.domain_tokens, losses]).cpu().numpy()
         tokens = totals[1]
         if np.isfinite(totals).all():
-            self.state = self.state.after(totals[0], tokens, recipe)
+            self.state = self.state.after(totals[0], tokens, rule)
         else:  # no error if only the proxy's loss is not finite: the trainer skips the step
             finite = np.isfinite(batch.domain_sums(reference).cpu().numpy())
             if not finite.all():
@@ -130,7 +130,7 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
                     f"finite on '{self.names[int(finite.argmin())]}'; use another reference, for "
                     "example one that was trained with a lower --lr"
                 )
-        if recipe.domain_means:
+        if rule.domain_means:
             weights = domain_mean_weights(self.state.weights, tokens)
         else:
             weights = token_weights(self.state.log_weights, self._sampling, tokens)
@@ -148,7 +148,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
 
     def __init__(self, options: DoremiOptions) -> None:
         super().__init__(options)
-        self.recipe, corpus = options.rule.resolve(), self.corpus
+        self.rule, corpus = options.rule.resolve(), self.corpus
         if len(corpus.names) < 2:
             raise UserError(
                 f"{corpus.root}: DoReMi needs at least 2 domains, but there is only 1; add "
@@ -223,7 +223,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
     def make_hook(self, plan: TrainingPlan, layout: Layout | None) -> ExcessLossReweighting:
         """Construct the hook of the proxy's run."""
         self.reference = self.reference or self.load_reference()
-        return ExcessLossReweighting(plan, layout, self.reference, self.recipe)
+        return ExcessLossReweighting(plan, layout, self.reference, self.rule)
 
     def _warn_reference_differences(self) -> None:
         """Warn if a user-supplied reference was trained on other data than the proxy."""
@@ -249,21 +249,21 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
 
     def write_mixture(self) -> None:
         """Write the mean weights of the finished proxy. Called on one rank."""
-        recipe, reference = self.recipe, self.reference
+        rule, reference = self.rule, self.reference
         assert reference is not None
         trained, size = TrainingRun.load(self.reference_dir), reference.config
         run, hook, inputs = self.finished()
         variant = self.options.rule.doremi_variant
         self.write_mean_weights(
             hook,
-            hook.state.counted - int(recipe.count_first),
+            hook.state.counted - int(rule.count_first),
             [trained, run],
             settings={
                 "variant": variant,
-                "eta": recipe.eta,
-                "eps": recipe.eps,
-                "excess_floor": recipe.floor,
-                "excess_ceiling": recipe.ceiling,
+                "eta": rule.eta,
+                "eps": rule.eps,
+                "excess_floor": rule.floor,
+                "excess_ceiling": rule.ceiling,
                 "reference": {
                     "model": name_of(size),
                     "train_iters": trained.step,
@@ -274,7 +274,7 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
             inputs={"reference": reference.hash, **inputs},
             paper_flops=paper_flops(size, trained_tokens=trained.tokens)
             + paper_flops(self.plan.config, trained_tokens=run.tokens),
-            heading=f"\nDoReMi, {variant}, eta {recipe.eta:g}, eps {recipe.eps:g}: mean weights of "
+            heading=f"\nDoReMi, {variant}, eta {rule.eta:g}, eps {rule.eps:g}: mean weights of "
             f"{run.step:,} steps, reference {trained.root}; the score is the last excess loss",
             hint="use a smaller --doremi-eta, a larger --doremi-eps or an --excess-ceiling",
         )

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_chameleon.methods.chameleon import ExtractionOptions, WeightingOptions
-from megatron_chameleon.methods.doge import DogeRule
-from megatron_chameleon.methods.doremi import DoremiRule
+from megatron_chameleon.methods.doge import DogeRuleOptions
+from megatron_chameleon.methods.doremi import DoremiRuleOptions
 from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.ranges import CheckedOptions, Count, Positive
 
@@ -60,8 +60,8 @@ class SweepOptions(CheckedOptions):
     proxy: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
     extraction: ExtractionOptions = dataclasses.field(default_factory=ExtractionOptions)
     weighting: WeightingOptions = dataclasses.field(default_factory=WeightingOptions)
-    doge: DogeRule = dataclasses.field(default_factory=DogeRule)
-    doremi: DoremiRule = dataclasses.field(default_factory=DoremiRule)
+    doge: DogeRuleOptions = dataclasses.field(default_factory=DogeRuleOptions)
+    doremi: DoremiRuleOptions = dataclasses.field(default_factory=DoremiRuleOptions)
 
     def __post_init__(self) -> None:
         """Raise UserError for options that the method does not use."""

@@ -222,11 +222,11 @@ def point_of(options: SweepOptions, values: Values) -> Point:
     plain = training_options(proxy, options.corpus, options.output / PROXIES / name)
     if options.method == "chameleon":
         return _chameleon_point(options, values, plain)
-    rule = options.doge if options.method == "doge" else options.doremi
-    recipe, default = (dataclasses.asdict(each.resolve()) for each in (rule, type(rule)()))
+    flags = options.doge if options.method == "doge" else options.doremi
+    rule, default = (dataclasses.asdict(each.resolve()) for each in (flags, type(flags)()))
     name = f"{options.method}-{name}"
-    if recipe != default:  # a digest, so that sweeps with different rules can share a folder
-        name = f"{name}-{sha256_of_json(recipe)[:RULE_DIGITS]}"
+    if rule != default:  # a digest, so that sweeps with different rules can share a folder
+        name = f"{name}-{sha256_of_json(rule)[:RULE_DIGITS]}"
     step, work_dir = int(values["steps"]), options.output / PROXIES / name
     if step != proxy.train_iters:
         name = f"{name}-step{step}"

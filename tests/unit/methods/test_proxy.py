@@ -20,14 +20,14 @@ from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, 
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
-from megatron_chameleon.methods.doge import DogeOptions, DogeRule
+from megatron_chameleon.methods.doge import DogeOptions, DogeRuleOptions
 from megatron_chameleon.methods.doge.compute import Doge, GradientAlignment, held_out_mix
-from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRule
+from megatron_chameleon.methods.doremi import DoremiOptions, DoremiRuleOptions
 from megatron_chameleon.methods.doremi import compute as doremi_compute
 from megatron_chameleon.methods.doremi.compute import Doremi, ExcessLossReweighting
 from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
-from megatron_chameleon.mixture.doge import DogeRecipe, Roles
+from megatron_chameleon.mixture.doge import DogeRule, Roles
 from megatron_chameleon.model.flops import paper_flops, training_flops
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.parallel.layout import distributed
@@ -56,12 +56,12 @@ STEPS = 6
 METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "doremi": (
         DoremiOptions,
-        DoremiRule(doremi_eta=0.1),
+        DoremiRuleOptions(doremi_eta=0.1),
         {"global_batch_size": 8, "micro_batch_size": 4},
     ),
     "doge": (
         DogeOptions,
-        DogeRule(doge_mu=0.2),
+        DogeRuleOptions(doge_mu=0.2),
         {
             "global_batch_size": 6,
             "micro_batch_size": 2,
@@ -223,7 +223,8 @@ def test_an_interrupted_run_resumes_with_the_same_result(
 @for_method(("name", "factor"), [("doremi", math.nan), ("doge", math.nan), ("doge", 1e4)])
 def test_a_skipped_step_moves_no_weight(name, options, monkeypatch, factor):
     """A step is skipped if a gradient is not finite, or if its norm spikes but stays finite."""
-    rule = {} if name == "doremi" else {"rule": DogeRule(0.2, doge_max_norm=0.0)}  # no clipping
+    unclipped = DogeRuleOptions(0.2, doge_max_norm=0.0)
+    rule = {} if name == "doremi" else {"rule": unclipped}
     made = options(guards=GuardOptions(spike_factor=50, spike_window=4), **rule)
     before_steps(monkeypatch, {4: poison(factor)})
     compute(made)
@@ -278,11 +279,11 @@ def test_a_damaged_state_is_an_error(copied, options, damage):
 @for_method(
     ("name", "changes", "problem"),
     [
-        ("doremi", {"rule": DoremiRule("fork", 0.1, 1e-3)}, "clip_tokens True, not False"),
+        ("doremi", {"rule": DoremiRuleOptions("fork", 0.1, 1e-3)}, "clip_tokens True, not False"),
         ("doremi", {"seed": 7}, "--seed 1234, not 7"),
         ("doge", {"target_tokens": 9999}, "--target-tokens None, not 9999"),
         ("doremi", {"reference": None}, "DoReMi's reference"),
-        ("doge", {"rule": DogeRule(doge_mu=0.3)}, "mu 0.2, not 0.3"),
+        ("doge", {"rule": DogeRuleOptions(doge_mu=0.3)}, "mu 0.2, not 0.3"),
         ("doge", {"algorithm": "paper"}, "algorithm held-out, not paper"),
         ("doremi", HookState("GradientAlignment", {}), "GradientAlignment"),
         ("doremi", None, "no training hook"),
@@ -303,7 +304,7 @@ def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes,
 @for_method(
     ("name", "changes", "problem"),
     [
-        ("doremi", {"rule": DoremiRule(excess_ceiling=-1.0)}, "--excess-ceiling"),
+        ("doremi", {"rule": DoremiRuleOptions(excess_ceiling=-1.0)}, "--excess-ceiling"),
         ("doremi", {"reference": Path("lost")}, "--reference lost"),
         ("doremi", {"reference": None, "reference_mixture": "lost.json"}, "lost.json"),
         ("doremi", {"seq_length": 16}, "--seq-length 32"),
@@ -311,7 +312,7 @@ def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes,
         ("doge", {"target_tokens": 99}, "--target-tokens 99"),
         ("doge", {"target": "news,code"}, "--target news,code"),
         ("doge", {"seq_length": 512}, "valid split of 'code'.*--split.*--algorithm paper"),
-        ("doge", {"rule": DogeRule(doge_mu=1e-310)}, "--doge-mu"),
+        ("doge", {"rule": DogeRuleOptions(doge_mu=1e-310)}, "--doge-mu"),
         ("doge", {"target": "poems", "token_budget": 19_100, "max_epochs": 1.0}, "--max-epochs 1"),
         ("doge", {"output": Path("mixture")}, "--output mixture"),
         ("doge", {"output": Path("/dev/null/doge.json")}, "/dev/null"),
@@ -333,7 +334,7 @@ def known_document(number: int, rng: np.random.Generator):
 def test_learnable_domains_gain_over_noise_and_copies_stay_equal(name, options, tmp_path):
     names = ("learnable", "noise", "copy")
     corpus = write_small_corpus(tmp_path / "corpus", names, document=known_document)
-    changes = {"reference": None} if name == "doremi" else {"rule": DogeRule(doge_mu=0.05)}
+    changes = {"reference": None} if name == "doremi" else {"rule": DogeRuleOptions(doge_mu=0.05)}
     made = options(
         corpus=corpus.root,
         train_iters=40,
@@ -361,8 +362,8 @@ class Checked(ExcessLossReweighting):
         self.reader = self._reference.reader(self._layout)
 
     def clipped(self, excess):
-        ceiling = math.inf if self._recipe.ceiling is None else self._recipe.ceiling
-        return min(max(excess, self._recipe.floor), ceiling)
+        ceiling = math.inf if self._rule.ceiling is None else self._rule.ceiling
+        return min(max(excess, self._rule.floor), ceiling)
 
     def loss_weights(self, batch):
         losses_of_proxy = batch.token_losses()
@@ -382,7 +383,7 @@ class Checked(ExcessLossReweighting):
         clipped_tokens = [np.mean([self.clipped(x) for x in tokens[d]]) for d in present]
         clipped_means = [self.clipped(float(np.mean(tokens[d]))) for d in present]
         expected, other = clipped_tokens, clipped_means
-        if not self._recipe.clip_tokens:
+        if not self._rule.clip_tokens:
             expected, other = clipped_means, clipped_tokens
         np.testing.assert_allclose(self.state.excess[present], expected, rtol=1e-4, atol=1e-6)
         Checked.apart = max(Checked.apart, float(np.abs(np.subtract(expected, other)).max()))
@@ -391,7 +392,7 @@ class Checked(ExcessLossReweighting):
         alpha, counts = self.state.weights, np.array([len(part) for part in tokens])
         each = [alpha[d] * np.sum(of_proxy[d]) for d in range(3)]
         wanted = np.sum(each) / (alpha @ counts)
-        if self._recipe.domain_means:
+        if self._rule.domain_means:
             wanted = sum(alpha[d] * np.mean(of_proxy[d]) for d in present)
         # The step's loss is the sum of the weighted token losses, divided by the number of tokens.
         total = sum(
@@ -410,8 +411,8 @@ Checked.__name__ = ExcessLossReweighting.__name__  # checkpoints record the clas
 @pytest.mark.parametrize(
     ("rule", "masked"),
     [
-        (DoremiRule(doremi_eta=0.1, excess_ceiling=0.3), False),
-        (DoremiRule("fork", excess_ceiling=0.3), True),
+        (DoremiRuleOptions(doremi_eta=0.1, excess_ceiling=0.3), False),
+        (DoremiRuleOptions("fork", excess_ceiling=0.3), True),
     ],
 )
 def test_excess_losses_and_the_loss_equal_a_loop_over_tokens(options, monkeypatch, masked, rule):
@@ -469,7 +470,7 @@ def scale_losses(monkeypatch, factor, *, of_reference):
 def test_non_finite_losses_of_the_proxy_leave_the_weights(options, monkeypatch):
     """The weights are unchanged even if clipping would hide the infinite losses."""
     scale_losses(monkeypatch, math.inf, of_reference=False)
-    made = options(rule=DoremiRule(doremi_eta=0.1, excess_ceiling=0.3))
+    made = options(rule=DoremiRuleOptions(doremi_eta=0.1, excess_ceiling=0.3))
     compute(made)
     hooks = hooks_of(made.output)
     assert hooks[2] == hooks[1]
@@ -482,7 +483,7 @@ def test_non_finite_losses_of_the_reference_are_errors(options, monkeypatch, fac
     """An infinite loss is an error too, even if clipping would make the excess loss 0."""
     scale_losses(monkeypatch, factor, of_reference=True)
     with pytest.raises(UserError, match="'news'"):
-        compute(options(rule=DoremiRule(variant, 0.1)))
+        compute(options(rule=DoremiRuleOptions(variant, 0.1)))
 
 
 @of_doremi
@@ -507,7 +508,7 @@ def test_an_unusable_reference_or_corpus_is_an_error(options, tmp_path, trained_
 @of_doge
 @pytest.mark.parametrize("train_on_target", [False, True])
 def test_a_target_is_trained_on_only_if_requested(options, train_on_target):
-    made = options(target="poems", rule=DogeRule(), train_on_target=train_on_target)
+    made = options(target="poems", rule=DogeRuleOptions(), train_on_target=train_on_target)
     assert compute(made)
     mixture, run = Mixture.load(made.output), proxy_run(made.output)
     assert sum(mixture.weights.values()) == pytest.approx(1.0)
@@ -532,7 +533,7 @@ def test_a_target_is_trained_on_only_if_requested(options, train_on_target):
 @of_doge
 def test_a_held_out_domain_may_be_the_target(options, held_out_corpus):
     """The first weights follow the alignment with the gradient of the held-out text, by hand."""
-    changes = {"corpus": held_out_corpus.root, "rule": DogeRule(doge_max_norm=0.0)}
+    changes = {"corpus": held_out_corpus.root, "rule": DogeRuleOptions(doge_max_norm=0.0)}
     made = options(target="poems", **changes)
     assert compute(made)
     mixture, run = Mixture.load(made.output), proxy_run(made.output)
@@ -582,7 +583,7 @@ def test_by_default_no_alignment_is_clipped_at_initialization(options, tmp_path)
             corpus=corpus.root,
             output=tmp_path / f"{algorithm}.json",
             algorithm=algorithm,
-            rule=DogeRule(),
+            rule=DogeRuleOptions(),
             train_iters=1,
             global_batch_size=64,
             micro_batch_size=8,
@@ -590,7 +591,7 @@ def test_by_default_no_alignment_is_clipped_at_initialization(options, tmp_path)
         )
         assert compute(made)
         alignments[algorithm] = list(hooks_of(made.output)[0]["alignment"].values())
-    assert max(alignments[None]) < DogeRule().doge_dw_max / 2
+    assert max(alignments[None]) < DogeRuleOptions().doge_dw_max / 2
     # The sum over eight domains is larger than the mean, and includes each domain's own gradient.
     assert np.mean(alignments["paper"]) > 8 * np.mean(alignments[None])
 
@@ -682,9 +683,9 @@ def clipped_gradients(passes, batches, max_norm):
 def test_a_step_equals_the_algorithm_on_whole_gradients(
     passes, micro_batches, one_rank, roles, max_norm
 ):
-    recipe = DogeRecipe(mu=0.2, dw_min=-5.0, max_norm=max_norm)
+    rule = DogeRule(mu=0.2, dw_min=-5.0, max_norm=max_norm)
     size = HELD_OUT_SIZE if roles is TOWARDS_HELD_OUT else 0
-    hook = GradientAlignment(NAMES, recipe, roles, HeldOutText() if size else None, size)
+    hook = GradientAlignment(NAMES, rule, roles, HeldOutText() if size else None, size)
     sums, found = run(hook, passes, micro_batches, one_rank)
     assert hook.flops == training_flops(SHAPE, size * 16, 16)
     assert sums.shape == (NUM_DOMAINS, 3)
@@ -695,7 +696,7 @@ def test_a_step_equals_the_algorithm_on_whole_gradients(
     towards = gradients[list(roles.target)].sum(0)
     mean_norm = sum(norms) / len(norms) + 1e-6
     scores = torch.stack([gradients[i] @ towards / mean_norm for i in roles.train]).clamp(-5, 5)
-    weights = torch.softmax(RATE * scores / recipe.mu, dim=0)
+    weights = torch.softmax(RATE * scores / rule.mu, dim=0)
     logged = hook.metrics()["weights"]
     assert [logged[NAMES[i]] for i in roles.train] == pytest.approx(weights.tolist(), 1e-4)
     assert float(weights.max() - weights.min()) > 0.01

@@ -19,8 +19,8 @@ from megatron_chameleon.methods.chameleon import (
     ExtractionOptions,
     WeightingOptions,
 )
-from megatron_chameleon.methods.doge import DogeRule
-from megatron_chameleon.methods.doremi import DoremiRule
+from megatron_chameleon.methods.doge import DogeRuleOptions
+from megatron_chameleon.methods.doremi import DoremiRuleOptions
 from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.methods.sweep import AxisOptions, SweepOptions
 from megatron_chameleon.methods.sweep.sweep import plan_sweep, point_of, sweep_mixture
@@ -40,8 +40,8 @@ SMALL_POINTS = [
 ]
 PROXIES = ["nano-4steps-seed5", "nano-6steps-seed5"]
 RULES: dict[str, Any] = {
-    "doremi": {"doremi": DoremiRule(doremi_eta=0.1)},
-    "doge": {"doge": DogeRule(doge_mu=0.3)},
+    "doremi": {"doremi": DoremiRuleOptions(doremi_eta=0.1)},
+    "doge": {"doge": DogeRuleOptions(doge_mu=0.3)},
 }
 STOP_AT_ONCE = StoppingOptions(exit_duration_in_mins=1e-6)
 
@@ -152,7 +152,7 @@ def test_axes_are_sorted_and_points_distinct(options):
         ("chameleon", {"axes": AxisOptions(sweep_model=("99m",))}, "99m"),
         ("chameleon", {"axes": AxisOptions(sweep_model=())}, "--sweep-model"),
         ("chameleon", {"axes": AxisOptions(sweep_steps=(1,))}, "1 steps.*': --lr-warmup"),
-        ("chameleon", {"doge": DogeRule(doge_mu=0.3)}, "--doge-mu 0.3"),
+        ("chameleon", {"doge": DogeRuleOptions(doge_mu=0.3)}, "--doge-mu 0.3"),
         ("doremi", {"axes": AxisOptions(sweep_ridge=(1.0,))}, "--sweep-ridge"),
         ("doge", {"mode": "finetune"}, "--mode finetune"),
         ("doge", {"extraction": ExtractionOptions(num_windows=8)}, "--num-windows 8"),
@@ -272,8 +272,19 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
 @pytest.mark.parametrize(
     ("method", "rules"),
     [
-        ("doge", [DogeRule(), DogeRule(0.01), DogeRule(0.3), DogeRule(0.3, doge_eps=0.1)]),
-        ("doremi", [DoremiRule(), DoremiRule(doremi_eta=1.0), DoremiRule("fork")]),
+        (
+            "doge",
+            [
+                DogeRuleOptions(),
+                DogeRuleOptions(0.01),
+                DogeRuleOptions(0.3),
+                DogeRuleOptions(0.3, doge_eps=0.1),
+            ],
+        ),
+        (
+            "doremi",
+            [DoremiRuleOptions(), DoremiRuleOptions(doremi_eta=1.0), DoremiRuleOptions("fork")],
+        ),
     ],
 )
 def test_each_rule_has_its_own_proxies(hooked, method, rules):

@@ -19,7 +19,7 @@ from megatron_chameleon.corpus.target import parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
-from megatron_chameleon.methods.doge import DogeOptions, DogeRule
+from megatron_chameleon.methods.doge import DogeOptions, DogeRuleOptions
 from megatron_chameleon.methods.doge.compute import Doge, held_out_mix
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit
@@ -85,7 +85,7 @@ def doge(corpus: Path, target: str, output: Path, **changes: Any) -> DogeOptions
         "target_text_key": "words",
         "output": output,
         "proxy": PROXY,
-        "rule": DogeRule(doge_mu=0.2),
+        "rule": DogeRuleOptions(doge_mu=0.2),
         "fallback": TRAIN,
     }
     return DogeOptions(**{**settings, **changes})

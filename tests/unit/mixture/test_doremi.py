@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from megatron_chameleon.mixture.doge import (
-    DogeRecipe,
+    DogeRule,
     DogeState,
     Roles,
     alignments,
@@ -17,8 +17,8 @@ from megatron_chameleon.mixture.doge import (
     gradient_weights,
 )
 from megatron_chameleon.mixture.doremi import (
-    RECIPES,
-    DoremiRecipe,
+    VARIANTS,
+    DoremiRule,
     DoremiState,
     domain_mean_weights,
     token_weights,
@@ -26,26 +26,26 @@ from megatron_chameleon.mixture.doremi import (
 from megatron_chameleon.mixture.exponentiated import LOWEST_LOG
 
 
-def advanced(state, means, tokens, recipe):
+def advanced(state, means, tokens, rule):
     """Return the state after a batch with these mean excess losses."""
     tokens = np.array(tokens, float)
-    return state.after(np.array(means, float) * tokens, tokens, recipe)
+    return state.after(np.array(means, float) * tokens, tokens, rule)
 
 
 @pytest.mark.parametrize("eta", [1e3, 1e150, 1e308])
 @pytest.mark.parametrize("eps", [0.0, 1e-3])
 def test_no_step_size_overflows(eta, eps):
-    recipe = DoremiRecipe(eta=eta, eps=eps)
-    state = DoremiState.first(3, 50_000, recipe)
+    rule = DoremiRule(eta=eta, eps=eps)
+    state = DoremiState.first(3, 50_000, rule)
     for means in ([9.0, 1.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 0.0]):
         with np.errstate(invalid="raise", divide="raise"):
-            state = advanced(state, means, [1, 1, 1], recipe)
+            state = advanced(state, means, [1, 1, 1], rule)
         assert np.isfinite(state.log_weights).all()
         assert np.isfinite(state.mean).all()
         assert state.weights.sum() == pytest.approx(1)
     assert state.log_weights.min() >= LOWEST_LOG
     assert state.weights[2] < 0.01
-    assert advanced(state, [0, 0, 1e4], [1, 1, 1], recipe).weights[2] > 0.99  # the weight can grow
+    assert advanced(state, [0, 0, 1e4], [1, 1, 1], rule).weights[2] > 0.99  # the weight can grow
 
 
 def plain_variant(batches, fork):
@@ -76,17 +76,17 @@ def plain_variant(batches, fork):
 @pytest.mark.parametrize("variant", ["original", "fork"])
 def test_doremi_steps_equal_plain_loops(variant):
     rng = np.random.default_rng(4)
-    recipe = RECIPES[variant]
+    rule = VARIANTS[variant]
     batches = [
         [rng.normal(0.1 * i - 0.1, 0.5, rng.integers(6)) for i in range(4)] for _ in range(25)
     ]
     weights, mean = plain_variant(batches, fork=variant == "fork")
-    state = DoremiState.first(4, 100, recipe)
+    state = DoremiState.first(4, 100, rule)
     for batch, expected in zip(batches, weights, strict=True):
         # Clip and sum the tokens' excess losses as the hook does.
-        clipped = [np.maximum(part, recipe.floor) if recipe.clip_tokens else part for part in batch]
+        clipped = [np.maximum(part, rule.floor) if rule.clip_tokens else part for part in batch]
         sums = np.array([part.sum() for part in clipped])
-        state = state.after(sums, np.array([float(len(part)) for part in batch]), recipe)
+        state = state.after(sums, np.array([float(len(part)) for part in batch]), rule)
         assert_allclose(state.weights, expected, rtol=1e-9)
     assert_allclose(state.mean, mean, rtol=1e-9)
 
@@ -110,7 +110,7 @@ def test_the_fork_weights_mean_losses_without_renormalization():
 
 def test_an_absent_domain_of_the_fork_starts_with_no_excess():
     """Domain 0 has an excess of 2 nats; 0.1 * 2 raises its weight by e^0.2 over the absent one."""
-    state = advanced(DoremiState.first(2, 100, RECIPES["fork"]), [2, 0], [1, 0], RECIPES["fork"])
+    state = advanced(DoremiState.first(2, 100, VARIANTS["fork"]), [2, 0], [1, 0], VARIANTS["fork"])
     assert_allclose(state.excess, [2.0, 0.0])
     assert state.weights[0] / state.weights[1] == pytest.approx(math.exp(0.2))
 
@@ -119,27 +119,27 @@ def everything(k):
     return Roles(tuple(range(k)), tuple(range(k)))
 
 
-def step(state, gradients, recipe, roles, present=None, rate=0.1):
+def step(state, gradients, rule, roles, present=None, rate=0.1):
     """Return the state after a batch with these gradients [k, n], and the combined gradient."""
     products = gradients @ gradients.T
     present = range(len(gradients)) if present is None else present
-    after = state.after(products, list(present), rate, recipe, roles)
-    factors = clip_factors(products, recipe.max_norm)
+    after = state.after(products, list(present), rate, rule, roles)
+    factors = clip_factors(products, rule.max_norm)
     return after, gradient_weights(after, factors, list(present), roles) @ gradients
 
 
-def plain_step(weights, gradients, recipe, roles, rate):
+def plain_step(weights, gradients, rule, roles, rate):
     """Compute Algorithm 1 on gradient vectors: the new weights and the combined gradient."""
     clipped = []
     for gradient in gradients:
         norm = np.linalg.norm(gradient)
-        clipped.append(gradient * (recipe.max_norm / norm if norm > recipe.max_norm else 1.0))
+        clipped.append(gradient * (rule.max_norm / norm if norm > rule.max_norm else 1.0))
     towards = sum(clipped[j] for j in roles.target)
     mean_norm = np.mean([np.linalg.norm(clipped[i]) for i in roles.train])
     scores = [rate * (clipped[i] @ towards) / (mean_norm + 1e-6) for i in roles.train]
-    limited = np.clip(scores, rate * recipe.dw_min, rate * recipe.dw_max)
-    grown = weights * np.exp(limited / recipe.mu)
-    new = (1 - recipe.eps) * grown / grown.sum() + recipe.eps / len(grown)
+    limited = np.clip(scores, rate * rule.dw_min, rate * rule.dw_max)
+    grown = weights * np.exp(limited / rule.mu)
+    new = (1 - rule.eps) * grown / grown.sum() + rule.eps / len(grown)
     return new, sum(weight * clipped[i] for weight, i in zip(new, roles.train, strict=True))
 
 
@@ -147,18 +147,18 @@ def plain_step(weights, gradients, recipe, roles, rate):
     "roles", [everything(4), Roles((0, 1, 2), (3,)), Roles((0, 1, 2, 3), (1, 3))]
 )
 @pytest.mark.parametrize(
-    "recipe",
-    [DogeRecipe(), DogeRecipe(0.05, 0.1, -0.5, 0.7, 1.5), DogeRecipe(mu=1.0, max_norm=0.3)],
+    "rule",
+    [DogeRule(), DogeRule(0.05, 0.1, -0.5, 0.7, 1.5), DogeRule(mu=1.0, max_norm=0.3)],
 )
-def test_doge_steps_equal_algorithm_1_on_gradient_vectors(recipe, roles):
+def test_doge_steps_equal_algorithm_1_on_gradient_vectors(rule, roles):
     rng = np.random.default_rng(0)
     state, weights = DogeState.first(4, roles), np.full(len(roles.train), 1 / len(roles.train))
     over_steps = []
     for number in range(20):
         gradients = rng.normal(size=(4, 9)) * rng.exponential(size=(4, 1)) + 0.1
         rate = 0.2 / (1 + number)
-        state, update = step(state, gradients, recipe, roles, rate=rate)
-        weights, expected = plain_step(weights, gradients, recipe, roles, rate)
+        state, update = step(state, gradients, rule, roles, rate=rate)
+        weights, expected = plain_step(weights, gradients, rule, roles, rate)
         np.testing.assert_allclose(state.weights, weights, rtol=1e-10)
         np.testing.assert_allclose(update, expected, rtol=1e-9, atol=1e-12)
         over_steps.append(weights)
@@ -167,12 +167,12 @@ def test_doge_steps_equal_algorithm_1_on_gradient_vectors(recipe, roles):
 
 def test_an_absent_domain_keeps_its_inner_products():
     rng = np.random.default_rng(1)
-    roles, recipe = everything(3), DogeRecipe(mu=1.0)
+    roles, rule = everything(3), DogeRule(mu=1.0)
     first = rng.normal(size=(3, 5))
-    state, _ = step(DogeState.first(3, roles), first, recipe, roles)
+    state, _ = step(DogeState.first(3, roles), first, rule, roles)
     second = rng.normal(size=(3, 5))
     second[1] = 0.0
-    after, update = step(state, second, recipe, roles, present=[0, 2])
+    after, update = step(state, second, rule, roles, present=[0, 2])
     assert after.products[1] == pytest.approx(state.products[1])
     assert after.products[0, 2] == pytest.approx(second[0] @ second[2])
     assert after.alignment == pytest.approx(alignments(after.products, roles))
