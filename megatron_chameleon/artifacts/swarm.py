@@ -10,8 +10,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megatron_chameleon.artifacts.mixture import SUM_TOLERANCE, Mixture
 from megatron_chameleon.artifacts.provenance import Cost, Provenance
 from megatron_chameleon.artifacts.record import Count, FileRecord, FolderRecord, Share
+from megatron_chameleon.artifacts.training_run import TrainingRun
+from megatron_chameleon.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,15 @@ class SwarmRecord(FolderRecord):
     provenance: Provenance
     held_out: list[str] = dataclasses.field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if len({*self.domains, *self.held_out}) < len(self.domains) + len(self.held_out):
+            raise ValueError("domains and held_out name a domain twice")
+        for member, mixture in enumerate(self.mixtures):
+            if len(mixture) != len(self.domains) or abs(sum(mixture) - 1.0) > SUM_TOLERANCE:
+                raise ValueError(
+                    f"mixture {member} must have a weight for each domain, and a sum of 1"
+                )
+
     @property
     def cost(self) -> Cost:
         """Total cost of the finished members, including members finished in earlier sessions.
@@ -46,9 +58,29 @@ class SwarmRecord(FolderRecord):
         """Results of the finished members, by number.
 
         Raises:
-            UserError: for a damaged member file.
+            UserError: for a damaged member file, or the result of another member.
         """
-        return finished_members(self.root, len(self.mixtures))
+        found = finished_members(self.root, len(self.mixtures))
+        for member, record in found.items():
+            path = member_path(self.root, member)
+            run, mixture = path.with_suffix(""), self.mixture_of(member).hash
+            problem = None
+            if record.member != member:
+                problem = f"is the result of member {record.member}"
+            elif TrainingRun.exists(run):
+                made_by = TrainingRun.load(run).provenance
+                if made_by.inputs.get("mixture") != mixture:
+                    problem = f"has the run of another mixture ({run})"
+            if problem:
+                raise UserError(
+                    f"{path} {problem}; delete it and the folder {run.name}, and train member "
+                    f"{member} again"
+                )
+        return found
+
+    def mixture_of(self, member: int) -> Mixture:
+        """The mixture of a member."""
+        return Mixture(dict(zip(self.domains, self.mixtures[member], strict=True)), method="swarm")
 
 
 @dataclasses.dataclass(frozen=True)

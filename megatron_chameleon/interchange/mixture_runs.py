@@ -7,6 +7,7 @@ Tables of RegMix (``index,train_<domain>...`` and ``index,valid_<domain>...``) a
 from __future__ import annotations
 
 import collections
+import csv
 import dataclasses
 import math
 import os
@@ -19,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from megatron_chameleon.artifacts.files import replacing
+from megatron_chameleon.artifacts.files import flush_to_disk, replacing
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.ranges import LARGEST_FLOAT32
 
 Array = npt.NDArray[np.float64]
 # Published shares are rounded to three digits, so many sums are off by some thousandths.
@@ -148,6 +150,8 @@ def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) ->
     for name, column in columns.items():
         if column not in table:
             raise UserError(f"{path}: --column {name}={column}: unknown column")
+        if list(columns.values()).count(column) > 1:
+            raise UserError(f"{path}: --column {name}={column}: another loss has this column")
     if not columns:
         matching = collections.defaultdict[str, list[str]](list)
         for column in table:
@@ -155,7 +159,7 @@ def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) ->
         known = collections.Counter(map(_simple_name, names))
         for name in names:
             found = matching[_simple_name(name)]
-            held_out = [column for column in found if not _is_training_loss(column)]
+            held_out = [column for column in found if not is_training_loss(column)]
             if known[_simple_name(name)] > 1:
                 problem = f"the name of '{name}' is too similar to that of another domain"
             elif len(held_out) > 1:
@@ -180,25 +184,27 @@ def read_losses(path: Path, names: Sequence[str], columns: Mapping[str, str]) ->
 def _read(path: Path) -> pd.DataFrame:
     """A CSV table as text; its key columns get lower-case names."""
     try:
-        rows = pd.read_csv(
-            path, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig"
-        )
-    except pd.errors.EmptyDataError:
-        rows = pd.DataFrame()
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            rows = [row for row in csv.reader(stream, strict=True) if any(map(str.strip, row))]
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; pass a CSV table with a row per run") from None
-    except (OSError, ValueError) as error:  # not UTF-8, or a row with more values than the header
+    except (OSError, ValueError, csv.Error) as error:  # not UTF-8, or an open quote
         problem = " ".join(str(error).split())
         raise UserError(f"cannot read {path}: {problem}; pass a CSV table in UTF-8") from error
-    rows = rows[rows.apply(lambda column: column.str.strip() != "").any(axis=1)]
-    header = [] if rows.empty else [str(name) for name in rows.iloc[0]]
+    header = rows[0] if rows else []
+    for row in rows:
+        if len(row) != len(header):
+            raise UserError(
+                f"{path}: the row that starts with '{row[0]}' has {len(row)} values, but the "
+                f"header has {len(header)}; repair the row, or remove it"
+            )
     if len(rows) < 2 or all(map(is_key, header)):
         raise UserError(f"{path} holds no runs: expected a header and a row per run")
     names = [name.strip().lower() if is_key(name) else name for name in header]
     names = ["" if name == "unnamed: 0" else name for name in names]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{path}: column '{repeated[0]}' is repeated; remove one")
-    return rows[1:].set_axis(names, axis=1)
+    return pd.DataFrame(rows[1:], columns=names, dtype=str)
 
 
 def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:
@@ -210,7 +216,11 @@ def _by_run(path: Path, table: pd.DataFrame, key: str) -> pd.DataFrame:
 
 
 def _numbers(path: Path, table: pd.DataFrame) -> pd.DataFrame:
-    """Convert ``table`` to float64; missing and infinite values become NaN."""
+    """Convert ``table`` to float64; missing and infinite values become NaN.
+
+    Raises:
+        UserError: for text that is no number, or a number of which a square could overflow.
+    """
     numbers = {}
     for name, column in table.items():
         text = column.str.strip().str.lower()
@@ -218,7 +228,15 @@ def _numbers(path: Path, table: pd.DataFrame) -> pd.DataFrame:
             numbers[name] = text.mask(text.isin(NO_NUMBER)).astype(np.float64)
         except ValueError as error:
             raise UserError(f"{path}: {name}: {error}; repair it, or remove the column") from error
-    return pd.DataFrame(numbers, table.index).replace([math.inf, -math.inf], math.nan)
+    found = pd.DataFrame(numbers, table.index).replace([math.inf, -math.inf], math.nan)
+    for name, too_large in (found.abs() > LARGEST_FLOAT32).items():
+        if too_large.any():
+            run = too_large.index[too_large][0]
+            raise UserError(
+                f"{path}: run '{run}': {found[name][run]:g} of {name} is too large; repair it, or "
+                "remove the run"
+            )
+    return found
 
 
 def _mixtures(path: Path, shares: pd.DataFrame) -> Array:
@@ -256,10 +274,14 @@ def _warn_left_out(problem: str, names: pd.Index) -> None:
 
 
 def write_mixture_runs(runs: MixtureRuns, ratios: Path, metrics: Path) -> None:
-    """Write ``runs`` as two tables in RegMix's form, each under a temporary name first."""
-    for path, table in zip((ratios, metrics), mixture_run_tables(runs), strict=True):
-        with replacing(path) as temporary:
-            temporary.write_bytes(table)
+    """Write ``runs`` as two tables in RegMix's form; if one cannot be written, neither changes."""
+    for path in (ratios, metrics):
+        if path.is_dir():
+            raise UserError(f"{path} is a folder, and cannot be replaced by a table; remove it")
+    with replacing(ratios) as new_ratios, replacing(metrics) as new_metrics:
+        for path, table in zip((new_ratios, new_metrics), mixture_run_tables(runs), strict=True):
+            path.write_bytes(table)
+            flush_to_disk(path)
 
 
 def mixture_run_tables(runs: MixtureRuns) -> tuple[bytes, bytes]:
@@ -319,7 +341,7 @@ def _simple_name(name: str) -> str:
     return re.sub(r"[_/:.\- ]+", "_", _without_affixes(name)).lower()
 
 
-def _is_training_loss(column: str) -> bool:
+def is_training_loss(column: str) -> bool:
     """Whether the affixes of ``column`` name the training text, and not also held-out text."""
     affixes = _words(column) - _words(_without_affixes(column))
     return bool(affixes.keys() & _TRAINING) and not affixes.keys() & _HELD_OUT

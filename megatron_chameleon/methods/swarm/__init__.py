@@ -293,9 +293,9 @@ class CollectOptions(CheckedOptions):
     """Folder of the swarm."""
     losses: Path | None = None
     """CSV table of the held-out losses that another trainer measured, such as a W&B export of its
-    runs: a row per run, whose name (column run, run_id, index or name) is or ends with the name of
-    the member's folder, such as 00012. If there is a column State, only finished runs are read.
-    Default: the losses that swarm run measured."""
+    runs: a row per run, whose name (column run, run_id, index or name) is that of the member's
+    folder, such as 00012, or ends with it, as in swarm-00012. If there is a column State, only
+    finished runs are read. Default: the losses that swarm run measured."""
     column: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """NAME=COLUMN reads the loss on the domain or task NAME from a column of --losses. The option
     can be repeated, and accepts several values; only these columns are then read. Default: for

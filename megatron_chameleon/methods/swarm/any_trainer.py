@@ -25,7 +25,7 @@ from megatron_chameleon.methods.swarm.swarm import (
     model_config,
     open_folder,
     recorded_options,
-    save_mixture,
+    write_member_mixture,
     write_tables,
 )
 from megatron_chameleon.training.run_folder import locked_run_folder
@@ -64,7 +64,7 @@ def generate_swarm(options: GenerateOptions) -> None:
     with locked_run_folder(folder):
         open_folder(options.swarm, corpus, mixtures, folder)
         for member, weights in enumerate(mixtures.tolist()):
-            save_mixture(folder, member, corpus.names, weights)
+            write_member_mixture(folder, member, corpus.names, weights)
         for path, text in files:
             with replacing(path) as temporary:
                 temporary.write_text(text, encoding="utf-8", newline="")
@@ -149,10 +149,14 @@ def match_runs(path: Path, swarm: SwarmRecord, columns: dict[str, str]) -> Mixtu
 
 
 def _member_of(run: str, count: int, path: Path) -> int:
-    """Return the member that a run's name refers to: 12, 00012, or a name that ends with 00012."""
-    found = re.fullmatch(r"(\d+)|.*\D(\d{5,})", run)
-    member = int(found[1] or found[2]) if found else count
-    if member >= count:
+    """Return the member that a run's name refers to: 12, 00012, or a name that ends with -00012.
+
+    A number that is not written like this, as in lr-0.00012 or 1e00012, is no member's.
+    """
+    name = re.split(r"[^\w.]|_", run)[-1]
+    member = int(name) if re.fullmatch("[0-9]{1,9}", name) else count
+    spellings = [f"{member:05d}", *([str(member)] if name == run else [])]
+    if member >= count or name not in spellings:
         raise UserError(
             f"{path}: run '{run}' is no member of the swarm: expected a name that ends with the "
             f"name of a member's folder, 00000 to {count - 1:05d}; remove other runs"

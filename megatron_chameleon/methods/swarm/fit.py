@@ -27,7 +27,12 @@ from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.evaluation.perplexity import token_counts, unigram_loss
-from megatron_chameleon.interchange.mixture_runs import MixtureRuns, matched, read_mixture_runs
+from megatron_chameleon.interchange.mixture_runs import (
+    MixtureRuns,
+    is_training_loss,
+    matched,
+    read_mixture_runs,
+)
 from megatron_chameleon.methods.limits import epoch_limit, prior_weights
 from megatron_chameleon.methods.output import (
     by_name,
@@ -626,6 +631,12 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
     mixtures = np.zeros((len(read.keys), len(corpus.names)))
     mixtures[:, [corpus.names.index(names[name]) for name in read.domains]] = read.mixtures
     warn_rare_domains(corpus.names, mixtures, str(ratios))
+    for column in read.metric_columns:
+        if is_training_loss(column) and column not in corpus.all_domains:
+            raise UserError(
+                f"{metrics}: '{column}' is a training loss; pass held-out losses, and remove the "
+                "column"
+            )
     matches = matched(read.metrics, list(corpus.all_domains))
     table = dataclasses.replace(
         read,

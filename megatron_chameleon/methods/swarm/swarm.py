@@ -20,6 +20,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -44,13 +45,13 @@ from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_toke
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream import check_tasks, evaluate_downstream
-from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions
+from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.methods.swarm import RunOptions, SwarmOptions
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
-from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
+from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
 from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.progress import progress_bar
@@ -70,9 +71,6 @@ from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
 RATIOS_NAME, METRICS_NAME, LOG_NAME = "ratios.csv", "metrics.csv", "log.txt"
-# Value of the setting "members" in swarm.json. A swarm without it is from an earlier release, whose
-# losses differ, and cannot be resumed.
-MEMBERS = "runs"
 # Options that may change when a swarm resumes, since they affect only speed and rounding.
 FREE_SETTINGS = (
     "micro_batch_size",
@@ -301,15 +299,11 @@ def recorded_options(record: SwarmRecord) -> SwarmOptions:
     """Return the options recorded in ``swarm.json``.
 
     Raises:
-        UserError: if an earlier release wrote the file.
+        UserError: if they are damaged.
     """
-    where = record.root / record.FILE_NAME
+    where = f"{record.root / record.FILE_NAME}: provenance.options"
     hint = "generate the swarm again, in another folder"
-    if record.settings.get("members") != MEMBERS:
-        raise UserError(f"{where} was written by an earlier release; {hint}")
-    return check_values(
-        f"{where}: provenance.options", SwarmOptions, record.provenance.options, hint
-    )
+    return check_values(where, SwarmOptions, record.provenance.options, hint)
 
 
 @contextlib.contextmanager
@@ -461,7 +455,7 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
     Raises:
         UserError: if the file describes another swarm; the message names the first difference.
     """
-    plain = {"members": MEMBERS, **json_values(options)}
+    plain = json_values(options)
     plain |= plain.pop("architecture") | plain.pop("downstream")
     settings = {name: value for name, value in plain.items() if name not in FREE_SETTINGS}
     rows = mixtures.tolist()
@@ -470,18 +464,11 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
         require_new((ratios, metrics), "choose another folder for the swarm")
     else:
         found = SwarmRecord.load(folder)
-        # Earlier releases had no flags of the architecture, of tasks and of rounds, and recorded
-        # model as model_size.
-        before = json_values(ArchitectureOptions()) | json_values(TaskOptions()) | found.settings
-        before.setdefault("model", before.get("model_size"))
-        before.setdefault("rounds", 1)
         differences = [
-            f"it has {flag_of(name)} {before.get(name)}, not {value}"
+            f"it has {flag_of(name)} {found.settings.get(name)}, not {value}"
             for name, value in settings.items()
-            if before.get(name) != value
+            if found.settings.get(name) != value
         ]
-        if before.get("members") != MEMBERS:
-            differences.insert(0, "it was trained by an earlier release")
         if (found.domains, found.corpus_hash) != (corpus.names, corpus.hash):
             differences.append("it was trained on another corpus")
         if len(found.mixtures) > len(rows):
@@ -499,8 +486,9 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
             )
     made_by = provenance(options, {"corpus": corpus.hash})
     held_out = list(corpus.held_out)
-    SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by, held_out).save()
-    return _unfinished(folder, len(rows))
+    record = SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by, held_out)
+    record.save()
+    return sorted(set(range(len(rows))) - record.finished.keys())
 
 
 def _train_members(
@@ -541,6 +529,8 @@ def _train_members(
             bar.update(all_finished - bar.n)
             if not any_active:
                 break
+            if not executor.is_active:  # other ranks train members, and poll() does not wait
+                time.sleep(POLL_SECONDS)
 
     def raise_error() -> None:
         if error is not None:
@@ -579,7 +569,7 @@ def train_member(swarm: Swarm, member: int) -> bool:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
-    mixture = save_mixture(swarm.folder, member, names, weights)
+    mixture = write_member_mixture(swarm.folder, member, names, weights)
     metrics = folder / RUN_METRICS
 
     def skipped_step() -> int | None:
@@ -636,7 +626,7 @@ def _member_error(swarm: Swarm, member: int, reason: str) -> UserError:
     return UserError(f"member {member}: {reason}; see {log}")
 
 
-def save_mixture(
+def write_member_mixture(
     folder: Path, member: int, names: Sequence[str], weights: Sequence[float]
 ) -> dict[str, float]:
     """Write a member's ``mixture.json``; return its weights by name."""

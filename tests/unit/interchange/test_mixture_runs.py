@@ -117,11 +117,20 @@ def test_incomplete_runs_and_metrics_are_left_out(read):
         (REGMIX_RATIOS.replace("0.25", ""), None, r"run '1': nan of train_the_pile_arxiv is not"),
         (None, REGMIX_METRICS.replace("5.25", "good"), r"metric/the_pile.*'good'"),
         (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv: run '2' is repeated"),
-        (REGMIX_RATIOS + "4,0.5,0.25,0.25\n", None, r"Expected 3 fields in line 5, saw 4"),
+        (
+            REGMIX_RATIOS + "4,0.5,0.25,0.25\n",
+            None,
+            r"starts with '4' has 4 values",
+        ),
         (REGMIX_RATIOS.replace("index", "number"), None, r"share no column"),
         (OLMIX_RATIOS.replace("a1", "x").replace("b2", "y"), OLMIX_METRICS, r"no run in common"),
         ("", None, r"ratios.csv holds no runs"),
         (None, "index,a,b\n1,2.0,\n2,,2.0\n3,,2.0\n", "has a number for all metrics"),
+        (None, "index,a,b\n1,2.0\n2,2.0,2.0\n", r"starts with '1' has 2 values"),
+        (None, "index,a,b\n1,2.0,1e308\n2,2.0,2.0\n", r"run '1': 1e\+308 of b is too large"),
+        ("index,a,b\n1,1,1\n2,0.5,0.5\n", None, r"run '1': the shares sum to 2, not 1"),
+        ("index,a,b\n1,0,0\n2,0.5,0.5\n", None, r"run '1': the shares sum to 0, not 1"),
+        ("index,a,a\n1,0.5,0.5\n2,0.5,0.5\n", None, r"column 'a' is repeated"),
     ],
 )
 def test_invalid_tables_are_rejected_in_one_line(read, ratios, metrics, problem):
@@ -129,6 +138,18 @@ def test_invalid_tables_are_rejected_in_one_line(read, ratios, metrics, problem)
     with pytest.raises(UserError, match=problem) as rejected:
         read(REGMIX_RATIOS if ratios is None else ratios, metrics or REGMIX_METRICS)
     assert "\n" not in str(rejected.value)
+
+
+@pytest.mark.parametrize("name", ["ratios.csv", "metrics.csv"])
+def test_tables_are_replaced_together_or_not_at_all(read, tmp_path, name):
+    runs, written = read(), {"ratios.csv": tmp_path / "r.csv", "metrics.csv": tmp_path / "m.csv"}
+    for path in written.values():
+        path.write_text("before")
+    written[name].unlink()
+    written[name].mkdir()
+    with pytest.raises(UserError, match="is a folder"):
+        write_mixture_runs(runs, *written.values())
+    assert [path.read_text() for path in written.values() if path.is_file()] == ["before"]
 
 
 def test_names_are_matched_to_domains():

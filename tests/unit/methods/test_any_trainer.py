@@ -76,6 +76,10 @@ ROWS = [
 ]
 
 
+# Names that contain a number, but not the name of a member's folder.
+FOREIGN = ["lr-0.1", "1e3", "v2", "lr-0.00001", "1e00001", "run-000001", "-1", "9" * 5000]
+
+
 def collect(folder, rows, **changes):
     path = folder / "export.csv"
     with path.open("w", newline="") as stream:
@@ -114,12 +118,14 @@ def test_a_wandb_export_is_matched_by_name(generated, corpus, tmp_path):
     [
         (HEADER, ["swarm-00004", *ROWS[0][1:]], {}, "swarm-00004"),
         (HEADER, ["swarm-00000-b", *ROWS[0][1:]], {}, "swarm-00000-b"),
+        *((HEADER, [name, *ROWS[0][1:]], {}, f"'{name}'") for name in FOREIGN),
         (HEADER, ["00002", *ROWS[0][1:]], {}, "member 2"),
         ([*HEADER[:-1], f"valid_{DOMAINS[0]}"], ROWS[1], {}, "both match"),
         ([*HEADER[:4], "eval/other/loss", *HEADER[5:]], ROWS[1], {}, "is a training loss"),
         ([*HEADER[:3], "eval/other/loss", *HEADER[4:]], ROWS[1], {}, DOMAINS[0]),
         (HEADER, ROWS[1], {"column": (("a=missing",),)}, "a=missing"),
         (HEADER, ROWS[1], {"column": (("missing",),)}, "--column missing"),
+        (HEADER, ROWS[1], {"column": ((f"a={HEADER[3]}", f"b={HEADER[3]}"),)}, "another loss"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -400,6 +400,15 @@ def test_any_metric_is_a_target_of_the_surrogate(compute):
     assert list(mixture.weights.values()) == pytest.approx([0.6, 0.2, 0.2], abs=0.02)
 
 
+def test_a_training_loss_is_not_fitted(compute, tmp_path):
+    runs = runs_of(bowls)
+    write_mixture_runs(runs, tmp_path / "r.csv", tmp_path / "m.csv")
+    metrics = (tmp_path / "m.csv").read_text()
+    (tmp_path / "m.csv").write_text(metrics.replace("valid_", "train/"))
+    with pytest.raises(UserError, match="is a training loss"):
+        compute(RegmixOptions, ratios=tmp_path / "r.csv", metrics=tmp_path / "m.csv")
+
+
 ROUNDS = dataclasses.replace(SWARM, rounds=2)
 
 

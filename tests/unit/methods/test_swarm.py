@@ -193,14 +193,51 @@ def test_a_result_of_another_shape_is_rejected(whole, corpus, tmp_path, steps, l
         train_swarm(swarm_options(), corpus, MIXTURES, folder)
 
 
+@pytest.mark.parametrize("copies", ["result", "folder", "edited", "link"])
+def test_the_result_of_another_member_is_rejected(whole, corpus, tmp_path, copies):
+    """Its losses would be those of another mixture."""
+    folder = without(whole, tmp_path / "copied", 0)
+    path, other = member_path(folder, 0), member_path(folder, 1)
+    record = MemberRecord.load(other)
+    if copies == "link":
+        path.symlink_to(other)
+    else:
+        dataclasses.replace(record, member=0 if copies != "result" else 1).save(path)
+    if copies == "edited":
+        path.with_suffix("").symlink_to(other.with_suffix(""))
+    elif copies == "folder":
+        shutil.copytree(other.with_suffix(""), path.with_suffix(""))
+    for run in (
+        lambda: train_swarm(swarm_options(), corpus, MIXTURES, folder),
+        lambda: collect_swarm(CollectOptions(swarm_dir=folder)),
+    ):
+        with pytest.raises(UserError, match=r"00000\.json (is the result|has the run)"):
+            run()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mixtures": [[1.0, 1.0, 0.0]]}, "sum of 1"),
+        ({"mixtures": [[0.0, 0.0, 0.0]]}, "sum of 1"),
+        ({"mixtures": [[0.5, 0.5]]}, "a weight for each domain"),
+        ({"domains": [DOMAINS[0], *DOMAINS[:2]]}, "twice"),
+        ({"seed": 2**70}, "swarm.json"),
+    ],
+)
+def test_an_edited_swarm_is_rejected(whole, corpus, tmp_path, changes, problem):
+    fields = json.loads((whole[1] / "swarm.json").read_text())
+    del fields["checksum"]
+    fields["provenance"]["options"]["seed"] = changes.pop("seed", 1234)
+    (tmp_path / "swarm.json").write_text(json.dumps(fields | changes))
+    with pytest.raises(UserError, match=problem) as rejected:
+        run_members(RunOptions(corpus=corpus.root, swarm_dir=tmp_path))
+    assert "\n" not in str(rejected.value)
+
+
 def test_a_stopped_swarm_resumes_and_members_are_added(whole, corpus, tmp_path):
     folder = without(whole, tmp_path / "more", 3)
     record = SwarmRecord.load(folder)
-    # As in earlier releases, where the model had another name, and there were no tasks.
-    record.settings["model_size"] = record.settings.pop("model")
-    for field in dataclasses.fields(TaskOptions):
-        del record.settings[field.name]
-    del record.settings["target_tokens"]
     dataclasses.replace(record, mixtures=record.mixtures[:3]).save()
     before = member_path(folder, 0).stat().st_mtime_ns
     late = StoppingOptions(exit_duration_in_mins=1e-3)
