@@ -34,13 +34,12 @@ import torch
 from benchmarks.measure import device_file, machine, put_row
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.sampler import read_ahead
-from megatron_chameleon.methods.online import HOOKS, hook_class
+from megatron_chameleon.methods.online.options import OnlineOptions, find_online_methods, hook_class
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.checkpointing import find_progress
 from megatron_chameleon.training.hook import build_hook
 from megatron_chameleon.training.options import (
-    OnlineOptions,
     OptimizerOptions,
     PretrainOptions,
     ValidationOptions,
@@ -154,7 +153,8 @@ def overhead(own: np.ndarray[Any, Any], plain: np.ndarray[Any, Any]) -> dict[str
 def main() -> None:
     """Measure on one rank, and write a row per method."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--methods", nargs="+", choices=HOOKS, default=list(HOOKS))
+    names = list(find_online_methods())
+    parser.add_argument("--methods", nargs="+", choices=names, default=names)
     parser.add_argument("--size", default="nano", help="model size")
     parser.add_argument("--seq-length", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--global-batch-size", type=int, default=8, help="sequences per step")

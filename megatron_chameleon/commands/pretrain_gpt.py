@@ -6,18 +6,18 @@ N ranks: ``torchrun --nproc-per-node N -m megatron_chameleon pretrain_gpt ...``.
 from __future__ import annotations
 
 from megatron_chameleon.cli import Tool
-from megatron_chameleon.training.options import PretrainOptions
+from megatron_chameleon.methods.online.options import PretrainOptions, hook_class
+from megatron_chameleon.training import options as training_options
 from megatron_chameleon.training.stopping import StopRequests
 
 
-def main(options: PretrainOptions) -> None:
+def main(options: training_options.PretrainOptions) -> None:
     """Train, or resume training."""
     # Handle signals before torch is imported, and never restore the default: a signal may arrive at
     # any time.
     stops = StopRequests(options.stopping)
     stops.install_handlers()
     # Import this module here, so that --help does not import torch.
-    from megatron_chameleon.methods.online import hook_class
     from megatron_chameleon.training.reload import ReloadedMixture
     from megatron_chameleon.training.trainer import pretrain
 

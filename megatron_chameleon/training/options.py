@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
 from megatron_chameleon.errors import UserError
@@ -104,102 +104,20 @@ class LoggingOptions(CheckedOptions):
         return self.wandb_project is not None or bool(os.environ.get("WANDB_API_KEY"))
 
 
-OnlineMethod = Literal["chameleon", "odm", "ado", "aioli"]
-
-ONLINE_DEFAULTS: dict[OnlineMethod, dict[str, Any]] = {
-    "chameleon": {
-        "online_interval": 500,
-        "online_smoothing": 0.5,
-        "online_windows": 256,
-        "online_layer": None,
-        "online_recipe": "reference",
-        "online_shrink": False,
-    },
-    "odm": {"online_interval": 100, "online_smoothing": 0.9, "online_warmup_iters": None},
-    "ado": {
-        "online_interval": 100,
-        "online_smoothing": 0.9,
-        "online_warmup_iters": None,
-        "ado_min_weight": 0.01,
-    },
-    "aioli": {
-        "online_interval": None,
-        "online_smoothing": 0.1,
-        "online_windows": 64,
-        "aioli_steps": 10,
-        "aioli_sweeps": 2,
-        "aioli_emphasis": 0.75,
-        "aioli_eta": 1.0,
-    },
-}
-"""The flags that each online method reads, and their defaults; None if the method computes it."""
-
-
 @dataclasses.dataclass(frozen=True)
 class OnlineOptions(CheckedOptions):
-    """Online mixing: a method that changes the mixture during training.
+    """Online mixing. The methods and their flags are in methods/online/options.py."""
 
-    The defaults of these options depend on the method, and each method reads only some of them.
-    """
+    online: str | None = None
+    """Method that changes the mixture during training; by default, the mixture is constant."""
 
-    online: OnlineMethod | None = None
-    """Method that changes the mixture: Chameleon from the model's own embeddings, ODM and ADO from
-    the domains' training losses, or Aioli from validation losses after steps with perturbed
-    mixtures; by default, the mixture is constant. Needs --permutation epoch or feistel."""
-    online_interval: Count | None = None
-    """Steps between two updates of the mixture. Default: chameleon 500, odm and ado 100, aioli
-    twice the steps with perturbed mixtures."""
-    online_smoothing: BelowOne | None = None
-    """Weight of the past in a moving average: of mixtures (chameleon, default 0.5), of rewards
-    (odm, 0.9), of preferences (ado, 0.9) or of estimated effects (aioli, 0.1)."""
-    online_warmup_iters: int | None = None
-    """Steps with the initial mixture (odm and ado). Default: a hundredth of --train-iters (odm), a
-    tenth of --train-iters and at most 1000 (ado), whose laws are not fitted to these steps."""
-    online_windows: Count | None = None
-    """Maximum windows per domain: of training text, which every update embeds (chameleon, default
-    256, each of --seq-length tokens but at most 512), or of the valid split, on which losses are
-    computed before and after each perturbed mixture (aioli, default 64, of up to --seq-length
-    tokens)."""
-    online_layer: int | None = None
-    """Average the hidden states after this many layers, without the final norm (chameleon). By
-    default, after (layers + 1) // 2."""
-    online_recipe: Literal["reference", "paper", "scaled"] | None = None
-    """How weights are computed from embeddings (chameleon, default reference); see --recipe of
-    compute_mixture."""
-    online_shrink: bool = False
-    """Shrink weights towards Uniform if the domains' embeddings differ in few directions only, as
-    early in training (chameleon; see --shrink of compute_mixture)."""
-    ado_min_weight: BelowOne | None = None
-    """Smallest preference of a domain (default 0.01, as in the paper; at most 1 / (2 k) for k
-    domains)."""
-    aioli_steps: Count | None = None
-    """Training steps with each perturbed mixture, between two measurements of the validation losses
-    (aioli, default 10: the authors' value for seven domains)."""
-    aioli_sweeps: Count | None = None
-    """Perturbed mixtures per domain between two updates of the mixture; more of them average out
-    noise of the losses (aioli, default 2: the authors' value for seven domains)."""
-    aioli_emphasis: PositiveShare | None = None
-    """Weight of the emphasized domain in a perturbed mixture; the other domains share the rest
-    (aioli, default 0.75: the authors' value for seven domains)."""
-    aioli_eta: Positive | None = None
-    """Step size of the mixture's update: no weight exceeds its initial value by more than a factor
-    of e^eta (aioli, default 1: the authors' value for seven domains)."""
+    def check_run(self, train_iters: int, target: str | None) -> None:
+        """Raise UserError for options that do not suit a run of ``train_iters`` steps.
 
-    def __post_init__(self) -> None:
-        """Raise UserError for options that the method does not read."""
-        super().__post_init__()
-        reads = ONLINE_DEFAULTS[self.online] if self.online else {}
-        names = [field.name for field in dataclasses.fields(self) if field.name != "online"]
-        why = "has no effect without --online METHOD, such as --online chameleon"
-        if self.online:
-            why = f"does not apply to --online {self.online}"
-        self.reject_changed([name for name in names if name not in reads], why)
-
-    def setting(self, name: str) -> Any:
-        """Value of the field ``name``, or the method's default if it is not set."""
-        assert self.online is not None
-        value = getattr(self, name)
-        return ONLINE_DEFAULTS[self.online][name] if value is None else value
+        Args:
+            train_iters: number of steps of the run.
+            target: value of ``--target``.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,19 +426,7 @@ class PretrainOptions(TrainingOptions, RunInputOptions):
                 f"--profile-step-end {self.profiling.profile_step_end}: must be <= --train-iters "
                 f"{last}"
             )
-        if self.online.online in ("odm", "ado") and self.target.target is not None:
-            raise UserError(
-                f"--target {self.target.target}: --online {self.online.online} has no target, "
-                "since it follows the domains' training losses; use --online aioli, the --mixture "
-                "of compute_mixture --method mixmin --target, or evaluate perplexity --target later"
-            )
-        if self.online.online:
-            interval = self.online.setting("online_interval")
-            if interval is not None and interval >= last:
-                raise UserError(
-                    f"--online-interval {interval}: must be < --train-iters {last}; pass a smaller "
-                    "interval"
-                )
+        self.online.check_run(last, self.target.target)
         if self.reload.reload_mixture is not None:
             if self.online.online:
                 raise UserError(

@@ -16,6 +16,7 @@ import numpy as np
 from packaging.version import Version
 
 from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions, Permutation
+from megatron_chameleon.methods.online.options import OnlineOptions
 from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.parallel.options import (
     ParallelOptions,
@@ -26,7 +27,6 @@ from megatron_chameleon.training.options import (
     CheckpointingOptions,
     DryFirstStep,
     GuardOptions,
-    OnlineOptions,
     Optimizer,
     OptimizerOptions,
     PretrainOptions,

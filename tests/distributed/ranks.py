@@ -32,7 +32,7 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.console import open_output
 from megatron_chameleon.corpus.indexed import map_file
-from megatron_chameleon.methods.online import hook_class
+from megatron_chameleon.methods.online.options import hook_class
 from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.training.trainer import Trainer, pretrain

@@ -54,7 +54,7 @@ def default_options(options_type):
             argv += ["--input", "x"]
         elif options_type is ImportOptions and field.name in ("data_path", "tokenizer_model"):
             argv += [f"--{field.name.replace('_', '-')}", "x"]
-        elif options_type is PretrainOptions and field.name == "corpus":
+        elif issubclass(options_type, PretrainOptions) and field.name == "corpus":
             argv += ["--corpus", "x"]
         elif field.name == "runs":
             argv = ["x", *argv]

@@ -13,6 +13,7 @@ from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import Method
+from megatron_chameleon.methods.online import Default, OnlineMethod
 from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.ranges import (
@@ -183,6 +184,39 @@ def run(options: ChameleonOptions) -> None:
     compute_mixture(options)
 
 
+@dataclasses.dataclass(frozen=True)
+class OnlineChameleonOptions(CheckedOptions):
+    """Flags of ``--online chameleon``."""
+
+    online_layer: int | None = None
+    """Average the hidden states after this many layers, without the final norm (chameleon). By
+    default, after (layers + 1) // 2."""
+    online_recipe: Literal["reference", "paper", "scaled"] | None = None
+    """How weights are computed from embeddings (chameleon, default reference); see --recipe of
+    compute_mixture."""
+    online_shrink: bool = False
+    """Shrink weights towards Uniform if the domains' embeddings differ in few directions only, as
+    early in training (chameleon; see --shrink of compute_mixture)."""
+
+
+ONLINE = OnlineMethod(
+    name="chameleon",
+    follows="the model's own embeddings of windows of each domain",
+    hook="megatron_chameleon.methods.chameleon.hook:OnlineChameleon",
+    options=OnlineChameleonOptions,
+    defaults={
+        "online_interval": Default(500),
+        "online_smoothing": Default(0.5, "of mixtures"),
+        "online_windows": Default(
+            256,
+            "of training text, which every update embeds, each of --seq-length tokens but at most "
+            "512",
+        ),
+        "online_layer": Default(None),
+        "online_recipe": Default("reference"),
+        "online_shrink": Default(False),
+    },
+)
 METHOD = Method(
     name="chameleon",
     options=ChameleonOptions,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_chameleon.errors import UserError, format_names
+from megatron_chameleon.methods.online import OnlineFlags
 from megatron_chameleon.methods.output import by_name, warn
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.parallel.layout import Layout
@@ -40,6 +41,7 @@ class OnlineHook(TrainingHook):
 
     def __init__(self, plan: TrainingPlan, layout: Layout) -> None:
         super().__init__()
+        assert isinstance(plan.options.online, OnlineFlags)
         self.online, self.layout = plan.options.online, layout
         self.mixture_interval = self.online.setting("online_interval") or 0
         weights = np.array(plan.schedule.weights_at(0), np.float64)

@@ -30,8 +30,8 @@ from megatron_chameleon.methods.chameleon import (
 from megatron_chameleon.methods.chameleon import weigh as weigh_module
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
+from megatron_chameleon.methods.online.options import OnlineOptions
 from megatron_chameleon.model.gpt import unwrap
-from megatron_chameleon.training.options import OnlineOptions
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS, without_training_text

@@ -164,7 +164,7 @@ def test_a_stopped_method_exits_with_its_status(
     tool, add_method, monkeypatch, corpus, tmp_path, launcher
 ):
     """Under torchrun the status is 0, since torchrun reports a failure with a traceback."""
-    first_line = "    from megatron_chameleon.methods.output"
+    first_line = "    from megatron_chameleon.methods.training_free"
     source = contributing_example()[1].replace(first_line, f"    return 75\n{first_line}")
     add_method(source, "longest_name.py")
     if launcher == "torchrun":
@@ -178,6 +178,7 @@ def test_a_stopped_method_exits_with_its_status(
 def test_discovery_imports_no_torch():
     """An import of torch would slow --help and --list-methods down."""
     command = "import sys; from megatron_chameleon.methods.method import discover_methods as d"
+    command += "; import megatron_chameleon.commands.pretrain_gpt, megatron_chameleon.methods.sweep"
     command += "; assert not d().unusable and 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", command], check=True, env=environment, cwd=ROOT)

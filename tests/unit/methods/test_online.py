@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_chameleon import methods
 from megatron_chameleon.artifacts import CheckpointRecord, Mixture, MixtureWarning, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.online import HOOKS, hook_class
-from megatron_chameleon.methods.online.ado import LossHistory
+from megatron_chameleon.methods.ado.hook import LossHistory
+from megatron_chameleon.methods.online import SHARED_HELP
+from megatron_chameleon.methods.online.options import (
+    OnlineOptions,
+    find_online_methods,
+    hook_class,
+    online_options,
+)
 from megatron_chameleon.mixture.ado import AdoState, fit_scaling_laws, preference
 from megatron_chameleon.mixture.aioli import aioli_weights, mixing_matrix, normalized_gains
 from megatron_chameleon.mixture.odm import odm_weights, updated_rewards
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import training_flops
 from megatron_chameleon.model.gpt import unwrap
-from megatron_chameleon.training.options import (
-    ONLINE_DEFAULTS,
-    OnlineMethod,
-    OnlineOptions,
-    TargetOptions,
-    ValidationOptions,
-)
+from megatron_chameleon.ranges import CheckedOptions
+from megatron_chameleon.training.options import TargetOptions, ValidationOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS, with_text
 from tests.unit.training.runs import before_steps, poison
@@ -92,10 +94,46 @@ def kill(_model):
     raise RuntimeError("killed")
 
 
-def test_every_method_has_defaults_and_a_hook():
-    methods = set(typing.get_args(OnlineMethod))
-    assert set(ONLINE_DEFAULTS) == set(HOOKS) == methods
-    assert all(callable(hook_class(method)) for method in methods)
+def test_every_method_has_a_hook_and_defaults_of_its_flags():
+    assert list(find_online_methods()) == ["chameleon", "ado", "aioli", "odm"]
+    for name, method in find_online_methods().items():
+        assert callable(hook_class(name))
+        own = {field.name for field in dataclasses.fields(method.options or CheckedOptions)}
+        assert own <= method.defaults.keys() <= {*own, *SHARED_HELP}
+
+
+LONGEST_NAME = """
+import dataclasses
+from megatron_chameleon.methods.online import Default, OnlineMethod
+from megatron_chameleon.ranges import CheckedOptions, Positive
+
+@dataclasses.dataclass(frozen=True)
+class LongestNameOptions(CheckedOptions):
+    name_power: Positive | None = None
+
+ONLINE = OnlineMethod(
+    name="longest-name", follows="the names", hook="builtins:int", options=LongestNameOptions,
+    defaults={"online_interval": Default(7), "name_power": Default(2.0)}, has_target=False,
+)
+"""
+
+
+def test_a_folder_adds_a_method(tmp_path, monkeypatch):
+    """With its flags; flags of other methods are rejected, and a broken folder is skipped."""
+    for name, source in {"longest_name": LONGEST_NAME, "broken": "raise ImportError"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(source)
+        monkeypatch.setitem(sys.modules, f"{methods.__name__}.{name}", None)
+        monkeypatch.delitem(sys.modules, f"{methods.__name__}.{name}")
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+    options_type: Any = online_options(find_online_methods())
+    options = options_type(online="longest-name", name_power=3.0)
+    assert (options.setting("online_interval"), options.setting("name_power")) == (7, 3.0)
+    for changes in ({"online_windows": 2}, {"online": "odm"}, {"online": None}):
+        with pytest.raises(UserError, match=r"--(online-windows|name-power)"):
+            dataclasses.replace(options, **changes)
+    with pytest.raises(UserError, match="has no target"):
+        options.check_run(100, "news")
 
 
 @pytest.mark.parametrize("method", ONLINE)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import shutil
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from megatron_chameleon.artifacts import (
     SampledTokens,
 )
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.online.options import find_online_methods
 from megatron_chameleon.report.compare_methods import (
     ONLINE_METHODS,
     compare_methods,
@@ -33,7 +34,6 @@ from megatron_chameleon.report.compare_methods import (
 from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.tables import is_best
-from megatron_chameleon.training.options import OnlineMethod
 from tests.unit.report.samples import (
     AVERAGES,
     NAMES,
@@ -119,7 +119,7 @@ device-seconds / Chameleon's | 0.00x | 0.00x | 1.00x | 4.00x"""
 
 
 def test_every_online_method_may_be_a_column():
-    assert set(ONLINE_METHODS) == set(get_args(OnlineMethod))
+    assert set(ONLINE_METHODS) == set(find_online_methods())
 
 
 def test_a_table_with_validation_curves_and_an_online_method(root):

@@ -16,9 +16,9 @@ from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
 from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.methods.online.options import PretrainOptions
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.options import ArchitectureOptions
-from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.out_of_memory import check_host_memory
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.families import write_config

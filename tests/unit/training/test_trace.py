@@ -32,8 +32,8 @@ from megatron_chameleon.corpus.options import (
 )
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.online import hook_class
-from megatron_chameleon.training.options import OnlineOptions, OptimizerOptions, PretrainOptions
+from megatron_chameleon.methods.online.options import OnlineOptions, hook_class
+from megatron_chameleon.training.options import OptimizerOptions, PretrainOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.recorded_batches import recorded_batches, traced_batches, traced_rows
 from tests.unit.corpus.corpus_making import documents_of
