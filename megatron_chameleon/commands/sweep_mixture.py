@@ -9,10 +9,11 @@ import os
 
 from megatron_chameleon.cli import Tool
 from megatron_chameleon.errors import STOPPED_STATUS
-from megatron_chameleon.methods.sweep import SweepOptions
+from megatron_chameleon.methods.sweep import SharedSweepOptions
+from megatron_chameleon.methods.sweep.options import SweepOptions
 
 
-def main(options: SweepOptions) -> int | None:
+def main(options: SharedSweepOptions) -> int | None:
     """Compute the mixtures and report their distances; return the exit status."""
     from megatron_chameleon.methods.sweep.sweep import sweep_mixture
     from megatron_chameleon.report.page import report_stability

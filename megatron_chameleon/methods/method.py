@@ -9,7 +9,7 @@ import pkgutil
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from megatron_chameleon import methods
 from megatron_chameleon.methods.options import OutputOptions
@@ -25,6 +25,17 @@ SHARED_MODULES = {
     "proxy",
     "training_free",
 }
+
+
+class Named(Protocol):
+    """A declaration in the folder of a method."""
+
+    @property
+    def name(self) -> str:
+        """The value of the option that selects the method."""
+
+
+T = TypeVar("T", bound=Named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +115,29 @@ def discover_methods() -> DiscoveredMethods:
             files = " and ".join(file_name for file_name, _ in defined)
             unusable.append(f"{files} both define method '{name}': rename one of them")
     usable = {name: defined[0][1] for name, defined in found.items() if len(defined) == 1}
-    ranked = sorted(usable.items(), key=lambda item: (item[0] != DEFAULT_METHOD, item[0]))
-    return DiscoveredMethods(dict(ranked), unusable)
+    return DiscoveredMethods(dict(sorted(usable.items(), key=_chameleon_first)), unusable)
+
+
+def find_declared(attribute: str, kind: type[T]) -> dict[str, T]:
+    """Return name -> ``attribute`` of each folder: Chameleon first, the others sorted by name.
+
+    A folder that fails to import is skipped; :func:`discover_methods` reports its error.
+    """
+    found: dict[str, Any] = {}
+    for module in pkgutil.iter_modules(methods.__path__):
+        if module.ispkg:
+            try:
+                imported = importlib.import_module(f"{methods.__name__}.{module.name}")
+            except Exception:  # importing a user's module may raise any exception
+                continue
+            declared = getattr(imported, attribute, None)
+            if isinstance(declared, kind):
+                found[declared.name] = declared
+    return dict(sorted(found.items(), key=_chameleon_first))
+
+
+def _chameleon_first(item: tuple[str, Any]) -> tuple[bool, str]:
+    return item[0] != DEFAULT_METHOD, item[0]
 
 
 def find_methods() -> Mapping[str, Method]:

@@ -13,7 +13,7 @@ import pytest
 from megatron_chameleon.evaluation.options import PAPER_TASKS
 from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
 from megatron_chameleon.methods.options import OutputOptions
-from megatron_chameleon.methods.sweep import AxisOptions
+from megatron_chameleon.methods.sweep.options import AxisOptions
 from tests.unit.launched import (
     EXAMPLES,
     WEIGHING,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.options import SourceOptions
@@ -15,6 +15,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import Method
 from megatron_chameleon.methods.online import Default, OnlineMethod
 from megatron_chameleon.methods.options import OutputOptions
+from megatron_chameleon.methods.sweep import Axis, SweptMethod, Values
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.ranges import (
     CheckedOptions,
@@ -216,6 +217,33 @@ ONLINE = OnlineMethod(
         "online_recipe": Default("reference"),
         "online_shrink": Default(False),
     },
+)
+
+
+def swept_values(options: Any) -> Values:
+    """Return the windows and the ridge at the centre of a sweep; a relative ridge is left out."""
+    recipe = options.weighting.resolve()
+    values: Values = {"num_windows": options.extraction.num_windows}
+    return values if recipe.ridge_relative else {**values, "ridge": recipe.ridge}
+
+
+SWEEP = SweptMethod(
+    name="chameleon",
+    point="megatron_chameleon.methods.chameleon.sweep:chameleon_point",
+    groups={"extraction": ExtractionOptions, "weighting": WeightingOptions},
+    axes={
+        "ridge": Axis(
+            tuple[Positive, ...],
+            "Values of --ridge (paper: 1 10 100). These values need no additional training or "
+            "embedding.",
+            "ridge {:g}",
+        ),
+        "num_windows": Axis(
+            tuple[Count, ...], "Values of --num-windows (paper: 2k 4k 8k).", "{:,} windows"
+        ),
+    },
+    centre=swept_values,
+    has_mode=True,
 )
 METHOD = Method(
     name="chameleon",

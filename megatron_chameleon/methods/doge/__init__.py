@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.method import Method
 from megatron_chameleon.methods.options import ProxyMethodOptions
+from megatron_chameleon.methods.sweep import SweptMethod
 from megatron_chameleon.ranges import BelowOne, CheckedOptions, NonNegative, Positive
 
 if TYPE_CHECKING:
@@ -113,6 +114,11 @@ def run(options: DogeOptions) -> int | None:
     return None if Doge.compute(options) else STOPPED_STATUS
 
 
+SWEEP = SweptMethod(
+    name="doge",
+    point="megatron_chameleon.methods.doge.sweep:doge_point",
+    groups={"doge": DogeRuleOptions},
+)
 METHOD = Method(
     name="doge",
     options=DogeOptions,

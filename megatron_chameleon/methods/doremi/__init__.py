@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.method import Method
 from megatron_chameleon.methods.options import ProxyMethodOptions
+from megatron_chameleon.methods.sweep import SweptMethod
 from megatron_chameleon.ranges import BelowOne, CheckedOptions, Positive, flag_of
 
 if TYPE_CHECKING:
@@ -98,6 +99,11 @@ def run(options: DoremiOptions) -> int | None:
     return None if Doremi.compute(options) else STOPPED_STATUS
 
 
+SWEEP = SweptMethod(
+    name="doremi",
+    point="megatron_chameleon.methods.doremi.sweep:doremi_point",
+    groups={"doremi": DoremiRuleOptions},
+)
 METHOD = Method(
     name="doremi",
     options=DoremiOptions,

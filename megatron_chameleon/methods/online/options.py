@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from megatron_chameleon import methods
+from megatron_chameleon.methods.method import find_declared
 from megatron_chameleon.methods.online import SHARED_HELP, OnlineFlags, OnlineMethod
 from megatron_chameleon.training import options as training_options
 
 if TYPE_CHECKING:  # the hook imports torch
     from megatron_chameleon.training.hook import HookFactory
 
-FIRST = "chameleon"
-
 
 def find_online_methods() -> dict[str, OnlineMethod]:
-    """Return name -> method: Chameleon first, the others sorted by name.
-
-    A folder that fails to import is skipped; compute_mixture --list-methods reports its error.
-    """
-    found = dict[str, OnlineMethod]()
-    for module in pkgutil.iter_modules(methods.__path__):
-        if module.ispkg:
-            try:
-                imported = importlib.import_module(f"{methods.__name__}.{module.name}")
-            except Exception:  # importing a user's module may raise any exception
-                continue
-            method = getattr(imported, "ONLINE", None)
-            if isinstance(method, OnlineMethod):
-                found[method.name] = method
-    return dict(sorted(found.items(), key=lambda item: (item[0] != FIRST, item[0])))
+    """Return name -> method: Chameleon first, the others sorted by name."""
+    return find_declared("ONLINE", OnlineMethod)
 
 
 def online_options(found: Mapping[str, OnlineMethod]) -> type[OnlineFlags]:

@@ -7,6 +7,7 @@ and numbers of windows.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,45 +26,15 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.checkpoint import checkpoint_folders, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.chameleon import ChameleonOptions
-from megatron_chameleon.methods.chameleon.compute import (
-    compute_mixture,
-    default_window_length,
-    embedding_recipe,
-)
-from megatron_chameleon.methods.doge import DogeOptions
-from megatron_chameleon.methods.doge.compute import Doge
-from megatron_chameleon.methods.doremi import DoremiOptions
-from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.mixing_laws import layer_parameters
-from megatron_chameleon.methods.options import PriorOptions
-from megatron_chameleon.methods.output import require_training_tokens
-from megatron_chameleon.methods.proxy import (
-    PROXY,
-    forward_only,
-    is_finished,
-    on_rank_0,
-    train_proxy,
-    training_options,
-)
-from megatron_chameleon.methods.sweep import SweepOptions
-from megatron_chameleon.model.gpt import check_model_layout
-from megatron_chameleon.model.readout import check_layer, check_window, default_window
+from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
+from megatron_chameleon.methods.proxy import forward_only, on_rank_0, training_options
+from megatron_chameleon.methods.sweep import SharedSweepOptions, Values
 from megatron_chameleon.parallel.layout import distributed, from_main
-from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.options import PretrainOptions
-from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.stopping import StopRequests
 
-Values = dict[str, SettingValue]
-"""Name of an option, such as ``ridge`` -> its value at a point of the sweep."""
-_FORMATS = {
-    "model": "{}",
-    "steps": "{:,} steps",
-    "train_iters": "of a run of {:,}",
-    "num_windows": "{:,} windows",
-    "ridge": "ridge {:g}",
-}
+_FORMATS = {"model": "{}", "steps": "{:,} steps", "train_iters": "of a run of {:,}"}
 # Folders of a sweep. Its mixtures have a subfolder, because the report lists the mixtures directly
 # in 4-mixture as candidates for training.
 PROXIES, STORES, MIXTURES = "2-proxy", "3-embeddings", "4-mixture/sweep"
@@ -89,7 +60,7 @@ class Point:
     compute: Callable[[StopRequests], bool]
 
 
-def sweep_mixture(options: SweepOptions) -> Sweep | None:
+def sweep_mixture(options: SharedSweepOptions) -> Sweep | None:
     """Compute the mixture of every point and write sweep.json. Called on every rank.
 
     Existing artifacts are reused, so that an interrupted sweep resumes.
@@ -110,7 +81,7 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
     points = [point_of(options, values) for values in every]
     for number, point in enumerate(points, start=1):
         if layout.is_main:
-            print(f"\npoint {number} of {len(points)}: {format_values(point.values)}")
+            print(f"\npoint {number} of {len(points)}: {format_values(options, point.values)}")
         if not point.compute(stops):
             if layout.is_main:
                 print(f"stopped in point {number} of {len(points)}; run again to resume")
@@ -136,7 +107,7 @@ def sweep_mixture(options: SweepOptions) -> Sweep | None:
     return on_rank_0(options.proxy.parallel, write)
 
 
-def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], list[Values]]:
+def plan_sweep(options: SharedSweepOptions) -> tuple[dict[str, list[SettingValue]], list[Values]]:
     """Plan the axes and the points; validate them and the files that they name. Writes nothing.
 
     Returns:
@@ -152,11 +123,7 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
         "steps": options.proxy.train_iters,
         "train_iters": options.proxy.train_iters,
     }
-    if method == "chameleon":
-        centre["num_windows"] = options.extraction.num_windows
-        recipe = options.weighting.resolve()
-        if not recipe.ridge_relative:
-            centre["ridge"] = recipe.ridge
+    centre |= options.METHODS[method].centre(options)
     fields = dataclasses.fields(options.axes)
     for field in fields:
         values, name = getattr(options.axes, field.name), field.name.removeprefix("sweep_")
@@ -190,24 +157,22 @@ def plan_sweep(options: SweepOptions) -> tuple[dict[str, list[SettingValue]], li
         try:
             point_of(options, point).check()
         except UserError as error:
-            raise UserError(f"point '{format_values(point)}': {error}") from error
+            raise UserError(f"point '{format_values(options, point)}': {error}") from error
     return axes, points
 
 
-def format_values(values: Values) -> str:
+def format_values(options: SharedSweepOptions, values: Values) -> str:
     """Format a point for a message, such as '82m, 2,000 steps, 4,096 windows, ridge 10'."""
     shown = dict(values)
     if shown.get("steps") == shown.get("train_iters"):
         del shown["train_iters"]
-    return ", ".join(form.format(shown[name]) for name, form in _FORMATS.items() if name in shown)
+    axes = options.METHODS[options.method].axes
+    forms = _FORMATS | {name: axis.form for name, axis in axes.items()}
+    return ", ".join(forms[name].format(value) for name, value in shown.items())
 
 
-def point_of(options: SweepOptions, values: Values) -> Point:
-    """Construct a point of the sweep: its files, and the function that computes them.
-
-    Chameleon's proxy and DoReMi's reference are both plain runs on a uniform mixture, so sweeps of
-    the two methods in one folder share them.
-    """
+def point_of(options: SharedSweepOptions, values: Values) -> Point:
+    """Construct a point of the sweep: its files, and the function that computes them."""
     proxy = dataclasses.replace(
         options.proxy,
         model=str(values["model"]),
@@ -218,53 +183,51 @@ def point_of(options: SweepOptions, values: Values) -> Point:
         kept = tuple(sorted({*proxy.checkpointing.keep_steps, *steps} - {proxy.train_iters}))
         checkpointing = dataclasses.replace(proxy.checkpointing, keep_steps=kept)
         proxy = dataclasses.replace(proxy, checkpointing=checkpointing)
-    name = f"{Path(proxy.model).name}-{proxy.train_iters}steps-seed{proxy.seed}"
-    plain = training_options(proxy, options.corpus, options.output / PROXIES / name)
-    if options.method == "chameleon":
-        return _chameleon_point(options, values, plain)
-    flags = options.doge if options.method == "doge" else options.doremi
-    rule, default = (dataclasses.asdict(each.resolve()) for each in (flags, type(flags)()))
-    name = f"{options.method}-{name}"
-    if rule != default:  # a digest, so that sweeps with different rules can share a folder
-        name = f"{name}-{sha256_of_json(rule)[:RULE_DIGITS]}"
+    module, _, name = options.METHODS[options.method].point.partition(":")
+    point: Point = getattr(importlib.import_module(module), name)(options, values, proxy)
+    return point
+
+
+def name_of(proxy: ProxyOptions) -> str:
+    """Name of a plain run of the proxy."""
+    return f"{Path(proxy.model).name}-{proxy.train_iters}steps-seed{proxy.seed}"
+
+
+def plain_run(options: SharedSweepOptions, proxy: ProxyOptions) -> PretrainOptions:
+    """Return the training options of a plain run on a uniform mixture.
+
+    Chameleon's proxy and DoReMi's reference are both plain runs, so sweeps of the two methods in
+    one folder share them.
+    """
+    return training_options(proxy, options.corpus, options.output / PROXIES / name_of(proxy))
+
+
+def fields_with_rule(
+    options: SharedSweepOptions, values: Values, proxy: ProxyOptions, rule: Any
+) -> dict[str, Any]:
+    """Return the options of a point of a method whose proxy updates the weights by a rule.
+
+    Args:
+        options: options of the sweep.
+        values: hyperparameters of the point.
+        proxy: options of its proxy.
+        rule: options of the method's update rule.
+    """
+    name = f"{options.method}-{name_of(proxy)}"
+    resolved, default = (dataclasses.asdict(each.resolve()) for each in (rule, type(rule)()))
+    if resolved != default:  # a digest, so that sweeps with different rules can share a folder
+        name = f"{name}-{sha256_of_json(resolved)[:RULE_DIGITS]}"
     step, work_dir = int(values["steps"]), options.output / PROXIES / name
     if step != proxy.train_iters:
         name = f"{name}-step{step}"
-    mixture = options.output / MIXTURES / f"{name}.json"
-    shared: dict[str, Any] = {
+    return {
         "corpus": options.corpus,
-        "output": mixture,
+        "output": options.output / MIXTURES / f"{name}.json",
         "work_dir": work_dir,
         "proxy": proxy,
         "fallback": PriorOptions(accept_uncertain=True),  # a sweep is of the method itself
+        "rule": rule,
     }
-    if options.method == "doge":
-        doge = DogeOptions(rule=options.doge, **shared)
-
-        def check_doge() -> None:
-            Doge(doge)
-            require_kept(work_dir / PROXY, step)
-
-        return Point(
-            values,
-            mixture,
-            (work_dir / PROXY,),
-            check=check_doge,
-            compute=lambda stops: Doge.compute(doge, stops, step),
-        )
-    doremi = DoremiOptions(rule=options.doremi, **shared)
-    with_reference = dataclasses.replace(doremi, reference=plain.run_dir)
-
-    def check() -> None:
-        check_run_folder(plan_training(plain))
-        Doremi(with_reference if is_finished(plain.run_dir) else doremi)
-        require_kept(work_dir / PROXY, step)
-
-    def compute(stops: StopRequests) -> bool:
-        finished = train_proxy(plain, stops, name="DoReMi's reference")
-        return finished and Doremi.compute(with_reference, stops, step)
-
-    return Point(values, mixture, (plain.run_dir, work_dir / PROXY), check, compute)
 
 
 def require_kept(run_dir: Path, step: int) -> None:
@@ -276,54 +239,3 @@ def require_kept(run_dir: Path, step: int) -> None:
             "in --sweep-steps, or skipped this step; delete the run to train it again, or omit the "
             "step"
         )
-
-
-def _chameleon_point(options: SweepOptions, values: Values, run: PretrainOptions) -> Point:
-    """Construct a point of Chameleon: a proxy, its embeddings, and the mixture."""
-    windows, weighting, step = int(values["num_windows"]), options.weighting, int(values["steps"])
-    name, checkpoint = run.run_dir.name, run.run_dir
-    if step != run.train_iters:
-        name, checkpoint = f"{name}-step{step}", step_folder(run.run_dir, step)
-    name = f"{name}-{windows}windows"
-    store, name = options.output / STORES / name, f"chameleon-{options.mode}-{name}"
-    if "ridge" in values:
-        weighting = dataclasses.replace(weighting, ridge=float(values["ridge"]))
-        name = f"{name}-ridge{values['ridge']:g}"
-    mixture = options.output / MIXTURES / f"{name}.json"
-    method = ChameleonOptions(
-        corpus=options.corpus,
-        checkpoint=checkpoint,
-        output=mixture,
-        mode=options.mode,
-        store=store,
-        extraction=dataclasses.replace(options.extraction, num_windows=windows),
-        weighting=weighting,
-        parallel=forward_only(run.parallel),
-    )
-
-    def check() -> None:
-        plan, corpus = plan_training(run), Corpus.load(options.corpus)
-        check_run_folder(plan)
-        require_kept(run.run_dir, step)
-        weighting.resolve()
-        extraction, config = method.extraction, plan.config
-        layer = check_layer(config.num_layers, extraction.layer)
-        default = default_window_length(extraction, default_window(config))
-        window = check_window(config.max_positions, default, extraction.window_length)
-        recipe = embedding_recipe(extraction, "", layer, window, corpus.tokenizer.sha256)
-        check_model_layout(config, method.parallel, window)
-        if EmbeddingStore.exists(store):
-            stored = EmbeddingStore.load(store)
-            # The proxy's hash is unknown before its training, so it is not compared.
-            model_hash = stored.recipe.model_hash
-            stored.require_recipe(dataclasses.replace(recipe, model_hash=model_hash))
-        require_training_tokens(corpus, corpus.names, "to embed")
-
-    def compute(stops: StopRequests) -> bool:
-        finished = train_proxy(run, stops, name="Chameleon's proxy")
-        # A stop signal ends the process while embedding, but the store keeps embedded domains.
-        if finished:
-            compute_mixture(method)
-        return finished
-
-    return Point(values, mixture, (run.run_dir, store), check, compute)

@@ -22,7 +22,7 @@ from megatron_chameleon.methods.chameleon import (
 from megatron_chameleon.methods.doge import DogeRuleOptions
 from megatron_chameleon.methods.doremi import DoremiRuleOptions
 from megatron_chameleon.methods.options import ProxyOptions
-from megatron_chameleon.methods.sweep import AxisOptions, SweepOptions
+from megatron_chameleon.methods.sweep.options import AxisOptions, SweepOptions
 from megatron_chameleon.methods.sweep.sweep import plan_sweep, point_of, sweep_mixture
 from megatron_chameleon.model.flops import paper_parameters
 from megatron_chameleon.report.weights import sweep_table, swept_axes
@@ -60,7 +60,7 @@ def proxy_options(**changes) -> ProxyOptions:
     return ProxyOptions(**{**settings, **changes})
 
 
-def sweep_options(corpus, output, axes=SMALL, **changes) -> SweepOptions:
+def sweep_options(corpus, output, axes=SMALL, **changes) -> Any:
     """Options of a Chameleon sweep, with ``changes`` to the options of its proxy."""
     return SweepOptions(
         corpus=corpus.root,
@@ -82,7 +82,7 @@ def options(corpus, tmp_path):
 def hooked(corpus, tmp_path):
     """``hooked(method, **changes)``: a DoReMi or DoGE sweep over two numbers of steps."""
 
-    def make(method, **changes) -> SweepOptions:
+    def make(method, **changes) -> Any:
         settings = {
             "axes": AxisOptions(sweep_steps=(2, 4)),
             "proxy": proxy_options(log_interval=1),
