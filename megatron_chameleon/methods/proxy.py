@@ -20,6 +20,7 @@ from megatron_chameleon.artifacts.checkpoint import (
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.limits import epoch_limit
+from megatron_chameleon.methods.online import options as online_options
 from megatron_chameleon.methods.options import ProxyMethodOptions, ProxyOptions
 from megatron_chameleon.methods.output import ONE_HOT, by_name, cost_totals, warn, write_and_print
 from megatron_chameleon.mixture.checks import Array
@@ -51,7 +52,7 @@ def training_options(
 ) -> PretrainOptions:
     """Return the options of a proxy's training run; ``mixture`` is a value of ``--mixture``."""
     fields = {field.name: getattr(proxy, field.name) for field in dataclasses.fields(ProxyOptions)}
-    return PretrainOptions(run_dir=run_dir, corpus=corpus, mixture=mixture, **fields)
+    return online_options.PretrainOptions(run_dir=run_dir, corpus=corpus, mixture=mixture, **fields)
 
 
 def forward_only(options: ParallelOptions) -> ParallelOptions:

@@ -47,6 +47,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream import check_tasks, evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
+from megatron_chameleon.methods.online import options as online_options
 from megatron_chameleon.methods.swarm import RunOptions, SwarmOptions
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.config import ModelConfig
@@ -176,7 +177,7 @@ class Swarm:
         """Return the options with which pretrain_gpt would train a member."""
         options, folder = self.options, member_path(self.folder, member).with_suffix("")
         digest = hashlib.sha256(f"{options.seed}/member/{member}".encode()).digest()
-        return PretrainOptions(
+        return online_options.PretrainOptions(
             run_dir=folder,
             corpus=self.corpus.root,
             mixture=str(folder / "mixture.json"),
