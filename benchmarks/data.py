@@ -40,12 +40,12 @@ from benchmarks.measure import compared, format_row, interleaved, machine, put_r
 from benchmarks.process_tree import peak_bytes_of, seconds_of
 from benchmarks.real_text import read_texts, train_tokenizer_on, write_real_text
 from megatron_chameleon.artifacts import SPLITS, Corpus, TokenizerIdentity
-from megatron_chameleon.blend import BlendedTokens, DomainData, MixtureSchedule, TokenData
+from megatron_chameleon.blend import BlendedTokens, MixtureSchedule
 from megatron_chameleon.blend.megatron_order import BlendedIndex, build_blending_indices
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.blend.order import BlendOrder
-from megatron_chameleon.blend.token_data import data_path_tokens
 from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.corpus.domains import Domains, DomainTokens, open_data_path
 from megatron_chameleon.corpus.gigatoken import with_gigatoken
 from megatron_chameleon.corpus.indexed import HEADER, MAGIC, TYPE_CODES, VERSION, IndexedWriter
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
@@ -153,7 +153,7 @@ def time_closed_form(num_domains: int, num_samples: int = 2_000_000) -> Row:
     }
 
 
-def time_first_and_last(data: TokenData, permutation: Permutation) -> Row:
+def time_first_and_last(data: Domains, permutation: Permutation) -> Row:
     """Time opening all files and reading the first batch or, as on resuming, the last batch."""
     seq_length, batch_size = 4096, 512
     schedule = MixtureSchedule.fixed(random_weights(len(data.domains)).tolist())
@@ -177,7 +177,7 @@ def time_first_and_last(data: TokenData, permutation: Permutation) -> Row:
 
 def sparse_domains(
     folder: Path, num_domains: int, num_tokens: int, document_length: int
-) -> TokenData:
+) -> Domains:
     """Write domains whose documents have equal length, with the tokens in sparse files."""
     documents = num_tokens // num_domains // document_length
     lengths = np.full(documents, document_length, "<i4")
@@ -185,24 +185,22 @@ def sparse_domains(
     header = HEADER.pack(MAGIC, VERSION, TYPE_CODES["uint16"], documents, documents + 1)
     index = header + lengths.tobytes() + pointers.tobytes()
     index += np.arange(documents + 1, dtype="<i8").tobytes()
-    domains = []
+    domains = {}
     for number in range(num_domains):
         prefix = folder / f"d{number}"
         Path(f"{prefix}.idx").write_bytes(index)
         Path(f"{prefix}.bin").touch()
         os.truncate(f"{prefix}.bin", 2 * documents * document_length)
-        domains.append(
-            DomainData(
-                name=prefix.name,
-                prefix=prefix,
-                first=0,
-                stop=documents,
-                tokens=documents * document_length,
-                order_key=prefix.name,
-                vocab_size=IDENTITY.vocab_size,
-            )
+        domains[prefix.name] = DomainTokens(
+            name=prefix.name,
+            prefix=prefix,
+            first=0,
+            stop=documents,
+            tokens=documents * document_length,
+            order_key=prefix.name,
+            vocab_size=IDENTITY.vocab_size,
         )
-    return TokenData(str(folder), tuple(domains), IDENTITY, "0" * 64)
+    return Domains(list(domains), IDENTITY, {"train": domains})
 
 
 def random_weights(num_domains: int) -> NDArray[np.float64]:
@@ -332,7 +330,7 @@ def our_samples(
 ) -> BlendedTokens:
     """Build the samples of ``data_path`` as the trainer does."""
     path = DataPath.parse(data_path)
-    data = data_path_tokens(path, "1", IDENTITY)
+    data = open_data_path(path, "1", IDENTITY)
     schedule = MixtureSchedule.fixed(path.weights or ())
     return BlendedTokens(data, schedule, num_samples, seq_length, seed=1234, cache=cache)
 

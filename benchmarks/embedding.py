@@ -36,11 +36,11 @@ from benchmarks.real_text import read_texts, write_real_text
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.checkpoint.model import CheckpointModel
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
+from megatron_chameleon.corpus.windows import draw_windows
 from megatron_chameleon.embedding.embed import embed_windows
-from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.methods.chameleon import ExtractionOptions
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.readout import check_layer
@@ -126,7 +126,7 @@ def prepare(folder: Path, num_windows: int, window_length: int) -> Task:
                 output=corpus,
             )
         )
-    source = open_tokens(Corpus.load(corpus), "text", "train")
+    source = open_domains(Corpus.load(corpus)).open("text", "train")
     windows = draw_windows(source.lengths, window_length, num_windows, 0, "text")
     return Task(source, windows, model)
 

@@ -25,7 +25,8 @@ from megatron_chameleon.artifacts import (
     provenance,
 )
 from megatron_chameleon.artifacts.corpus import index_file_bytes
-from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
+from megatron_chameleon.corpus.domains import open_domains
+from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 
@@ -137,7 +138,7 @@ def with_text(corpus: Corpus, root: Path, domain: str, split: Split) -> tuple[Co
     tokenizer = load_tokenizer(root / "tokenizer.json")
     dataclasses.replace(corpus, root=root, tokenizer=tokenizer.identity).save()
     copy, text = Corpus.load(root), root / f"{domain}.jsonl"
-    file = open_tokens(copy, domain, split)
+    file = open_domains(copy).open(domain, split)
     documents = (" ".join(map(str, file.get(number)[:-1])) for number in range(len(file)))
     text.write_text("".join(f'{{"words": "{document}"}}\n' for document in documents))
     return copy, text

@@ -7,21 +7,16 @@ if TYPE_CHECKING:
     from megatron_chameleon.blend.dataset import BlendedTokens
     from megatron_chameleon.blend.megatron_order import build_blending_indices
     from megatron_chameleon.blend.schedule import MixtureSchedule
-    from megatron_chameleon.blend.token_data import DomainData, TokenData
 
 __all__ = [
     "BlendedTokens",
-    "DomainData",
     "MixtureSchedule",
-    "TokenData",
     "build_blending_indices",
 ]
 
 _MODULES = {
     "BlendedTokens": "dataset",
-    "DomainData": "token_data",
     "MixtureSchedule": "schedule",
-    "TokenData": "token_data",
     "build_blending_indices": "megatron_order",
 }
 

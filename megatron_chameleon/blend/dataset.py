@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from megatron_chameleon.blend import order
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.gather import View
-from megatron_chameleon.blend.megatron_order import MegatronOrder
+from megatron_chameleon.blend.megatron_order import MAX_DOMAINS, MegatronOrder
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase, check_changes
 from megatron_chameleon.blend.streams import EpochStream, megatron_view
-from megatron_chameleon.blend.token_data import TokenData, check_enough_tokens, check_weights
+from megatron_chameleon.corpus.domains import Domains
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.host_memory import require_host_memory
@@ -108,7 +108,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
 
     def __init__(
         self,
-        data: TokenData,
+        data: Domains,
         schedule: MixtureSchedule,
         num_samples: int,
         seq_length: int,
@@ -353,3 +353,45 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
                     self._views[domain], inside = view, view.holds(numbers[rows])
                 yield domain, view, rows[inside]
                 rows = rows[~inside]
+
+
+def check_enough_tokens(data: Domains, weights: Sequence[float], seq_length: int) -> None:
+    """Check that every domain with a weight holds at least one sequence.
+
+    Raises:
+        UserError: if one does not; the message names the first such domain.
+    """
+    for domain, weight in zip(data.domains, weights, strict=True):
+        if weight > 0 and domain.tokens < seq_length + 1:
+            found, hint = f"has {domain.tokens} tokens to train on", "more text"
+            if domain.is_cut:
+                found = f"is cut to {domain.tokens} of its {domain.uncut_tokens:,} tokens"
+                hint = "more training steps, a smaller --target-tokens"
+            raise UserError(
+                f"domain '{domain.name}' of {data.where} {found}, fewer than one sequence of "
+                f"{seq_length}+1; use a shorter --seq-length, {hint}, or weight 0"
+            )
+
+
+def check_weights(data: Domains, weights: Sequence[float]) -> None:
+    """Check that ``weights`` are valid sampling weights.
+
+    Raises:
+        UserError: unless there is one finite, non-negative weight per domain and at least one is
+            positive.
+    """
+    if len(weights) != len(data.domains):
+        raise UserError(
+            f"{len(weights)} weights for the {len(data.domains)} domains of {data.where}; "
+            "pass one per domain"
+        )
+    for name, weight in zip(data.names, weights, strict=True):
+        if not math.isfinite(weight) or weight < 0:
+            raise UserError(f"weight of '{name}' is {weight}; weights must be finite and >= 0")
+    if np.count_nonzero(weights) > MAX_DOMAINS:
+        raise UserError(
+            f"{np.count_nonzero(weights)} domains of {data.where} have a weight above 0, but a "
+            f"blend holds at most {MAX_DOMAINS}; set some weights to 0, or merge domains"
+        )
+    if not 0 < sum(weights) < math.inf:
+        raise UserError("the weights must sum to a finite number above 0; scale them to sum to 1")

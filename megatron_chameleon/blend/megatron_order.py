@@ -10,8 +10,8 @@ from megatron.core.datasets.utils import normalize
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_chameleon.blend.token_data import MAX_DOMAINS
-
+MAX_DOMAINS = int(np.iinfo(np.int16).max)
+"""Domain numbers are int16, as in Megatron's blended index."""
 # Number of ranges of samples that are filled concurrently, one in each vector lane.
 LANES = 16
 # Samples between two selections of candidates; a lane's range is a multiple of this number.

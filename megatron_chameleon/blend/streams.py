@@ -19,12 +19,12 @@ from megatron_chameleon.artifacts.files import replacing, sha256_of_json
 from megatron_chameleon.blend.gather import (
     View,
     document_ends,
-    permutation_key,
     read_epoch,
     read_indexed,
 )
-from megatron_chameleon.blend.token_data import DomainData
+from megatron_chameleon.corpus.domains import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile, map_file
+from megatron_chameleon.corpus.permutation import permutation_key
 from megatron_chameleon.errors import UserError
 
 # Megatron shuffles the last epoch separately if less than this share of it is used, so that its
@@ -59,7 +59,7 @@ class EpochStream:
             stay in file order, or, if the domain is cut, in one shuffled order.
     """
 
-    domain: DomainData
+    domain: DomainTokens
     file: TokenFile
     seq_length: int
     seed: int
@@ -88,7 +88,7 @@ class EpochStream:
 
 
 def megatron_view(
-    domain: DomainData,
+    domain: DomainTokens,
     file: TokenFile,
     num_samples: int,
     seq_length: int,
@@ -129,7 +129,7 @@ def megatron_view(
 
 
 def megatron_indices(
-    domain: DomainData, lengths: NDArray[np.int32], num_samples: int, seq_length: int, seed: int
+    domain: DomainTokens, lengths: NDArray[np.int32], num_samples: int, seq_length: int, seed: int
 ) -> Arrays:
     """Build Megatron's document, sample and shuffle index of a domain.
 

@@ -27,13 +27,13 @@ from megatron_chameleon.blend.dataset import BlendedTokens, TokenRanges
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
 from megatron_chameleon.blend.sampler import place_in_step
 from megatron_chameleon.blend.schedule import MixtureSchedule
-from megatron_chameleon.blend.token_data import (
-    DomainData,
-    TokenData,
-    corpus_tokens,
-    data_path_tokens,
-)
 from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.corpus.domains import (
+    Domains,
+    DomainTokens,
+    open_data_path,
+    open_domains,
+)
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.shards import text_digest
 from megatron_chameleon.corpus.source_lines import source_lines
@@ -80,7 +80,7 @@ class DocumentIndex:
     edges: NDArray[np.int64]
 
     @classmethod
-    def open(cls, domain: DomainData) -> DocumentIndex:
+    def open(cls, domain: DomainTokens) -> DocumentIndex:
         """Open the files of ``domain``; without document boundaries, sequences are documents.
 
         Raises:
@@ -198,7 +198,7 @@ class RunTrace:
             problem = f"no weight of {error}" if isinstance(error, KeyError) else error
             raise UserError(f"{where}: {problem}; {_HINT}") from error
 
-    def _open_corpus(self, moved: Path | None) -> tuple[TokenData, bool]:
+    def _open_corpus(self, moved: Path | None) -> tuple[Domains, bool]:
         folder = moved or Path(self.options.corpus or "").absolute()
         if not Corpus.exists(folder):
             raise UserError(
@@ -206,15 +206,15 @@ class RunTrace:
                 "if it was moved"
             )
         self.corpus = Corpus.load(folder)
-        data = corpus_tokens(self.corpus, cache=self._cache)
+        data = open_domains(self.corpus, self._cache)
         return data, len(data.domains) == 1
 
-    def _open_data_path(self, moved: DataPath | None) -> tuple[TokenData, bool]:
+    def _open_data_path(self, moved: DataPath | None) -> tuple[Domains, bool]:
         options = self.options.data
         path = moved or _absolute(DataPath.read(options.data_path, options.data_args_path))
         if self._tokenizer_model is None and options.tokenizer_model is not None:
             self._tokenizer_model = options.tokenizer_model.absolute()
-        data = data_path_tokens(path, options.split, self.run.tokenizer, cache=self._cache)
+        data = open_data_path(path, options.split, self.run.tokenizer, self._cache)
         # A moved path may have other weights; those of the run are recorded. But whether it had any
         # decides the order, and only the recorded path tells.
         trained = path if options.data_path is None else DataPath.parse(options.data_path)

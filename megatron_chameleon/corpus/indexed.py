@@ -35,7 +35,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import Corpus, DomainSplit, Split
+from megatron_chameleon.artifacts import DomainSplit
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES, num_blocks
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.object_cache import HINT, cache_entry, cached_file
@@ -478,19 +478,6 @@ class BlockTokens:
 Tokens = BlockTokens | NDArray[np.integer]
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpectedTokens:
-    """Contents of a .bin/.idx pair as recorded in corpus.json, with one sequence per document.
-
-    ``block_checksums`` is the SHA-256 of the .xxh3 file; None if the corpus has no such file.
-    """
-
-    dtype: str
-    documents: int
-    tokens: int
-    block_checksums: str | None = None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenFile:
     """A mapped pair of .bin/.idx files: consecutive sequences of tokens.
@@ -612,7 +599,8 @@ def in_memory(path: Location, tokens: NDArray[np.integer], lengths: NDArray[np.i
 
 def open_token_file(
     prefix: Location,
-    expected: ExpectedTokens | None = None,
+    dtype: str | None = None,
+    recorded: DomainSplit | None = None,
     vocab_size: int | None = None,
     cache: Path | None = None,
 ) -> TokenFile:
@@ -625,7 +613,8 @@ def open_token_file(
 
     Args:
         prefix: path or URL of the files, without suffix.
-        expected: their recorded contents, if known.
+        dtype: recorded type of a token, if known.
+        recorded: record of the files, with one sequence per document, if they belong to a corpus.
         vocab_size: largest token id plus one; None to accept any.
         cache: folder of the local copies of remote files; None for the default folder.
 
@@ -650,54 +639,39 @@ def open_token_file(
     magic, version, code, num_sequences, num_boundaries = header
     if (magic, version) != (MAGIC, VERSION) or code not in _TOKEN_TYPES:
         raise _damaged(idx_path, f"its magic, version and token type are {header[:3]}")
-    dtype = np.dtype(_TOKEN_TYPES[code])
+    found_type = np.dtype(_TOKEN_TYPES[code])
     after_lengths = HEADER.size + 4 * num_sequences  # Python's integers: no overflow
     after_pointers = after_lengths + 8 * num_sequences
     if not num_boundaries or content.size != after_pointers + 8 * num_boundaries:
         counts = f"{num_sequences} sequences and {num_boundaries} document boundaries"
         raise _damaged(idx_path, f"it has {content.size} bytes, which do not fit its {counts}")
-    if expected is not None:
-        for field, found, recorded in (
-            ("token type", dtype.name, expected.dtype),
-            ("number of sequences", num_sequences, expected.documents),
-            ("number of tokens", bin_content.size // dtype.itemsize, expected.tokens),
+    if recorded is not None:
+        for field, found, expected in (
+            ("token type", found_type.name, dtype),
+            ("number of sequences", num_sequences, recorded.documents),
+            ("number of tokens", bin_content.size // found_type.itemsize, recorded.tokens),
         ):
-            if found != recorded:
+            if found != expected:
                 raise UserError(
                     f"{idx_path} does not match corpus.json: its {field} is {found}, not "
-                    f"{recorded}; {_HINT}"
+                    f"{expected}; {_HINT}"
                 )
     lengths = content[HEADER.size : after_lengths].view("<i4")
     pointers = content[after_lengths:after_pointers].view("<i8")
     boundaries = content[after_pointers:].view("<i8")
-    size = _check_sequences(idx_path, lengths, pointers, dtype.itemsize, bin_content.size)
+    size = _check_sequences(idx_path, lengths, pointers, found_type.itemsize, bin_content.size)
     if size != bin_content.size:
         raise UserError(
             f"{bin_path} holds {bin_content.size} bytes, but its .idx places tokens up to byte "
             f"{size}: one of the two files is truncated or belongs to other text; restore both or "
             "preprocess again"
         )
-    _check_boundaries(idx_path, boundaries, num_sequences, one_each=expected is not None)
+    _check_boundaries(idx_path, boundaries, num_sequences, one_each=recorded is not None)
     checksums = None
-    if expected and expected.block_checksums is not None:
+    if recorded and recorded.block_checksums is not None:
         checksums = _open_checksums(Path(f"{prefix}.xxh3"), bin_content, content)
-    tokens = BlockTokens(bin_path, bin_content.view(dtype), checksums, vocab_size, copy)
+    tokens = BlockTokens(bin_path, bin_content.view(found_type), checksums, vocab_size, copy)
     return TokenFile(prefix, tokens, lengths, pointers, boundaries)
-
-
-def open_tokens(corpus: Corpus, name: str, split: Split) -> TokenFile:
-    """Open one split of a domain; sequence i is document i.
-
-    Raises:
-        UserError: if the files do not match corpus.json.
-    """
-    part = corpus.all_domains[name].split(split)
-    expected, vocab_size = expected_tokens(corpus, part), corpus.tokenizer.vocab_size
-    file = open_token_file(corpus.prefix(name, split), expected, vocab_size)
-    if part.sequences is None:
-        return file
-    check_sequences(file, *part.sequences, part.tokens)
-    return file.documents(*part.sequences)
 
 
 def check_sequences(file: TokenFile, first: int, stop: int, tokens: int) -> None:
@@ -720,13 +694,6 @@ def require_token_type(file: TokenFile) -> None:
             f"{file.prefix}.bin holds tokens of type {file.dtype}, but only uint16 and int32 are "
             "supported; preprocess the data again"
         )
-
-
-def expected_tokens(corpus: Corpus, part: DomainSplit) -> ExpectedTokens | None:
-    """Return the contents of a split's files as recorded in ``corpus``; None if imported."""
-    if part.sequences is not None:
-        return None
-    return ExpectedTokens(corpus.dtype, part.documents, part.tokens, part.block_checksums)
 
 
 def _map(path: Path, hint: str = _HINT) -> NDArray[np.uint8]:

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, DomainSplit, NotWritten, Split
 from megatron_chameleon.artifacts.corpus import file_name_of, hash_range
 from megatron_chameleon.artifacts.files import link_or_copy, writing
-from megatron_chameleon.corpus.indexed import IndexedWriter, TokenFile, TokenType, open_tokens
+from megatron_chameleon.corpus.domains import open_domains
+from megatron_chameleon.corpus.indexed import IndexedWriter, TokenFile, TokenType
 from megatron_chameleon.corpus.readers import MalformedLines
 from megatron_chameleon.corpus.shards import (
     COPIES_NAME,
@@ -392,10 +393,10 @@ def regroup(
     unchanged = {
         name: link_domain(corpus, name, folder) for name in corpus.names if name not in divided
     }
-    sizes = token_bytes(tokenizer)
+    sizes, opened = token_bytes(tokenizer), open_domains(corpus)
     writer = CorpusWriter(folder, names, corpus.dtype, on_bytes)
     for (name, split), targets in labels.items():
-        tokens = open_tokens(corpus, name, split)
+        tokens = opened.open(name, split)
         text_bytes = document_bytes(tokens, sizes, corpus.domains[name].split(split).text_bytes)
         files = targets.astype(np.int64) * len(SPLITS) + SPLITS.index(split)
         for begin in range(0, len(files), _BLOCK_DOCUMENTS):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 
 from megatron_chameleon.artifacts import Corpus, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.join import link_domains, write_split
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.staging import TOKENS_NAME, corpus_folder
@@ -108,10 +107,10 @@ def _check_unchanged(found: Corpus, corpus: Corpus, texts: dict[str, Domain]) ->
 def _report(corpus: Corpus, target: Target) -> None:
     """Print the size of each text; warn about documents that are in the training text."""
     trained = [name for name, tokens in corpus.train_tokens.items() if tokens]
-    open_training = functools.partial(open_tokens, corpus, split="train")
+    domains = open_domains(corpus)
     for name in target.texts:
-        text, size = open_tokens(corpus, name, "valid"), corpus.held_out[name].valid
-        leaked = warn_leaked(name, text, trained, open_training)
+        text, size = domains.open(name, "valid"), corpus.held_out[name].valid
+        leaked = warn_leaked(name, text, trained, domains.open)
         where = "" if leaked else "; none of them was found in the training text"
         print(
             f"target text '{name}': {size.documents:,} documents, {size.tokens:,} tokens{where}",

@@ -21,13 +21,14 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.sampler import Batch, read_ahead
+from megatron_chameleon.corpus.domains import Domains, RawText
 from megatron_chameleon.corpus.indexed import TokenFile
+from megatron_chameleon.corpus.windows import Windows, draw_windows, spread_windows
 from megatron_chameleon.embedding.pooling import FinalNorm, masked_mean
 from megatron_chameleon.embedding.proxy import ProxyReader
-from megatron_chameleon.embedding.text import CorpusText, DecodedCorpusText, DomainText
-from megatron_chameleon.embedding.windows import Windows, draw_windows, spread_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.readout import length_multiple, padded_length
+from megatron_chameleon.parallel.layout import from_main
 from megatron_chameleon.progress import progress_bar
 
 
@@ -204,7 +205,7 @@ class StoreEntry:
 
 
 def missing_entries(
-    store: EmbeddingStore, text: DomainText, entries: Sequence[StoreEntry]
+    store: EmbeddingStore, text: Domains | RawText, entries: Sequence[StoreEntry]
 ) -> list[StoreEntry]:
     """List the ``entries`` that are missing in the store or were computed from other text."""
     return [each for each in entries if not store.holds(each.key, text.domain_hash(each.domain))]
@@ -212,7 +213,7 @@ def missing_entries(
 
 def fill_store(
     store: EmbeddingStore,
-    text: DomainText,
+    text: Domains | RawText,
     reader: ProxyReader,
     entries: Sequence[StoreEntry],
     batch_size: int,
@@ -226,29 +227,34 @@ def fill_store(
         of the store may also include vectors that other processes embedded in the meantime.
     """
     is_main = reader.layout.is_main
-    # Several entries in a row may have the same file.
-    tokens_of = functools.lru_cache(maxsize=1)(text.tokens)
-    if isinstance(text, CorpusText):
-        total = sum(len(entry.windows(tokens_of(entry.domain, entry.split))) for entry in entries)
-    else:
-        total = sum(entry.recipe.num_windows for entry in entries)  # corrected below
+
+    @functools.lru_cache(maxsize=1)  # several entries in a row may have the same file
+    def tokens_of(name: str, split: Split) -> TokenFile:
+        read = functools.partial(text.open, name, split)
+        return from_main(read) if text.is_raw else read()
+
     spent = Cost()
+    if text.is_raw:
+        total = sum(entry.recipe.num_windows for entry in entries)  # corrected below
+    else:
+        total = sum(len(entry.windows(tokens_of(entry.domain, entry.split))) for entry in entries)
     with progress_bar(total, " windows", quiet=not is_main) as progress:
         for entry in entries:
             progress.set_description(f"embedding {entry.key}")
             tokens = tokens_of(entry.domain, entry.split)
             windows = entry.windows(tokens)  # the windows of all entries may not fit in memory
-            expected = len(windows) if isinstance(text, CorpusText) else entry.recipe.num_windows
-            if isinstance(text, DecodedCorpusText):
+            counted = entry.recipe.num_windows if text.is_raw else len(windows)
+            if text.is_reencoded:
                 by_document = bool(entry.documents)
                 if entry.recipe.cross_documents:
                     # Enough text for as many windows, even if it has fewer tokens of the proxy.
                     more = dataclasses.replace(entry.recipe, num_windows=2 * len(windows))
                     windows = sample_windows(more, entry.domain, tokens)
-                tokens = text.encode(tokens, windows, by_document=by_document)
+                encode = functools.partial(text.encode_again, by_document=by_document)
+                tokens = from_main(functools.partial(encode, tokens, windows))
                 in_memory = range(len(tokens)) if by_document else range(0)
                 windows = dataclasses.replace(entry, documents=in_memory).windows(tokens)
-            progress.total += len(windows) - expected
+            progress.total += len(windows) - counted
             vectors, cost = embed_by_recipe(
                 reader, tokens, windows, store.recipe, batch_size, progress, entry.domain
             )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Protocol
-from megatron_chameleon.blend.token_data import DomainTokens
+from megatron_chameleon.corpus.domains import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import forward_flops

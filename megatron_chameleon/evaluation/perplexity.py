@@ -33,7 +33,8 @@ from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.sampler import Batch, read_ahead
 from megatron_chameleon.checkpoint.model import Model, open_model
 from megatron_chameleon.console import align_columns
-from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory, open_tokens
+from megatron_chameleon.corpus.domains import Domains, open_domains
+from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory
 from megatron_chameleon.corpus.join import token_bytes
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import (
@@ -377,11 +378,11 @@ def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutD
         UserError: if no domain to train on, or no domain of the target has anything to score, or if
             a text cannot be read.
     """
-    corpus, split = plan.corpus, plan.protocol.split
+    corpus, split, opened = plan.corpus, plan.protocol.split, open_domains(plan.corpus)
     domains: dict[str, HeldOutDomain] = {}
     sizes = from_main(lambda: token_sizes(corpus, plan.model))
     for name in corpus.all_domains:
-        domain = held_out_domain(corpus, name, plan.protocol, sizes)
+        domain = held_out_domain(opened, name, plan.protocol, sizes)
         if domain is not None:
             domains[name] = domain
     missing = [name for name in corpus.all_domains if name not in domains]
@@ -394,10 +395,12 @@ def held_out_domains(plan: EvaluationPlan, layout: Layout) -> dict[str, HeldOutD
             raise UserError(problem)
         if layout.is_main:
             warnings.warn(f"{problem} to include it", stacklevel=2)
-    return domains | target_texts(plan, sizes)
+    return domains | target_texts(plan, opened, sizes)
 
 
-def target_texts(plan: EvaluationPlan, sizes: NDArray[np.int32] | None) -> dict[str, HeldOutDomain]:
+def target_texts(
+    plan: EvaluationPlan, domains: Domains, sizes: NDArray[np.int32] | None
+) -> dict[str, HeldOutDomain]:
     """Read the texts of the plan's target, on rank 0, and share them with all ranks. Collective.
 
     Warns about documents that are in the corpus's training text.
@@ -417,8 +420,7 @@ def target_texts(plan: EvaluationPlan, sizes: NDArray[np.int32] | None) -> dict[
     def read(name: str) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
         tokenizer = corpus_tokenizer(corpus)
         file = read_target_text(source, target, name, tokenizer, protocol.max_tokens)
-        open_training = partial(open_tokens, corpus, split="train")
-        warn_leaked(name, file, trained, open_training, FEW_COMPARED)
+        warn_leaked(name, file, trained, domains.open, FEW_COMPARED)
         return file.tokens[:], file.lengths.astype(np.int32)
 
     for name in target.texts:
@@ -447,20 +449,21 @@ def token_sizes(corpus: Corpus, model: Model) -> NDArray[np.int32] | None:
 
 
 def held_out_domain(
-    corpus: Corpus, name: str, protocol: Protocol, sizes: NDArray[np.int32] | None
+    domains: Domains, name: str, protocol: Protocol, sizes: NDArray[np.int32] | None
 ) -> HeldOutDomain | None:
     """Read the held-out text of a domain; None if nothing is scored. Collective.
 
     Args:
-        corpus: the corpus that holds the domain.
+        domains: domains of a corpus.
         name: name of the domain.
         protocol: protocol of the evaluation.
         sizes: [vocab_size] bytes of each token; None if no tokenizer was loaded.
     """
-    stream = open_tokens(corpus, name, protocol.split)
-    baseline = partial(unigram_loss, corpus, name, max_tokens=MAX_UNIGRAM_TOKENS)
-    recorded = corpus.all_domains[name].split(protocol.split).text_bytes
-    return _scored_domain(stream, baseline, recorded, corpus.tokenizer, protocol, sizes)
+    assert domains.corpus is not None
+    stream = domains.open(name, protocol.split)
+    baseline = partial(unigram_loss, domains, name, max_tokens=MAX_UNIGRAM_TOKENS)
+    recorded = domains.corpus.all_domains[name].split(protocol.split).text_bytes
+    return _scored_domain(stream, baseline, recorded, domains.tokenizer, protocol, sizes)
 
 
 def _scored_domain(
@@ -520,11 +523,11 @@ def uniform_loss(seen: NDArray[np.int64]) -> float:
     return math.log(len(seen))
 
 
-def unigram_loss(corpus: Corpus, name: str, seen: NDArray[np.int64], max_tokens: int) -> float:
+def unigram_loss(domains: Domains, name: str, seen: NDArray[np.int64], max_tokens: int) -> float:
     """Return the mean loss of a unigram model of a domain's training text, which has no context.
 
     Args:
-        corpus: the corpus that holds the domain.
+        domains: domains of a corpus.
         name: name of the domain.
         seen: [vocab_size] number of occurrences of each token in the held-out text.
         max_tokens: training tokens that are counted; of more tokens, a sample is counted.
@@ -532,7 +535,7 @@ def unigram_loss(corpus: Corpus, name: str, seen: NDArray[np.int64], max_tokens:
     Returns:
         Nats per token; the frequencies have add-one (Laplace) smoothing.
     """
-    training = token_counts(open_tokens(corpus, name, "train").tokens, len(seen), max_tokens)
+    training = token_counts(domains.open(name, "train").tokens, len(seen), max_tokens)
     probabilities = (training + 1) / (training.sum() + len(seen))
     return float(-(seen @ np.log(probabilities)) / seen.sum())
 

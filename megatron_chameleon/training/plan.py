@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_chameleon.artifacts import (
-    SPLITS,
     Corpus,
     Mixture,
     MixtureWarning,
-    Split,
     TokenizerIdentity,
     implied_epochs,
     provenance,
@@ -21,17 +19,11 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.files import require_writable, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.boundaries import DocumentBoundaries
-from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.dataset import BlendedTokens, check_enough_tokens, check_weights
 from megatron_chameleon.blend.schedule import MixtureSchedule, check_changes, check_ramps
-from megatron_chameleon.blend.token_data import (
-    TokenData,
-    check_enough_tokens,
-    check_weights,
-    corpus_tokens,
-    data_path_splits,
-)
 from megatron_chameleon.checkpoint.model import Model
 from megatron_chameleon.corpus.data_path import DataPath, split_range
+from megatron_chameleon.corpus.domains import Domains, open_data_path, open_domains
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import Target, parse_target, recorded_target
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
@@ -57,9 +49,7 @@ class TrainingPlan:
     Attributes:
         options: options of the run. ``model`` is the name of the model, or None if the model has
             no name.
-        data: the training tokens, cut if ``--target-tokens`` is set.
-        valid: the tokens for validation, also those of held-out domains; None if ``--split``
-            leaves none.
+        data: the domains; training tokens are cut if ``--target-tokens`` is set.
         mixture: initial mixture.
         schedule: mixture weights of every sample, in the order of ``data.names``.
         by_size: whether the samples follow Megatron's order for data sets without weights, which is
@@ -72,8 +62,7 @@ class TrainingPlan:
     """
 
     options: PretrainOptions
-    data: TokenData
-    valid: TokenData | None
+    data: Domains
     mixture: Mixture
     schedule: MixtureSchedule
     by_size: bool
@@ -82,6 +71,11 @@ class TrainingPlan:
     target: Target | None
     loss_weights: tuple[float, ...] | None
     provenance: Provenance
+
+    @property
+    def valid(self) -> Domains | None:
+        """The domains with their tokens for validation; None if ``--split`` leaves none."""
+        return self.data.of("valid") if "valid" in self.data.splits else None
 
     @property
     def tokens_per_step(self) -> int:
@@ -163,12 +157,12 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         tokenizer = opened.identity
         recorded = dataclasses.replace(options.data, eod_token=opened.eod_token)
         options = dataclasses.replace(options, data=recorded)
-    splits, mixture, weights, by_size = load_data(options, tokenizer)
-    data = splits["train"].cut(options.tokens, options.target_tokens)
+    data, mixture, weights, by_size = load_data(options, tokenizer)
+    data = data.cut(options.tokens, options.target_tokens)
     schedule = load_schedule(options, data, mixture, weights)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
-    target = find_run_target(options, splits, mixture)
+    target = find_run_target(options, data, mixture)
     config = dataclasses.replace(config, vocab_size=data.tokenizer.vocab_size)
     pretrained, config = open_pretrained(options, data) or (None, config)
     check_model(config, options)
@@ -184,7 +178,6 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     return TrainingPlan(
         options=options,
         data=data,
-        valid=splits.get("valid"),
         mixture=mixture,
         schedule=schedule,
         by_size=by_size,
@@ -197,7 +190,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
 
 
 def parse_loss_weights(
-    value: str | None, data: TokenData, schedule: MixtureSchedule
+    value: str | None, data: Domains, schedule: MixtureSchedule
 ) -> tuple[float, ...] | None:
     """Parse ``--loss-weights``: [k] weights of the domains' token losses, 1 if not named.
 
@@ -217,9 +210,7 @@ def parse_loss_weights(
     return tuple(weights.values())
 
 
-def find_run_target(
-    options: PretrainOptions, splits: Mapping[Split, TokenData], mixture: Mixture
-) -> Target | None:
+def find_run_target(options: PretrainOptions, data: Domains, mixture: Mixture) -> Target | None:
     """Return the target of ``--target``, or the one that the mixture records.
 
     The target of the mixture is used only if validations measure all of its domains.
@@ -228,16 +219,16 @@ def find_run_target(
         UserError: for an invalid value, a domain that cannot be measured, or a text in a folder
             that --overwrite deletes.
     """
-    train, valid, value = splits["train"], splits.get("valid"), options.target.target
+    value = options.target.target
     measured = [
-        domain.name
-        for domain in ((*valid.domains, *valid.held_out) if valid else ())
-        if domain.tokens >= 2 and options.validates
+        name
+        for name, tokens in data.splits.get("valid", {}).items()
+        if tokens.tokens >= 2 and options.validates
     ]
     if value is None:
         recorded = recorded_target(mixture.parameters)
         return recorded if recorded and recorded.shares.keys() <= set(measured) else None
-    names = [*train.names, *(domain.name for domain in train.held_out)]
+    names = list(data.splits["train"])
     source = SourceOptions((), text_key=options.target.target_text_key)
     target = parse_target(value, names, source)
     if missing := target.shares.keys() - target.texts.keys() - set(measured):
@@ -275,11 +266,11 @@ def check_model(config: ModelConfig, options: TrainingOptions) -> None:
 
 def load_data(
     options: PretrainOptions, tokenizer: TokenizerIdentity | None
-) -> tuple[dict[Split, TokenData], Mixture, list[float], bool]:
+) -> tuple[Domains, Mixture, list[float], bool]:
     """Read the corpus, or with ``tokenizer`` the data sets of ``--data-path``.
 
     Returns:
-        The tokens of the splits, the initial mixture, its weights before normalization, and whether
+        The domains, the initial mixture, its weights before normalization, and whether
         these weights are the sizes of the data sets, which Megatron uses if no weights are passed.
 
     Raises:
@@ -289,16 +280,15 @@ def load_data(
     if options.corpus is not None:
         corpus = Corpus.load(options.corpus)
         mixture = load_mixture(options.mixture, corpus.names, may_change=True)
-        splits = {split: corpus_tokens(corpus, split, cache) for split in SPLITS}
-        weights = weights_for(splits["train"], mixture)
+        data = open_domains(corpus, cache)
+        weights = weights_for(data, mixture)
         # Megatron's builder does not blend a single data set, so samples follow the order without
         # weights.
-        return splits, mixture, weights, len(weights) == 1
+        return data, mixture, weights, len(weights) == 1
     assert tokenizer is not None
     split_range(options.data.split, "train")  # raises if nothing is left to train on
     path = DataPath.read(options.data.data_path, options.data.data_args_path)
-    splits = data_path_splits(path, options.data.split, tokenizer, cache)
-    data = splits["train"]
+    data = open_data_path(path, options.data.split, tokenizer, cache)
     if path.weights is None:  # a domain smaller than a sample would get weight 0
         check_enough_tokens(data, [1.0] * len(data.domains), options.seq_length)
     sizes = [(domain.tokens - 1) // options.seq_length for domain in data.domains]
@@ -306,7 +296,7 @@ def load_data(
     check_weights(data, weights)
     total = math.fsum(weights)
     shares = {name: weight / total for name, weight in zip(data.names, weights, strict=True)}
-    return splits, Mixture(shares, method="data-path"), weights, path.weights is None
+    return data, Mixture(shares, method="data-path"), weights, path.weights is None
 
 
 def load_mixture(name: str | None, domains: list[str], *, may_change: bool = False) -> Mixture:
@@ -316,13 +306,13 @@ def load_mixture(name: str | None, domains: list[str], *, may_change: bool = Fal
     return Mixture.load(Path(str(name)), may_change=may_change)
 
 
-def weights_for(data: TokenData, mixture: Mixture) -> list[float]:
+def weights_for(data: Domains, mixture: Mixture) -> list[float]:
     """Return the weights of ``mixture`` in the order of ``data``; see :class:`Mixture`."""
     return mixture.weights_for(data.names, data.where, [domain.name for domain in data.held_out])
 
 
 def load_schedule(
-    options: PretrainOptions, data: TokenData, mixture: Mixture, weights: list[float]
+    options: PretrainOptions, data: Domains, mixture: Mixture, weights: list[float]
 ) -> MixtureSchedule:
     """Build the schedule that starts with ``weights``.
 

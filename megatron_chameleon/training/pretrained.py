@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.artifacts.record import differences
-from megatron_chameleon.blend.token_data import TokenData
 from megatron_chameleon.checkpoint.model import Model, open_model
+from megatron_chameleon.corpus.domains import Domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.options import resolve_model
@@ -16,7 +16,7 @@ from megatron_chameleon.training.options import PretrainOptions
 FLAG = "--pretrained-checkpoint"
 
 
-def open_pretrained(options: PretrainOptions, data: TokenData) -> tuple[Model, ModelConfig] | None:
+def open_pretrained(options: PretrainOptions, data: Domains) -> tuple[Model, ModelConfig] | None:
     """Open and check the model of ``--pretrained-checkpoint``; None without this option.
 
     Args:

@@ -19,7 +19,7 @@ from megatron_chameleon.artifacts.checkpoint import (
 )
 from megatron_chameleon.artifacts.training_run import BatchLayout, Status
 from megatron_chameleon.blend.dataset import BlendedTokens
-from megatron_chameleon.blend.token_data import describe_cut
+from megatron_chameleon.corpus.domains import describe_cut
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import DENSE_BF16_PEAK, model_flops_utilization, training_flops
 from megatron_chameleon.parallel.layout import Layout, device_name, from_main

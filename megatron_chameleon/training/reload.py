@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_chameleon.artifacts import Mixture, MixtureWarning
-from megatron_chameleon.blend.token_data import check_enough_tokens, check_weights
+from megatron_chameleon.blend.dataset import check_enough_tokens, check_weights
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import Layout, from_main
 from megatron_chameleon.training.hook import TrainingHook

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from megatron_chameleon.blend.sampler import Batch, read_ahead
-from megatron_chameleon.blend.token_data import DomainData, DomainTokens
 from megatron_chameleon.corpus.data_path import split_range
+from megatron_chameleon.corpus.domains import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import FEW_COMPARED, read_target_text, warn_leaked
@@ -187,11 +187,13 @@ def held_out_texts(
     return from_main(lambda: concurrently(find, domains))
 
 
-def validation_text(domain: DomainData, window_length: int, max_windows: int) -> HeldOutText | None:
+def validation_text(
+    domain: DomainTokens, window_length: int, max_windows: int
+) -> HeldOutText | None:
     """Evenly spaced windows in the text of ``domain``; None if there is no token to predict."""
     if domain.tokens < 2:
         return None
     file = domain.open()
     start = int(file.pointers[0]) // file.dtype.itemsize
     tokens, max_tokens = range(start, start + domain.tokens), max_windows * window_length
-    return choose_windows(DomainTokens(domain), window_length, max_tokens, tokens=tokens)
+    return choose_windows(domain, window_length, max_tokens, tokens=tokens)

@@ -26,7 +26,7 @@ from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
-from megatron_chameleon.embedding.windows import draw_windows
+from megatron_chameleon.corpus.windows import draw_windows
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
 from megatron_chameleon.methods.chameleon.compute import compute_mixture

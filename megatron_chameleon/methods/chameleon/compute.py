@@ -8,8 +8,7 @@ fine-tuned.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,13 +24,12 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
     provenance,
 )
-from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.corpus.encode import TextEncoder
+from megatron_chameleon.corpus.domains import Domains, RawText, find_raw_text, open_domains
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.target import Target, parse_target, read_target_text
-from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
+from megatron_chameleon.corpus.windows import WINDOW_LENGTH
 from megatron_chameleon.embedding.embed import (
     StoreEntry,
     embed_by_recipe,
@@ -41,14 +39,6 @@ from megatron_chameleon.embedding.embed import (
     sample_windows,
 )
 from megatron_chameleon.embedding.proxy import Proxy, open_proxy
-from megatron_chameleon.embedding.text import (
-    CorpusText,
-    DecodedCorpusText,
-    DomainText,
-    SampledText,
-    find_text,
-)
-from megatron_chameleon.embedding.windows import WINDOW_LENGTH
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.methods.chameleon import ChameleonOptions, ExtractionOptions
 from megatron_chameleon.methods.chameleon.weigh import (
@@ -87,14 +77,12 @@ class EmbeddingPlan:
         names: selected domains.
         proxy: the proxy.
         recipe: recipe of the embedding store.
-        open_encoder: opens the tokenizer of ``text``.
     """
 
-    text: DomainText
+    text: Domains | RawText
     names: list[str]
     proxy: Proxy
     recipe: EmbeddingRecipe
-    open_encoder: Callable[[], TextEncoder]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +188,8 @@ def compute_mixture(options: ChameleonOptions) -> None:
             )
             if plan.target is not None:
                 heading += f"\ntarget: {options.target}, strength {plan.strength:g}"
-            if isinstance(plan.embedding.text, SampledText) and plan.embedding.text.read:
-                lines.append(f"text read: {format_names(plan.embedding.text.summary())}")
+            if read := plan.embedding.text.summary():
+                lines.append(f"text read: {format_names(read)}")
             lines.append(
                 f"embedding {len(missing)} domains took {spent.flops:.2e} FLOPs and "
                 f"{spent.wall_seconds:.1f} s"
@@ -255,13 +243,12 @@ def open_inputs(
     if target is not None:
         tokens = 2 * recipe.num_windows * recipe.window_length
         for name in target.texts:
-            encoder = embedding.open_encoder()
+            encoder = embedding.text.open_encoder()
             texts[name] = read_target_text(
                 plan.options.source, target, name, encoder, tokens, recipe.seed
             )
     missing = missing_entries(store, embedding.text, plan.entries)
-    if isinstance(embedding.text, SampledText):
-        embedding.text.check(entry.domain for entry in missing)
+    embedding.text.check(entry.domain for entry in missing)
     return store, texts, missing
 
 
@@ -344,15 +331,9 @@ def plan_embedding(
     """
     proxy = open_proxy(options.checkpoint, trust_remote_code=options.trust_remote_code)
     names = select_domains(options.domains, corpus.names, corpus.root, held_out=corpus.held_out)
-    text, tokenizer_hash = CorpusText(corpus), corpus.tokenizer.sha256
-    open_encoder: Callable[[], TextEncoder] = functools.partial(corpus_tokenizer, corpus)
-    if not proxy.reads_ids_of(corpus):
-        open_encoder()  # fails before the embedding if the corpus has lost its tokenizer
-        open_encoder = proxy.open_encoder
-        tokenizer_hash = sha256_of_json([tokenizer_hash, open_encoder().sha256])
-        text = DecodedCorpusText(corpus, open_encoder)
-    recipe = _recipe_for(extraction, proxy, options.parallel, tokenizer_hash)
-    return EmbeddingPlan(text, names, proxy, recipe, open_encoder)
+    text = open_domains(corpus).encoded_for(proxy)
+    recipe = _recipe_for(extraction, proxy, options.parallel, text.ids_hash)
+    return EmbeddingPlan(text, names, proxy, recipe)
 
 
 def plan_sampling(options: ChameleonOptions) -> EmbeddingPlan:
@@ -366,12 +347,11 @@ def plan_sampling(options: ChameleonOptions) -> EmbeddingPlan:
         trust_remote_code=options.trust_remote_code,
         tokenizer=options.tokenizer,
     )
-    open_encoder = proxy.open_encoder
-    tokenizer_hash = open_encoder().sha256
-    recipe = _recipe_for(options.extraction, proxy, options.parallel, tokenizer_hash)
-    text = find_text(options.source, open_encoder, recipe)
+    text = find_raw_text(options.source).encoded_for(proxy)
+    recipe = _recipe_for(options.extraction, proxy, options.parallel, text.ids_hash)
+    text = dataclasses.replace(text, recipe=recipe)
     names = select_domains(options.domains, text.names, text.where)
-    return EmbeddingPlan(text, names, proxy, recipe, open_encoder)
+    return EmbeddingPlan(text, names, proxy, recipe)
 
 
 def _recipe_for(

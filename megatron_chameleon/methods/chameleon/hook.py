@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_chameleon.corpus.domains import load_windows
+from megatron_chameleon.corpus.windows import WINDOW_LENGTH
 from megatron_chameleon.embedding.embed import embed_windows, windows_flops
-from megatron_chameleon.embedding.windows import WINDOW_LENGTH, load_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon.weigh import (
     Shrinkage,

@@ -35,7 +35,6 @@ from megatron_chameleon.artifacts.discovered import (
 from megatron_chameleon.artifacts.files import writing
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.console import align_columns
-from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.join import link_domain, regroup
 from megatron_chameleon.corpus.options import is_domain_name
 from megatron_chameleon.corpus.staging import corpus_folder
@@ -198,7 +197,7 @@ def plan_discovery(options: DiscoverOptions) -> DiscoverPlan:
         )
     for split in SPLITS:
         for name in names:
-            lengths = open_tokens(corpus, name, split).lengths
+            lengths = embedding.text.open(name, split).lengths
             if len(lengths) and lengths.min() == 0:
                 raise UserError(
                     f"{corpus.prefix(name, split)}.idx has a document without tokens, which has no "
@@ -337,7 +336,7 @@ def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) 
         UserError: if fewer than two clusters have enough text in every split.
     """
     keys: list[tuple[str, Split]] = [(name, split) for name in plan.names for split in SPLITS]
-    lengths = {(name, split): open_tokens(plan.corpus, name, split).lengths for name, split in keys}
+    lengths = {(name, split): plan.embedding.text.open(name, split).lengths for name, split in keys}
     labels: Labels = {key: np.full(len(lengths[key]), -1, np.int32) for key in keys}
     count, least, dissolved = len(fit.centroids), plan.options.min_tokens_per_split, -1
     left = np.arange(count)
@@ -482,7 +481,7 @@ def _write(
 
 def _preview(plan: DiscoverPlan, domain: str, document: int, tokenizer: Tokenizer) -> str:
     """Return the beginning of a training document, with unprintable characters escaped."""
-    tokens = open_tokens(plan.corpus, domain, "train").get(document)
+    tokens = plan.embedding.text.open(domain, "train").get(document)
     # Omit the last token, which is the end-of-document token.
     text = tokenizer.decode(tokens[:-1][:_PREVIEW_TOKENS].tolist())
     return repr(text[:PREVIEW_CHARACTERS])[1:-1]  # repr() escapes line breaks

@@ -18,7 +18,7 @@ from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.sampler import Batch, SampleSource
 from megatron_chameleon.blend.schedule import MixtureSchedule
-from megatron_chameleon.blend.token_data import TokenData
+from megatron_chameleon.corpus.domains import Domains
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
@@ -231,12 +231,11 @@ def mixed_domains(options: DogeOptions, corpus: Corpus, target: Target | None) -
     return list(target.shares)
 
 
-def held_out_data(plan: TrainingPlan, names: Sequence[str]) -> TokenData | None:
+def held_out_data(plan: TrainingPlan, names: Sequence[str]) -> Domains | None:
     """Return the valid splits of the domains ``names``; None without names."""
     assert plan.valid is not None, "a corpus has all splits"
-    data = plan.valid
-    chosen = tuple(each for each in (*data.domains, *data.held_out) if each.name in names)
-    return dataclasses.replace(data, domains=chosen, held_out=()) if chosen else None
+    chosen = [name for name in plan.valid.splits["valid"] if name in names]
+    return dataclasses.replace(plan.valid, names=chosen) if chosen else None
 
 
 def held_out_batch_size(global_batch_size: int, num_domains: int, num_mixed: int) -> int:
@@ -253,7 +252,7 @@ def held_out_batch_size(global_batch_size: int, num_domains: int, num_mixed: int
     return num_mixed * max(1, round(global_batch_size / (num_domains * num_mixed)))
 
 
-def check_held_out(mix: TokenData, seq_length: int, texts: Container[str] = ()) -> None:
+def check_held_out(mix: Domains, seq_length: int, texts: Container[str] = ()) -> None:
     """Check that each domain of the held-out mix, also each of ``texts``, has enough text.
 
     Raises:
@@ -277,7 +276,7 @@ def check_held_out(mix: TokenData, seq_length: int, texts: Container[str] = ()) 
 
 def held_out_mix(
     plan: TrainingPlan,
-    mix: TokenData,
+    mix: Domains,
     samples_per_step: int,
     shares: Mapping[str, float] | None = None,
 ) -> BlendedTokens:

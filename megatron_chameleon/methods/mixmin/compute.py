@@ -16,7 +16,7 @@ from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.model import Model
 from megatron_chameleon.console import align_columns
-from megatron_chameleon.corpus.sources import Source, find_sources
+from megatron_chameleon.corpus.domains import find_raw_text
 from megatron_chameleon.corpus.target import (
     Target,
     average_target,
@@ -286,7 +286,7 @@ def make_plan(options: DomainsAndTarget) -> Plan:
             limit = epoch_limit(options, corpus, names)
     else:
         coder = _text_coder(options.tokenizer)
-        sources = _raw_sources(options)
+        sources = find_raw_text(options.source).sources
         names = select_domains(options.domains, list(sources), "--input")
         target, limit = _target(options, list(sources), names), EpochLimit({}, None, None)
         domains = RawDomains(
@@ -359,16 +359,6 @@ def _text_coder(options: ExpertTokenizer) -> TextCoder:
         options.reject_changed(["tiktoken_pattern", "eod_token"], "requires --tokenizer-model")
         return ByteCoder()
     return load_tokenizer(options.tokenizer_model, options.eod_token, options.tiktoken_pattern)
-
-
-def _raw_sources(options: DomainsAndTarget) -> dict[str, list[Source]]:
-    """Find the files of each domain of ``--input``, without reading them."""
-    sources: dict[str, list[Source]] = {}
-    for found in find_sources(options.source):
-        if found.domain is None:
-            raise UserError(f"--input: {found.name} has no domain; pass it as NAME=PATH")
-        sources.setdefault(found.domain, []).append(found)
-    return sources
 
 
 def read_target(plan: Plan, longest: int = ANSWER_TOKENS) -> dict[str, Blocks]:

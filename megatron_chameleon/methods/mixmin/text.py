@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.corpus import file_name_of
 from megatron_chameleon.artifacts.files import replacing, sha256_of_json, writing
-from megatron_chameleon.corpus.indexed import TokenFile, in_memory, open_tokens
+from megatron_chameleon.corpus import domains
+from megatron_chameleon.corpus.indexed import TokenFile, in_memory
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import sample_documents
 from megatron_chameleon.corpus.sources import Source, source_identity
@@ -90,6 +92,10 @@ class CorpusDomains:
     corpus: Corpus
     names: list[str]
 
+    @functools.cached_property
+    def _opened(self) -> domains.Domains:
+        return domains.open_domains(self.corpus)
+
     @property
     def where(self) -> str:
         """The corpus's folder."""
@@ -107,7 +113,7 @@ class CorpusDomains:
 
     def sample(self, name: str, most: int) -> TokenFile:
         """Return training text of a domain: all of it, or up to ``most`` tokens at 64 places."""
-        file = open_tokens(self.corpus, name, "train")
+        file = self._opened.open(name)
         size = file.tokens.size
         if size <= most:
             return file
@@ -118,11 +124,11 @@ class CorpusDomains:
 
     def held_out(self, name: str) -> TokenFile:
         """Open the validation text of a domain."""
-        return open_tokens(self.corpus, name, "valid")
+        return self._opened.open(name, "valid")
 
     def training_text(self, name: str) -> TokenFile:
         """Open the training text of a domain."""
-        return open_tokens(self.corpus, name, "train")
+        return self._opened.open(name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.artifacts.swarm import SwarmRecord
 from megatron_chameleon.console import align_columns
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import Target, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
@@ -826,11 +826,11 @@ def warn_untrained(target_shares: Array, corpus: Corpus, table: MixtureRuns) -> 
     domains = [name for name in corpus.names if shares.get(name)]
     if not domains:
         return
-    unigram = []
+    unigram, opened = [], open_domains(corpus)
     for name in domains:
-        held_out = open_tokens(corpus, name, "valid").tokens
+        held_out = opened.open(name, "valid").tokens
         seen = token_counts(held_out, corpus.tokenizer.vocab_size, UNIGRAM_TOKENS)
-        unigram.append(unigram_loss(corpus, name, seen, UNIGRAM_TOKENS))
+        unigram.append(unigram_loss(opened, name, seen, UNIGRAM_TOKENS))
     losses = table.losses[:, [table.metrics.index(name) for name in domains]]
     weights = np.array([shares[name] for name in domains])
     average = float(np.median(losses @ weights / weights.sum()))

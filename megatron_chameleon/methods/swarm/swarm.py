@@ -40,8 +40,9 @@ from megatron_chameleon.artifacts.swarm import (
 )
 from megatron_chameleon.artifacts.training_run import METRICS_NAME as RUN_METRICS
 from megatron_chameleon.artifacts.training_run import read_metrics
+from megatron_chameleon.blend.dataset import check_enough_tokens
 from megatron_chameleon.blend.options import DataOptions
-from megatron_chameleon.blend.token_data import check_enough_tokens, corpus_tokens, describe_cut
+from megatron_chameleon.corpus.domains import describe_cut, open_domains
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream import check_tasks, evaluate_downstream
@@ -317,7 +318,7 @@ def _ranks(options: SwarmOptions) -> Iterator[tuple[StopRequests, Layout]]:
 
 def _check(options: SwarmOptions, corpus: Corpus, mixtures: Array, members: Sequence[int]) -> None:
     """Raise UserError if ``members`` cannot be trained."""
-    data = corpus_tokens(corpus).cut(options.tokens, options.target_tokens)
+    data = open_domains(corpus).cut(options.tokens, options.target_tokens)
     check_enough_tokens(data, mixtures.max(axis=0).tolist(), options.seq_length)
     model_config(options, corpus)
     if options.downstream.tasks and members:

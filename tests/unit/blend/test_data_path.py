@@ -16,13 +16,9 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron_chameleon.artifacts import SPLITS
 from megatron_chameleon.artifacts import corpus as corpus_artifact
 from megatron_chameleon.artifacts.corpus import hash_token_file
-from megatron_chameleon.blend.token_data import (
-    check_enough_tokens,
-    check_weights,
-    corpus_tokens,
-    data_path_tokens,
-)
+from megatron_chameleon.blend.dataset import check_enough_tokens, check_weights
 from megatron_chameleon.corpus.data_path import DataPath, domain_names, split_range
+from megatron_chameleon.corpus.domains import open_data_path, open_domains
 from megatron_chameleon.errors import UserError
 from tests.unit.blend.inputs import dataset_config, write_file
 
@@ -78,9 +74,9 @@ def test_splits_are_those_of_megatrons_builder(corpus, tmp_path, num_sequences, 
     for part, theirs in zip(SPLITS, builder.build(), strict=True):
         if theirs is None:
             with pytest.raises(UserError, match=f"nothing for {part}"):
-                data_path_tokens(path, split, corpus.tokenizer, part)
+                open_data_path(path, split, corpus.tokenizer).of(part)
         else:
-            (cut,) = data_path_tokens(path, split, corpus.tokenizer, part).domains
+            (cut,) = open_data_path(path, split, corpus.tokenizer).of(part).domains
             assert list(range(cut.first, cut.stop)) == theirs.indices.tolist()
             assert cut.tokens == 4 * len(theirs.indices)
 
@@ -92,7 +88,7 @@ def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "moved")
     spellings = [prefixes, elsewhere, [Path("a"), Path("./../moved/b")]]
     found = [
-        data_path_tokens(DataPath.parse(" ".join(map(str, paths))), "1", corpus.tokenizer)
+        open_data_path(DataPath.parse(" ".join(map(str, paths))), "1", corpus.tokenizer)
         for paths in spellings
     ]
     assert len({data.hash for data in found}) == 1
@@ -100,7 +96,7 @@ def test_identity_does_not_depend_on_the_folder(corpus, tmp_path, monkeypatch):
     assert len({tuple(domain.order_key for domain in data.domains) for data in found}) == 1
     # Copies of the same text get different orders.
     path = DataPath.parse(f"1 {prefixes[0]} 1 {elsewhere[0]}")
-    first, second = data_path_tokens(path, "1", corpus.tokenizer).domains
+    first, second = open_data_path(path, "1", corpus.tokenizer).domains
     assert first.order_key != second.order_key
 
 
@@ -147,20 +143,20 @@ def test_blocks_of_large_files_are_hashed(tmp_path, monkeypatch):
 
 def test_files_that_changed_or_have_another_type_are_rejected(corpus, tmp_path):
     prefix = write_file(tmp_path / "set", [4, 5, 6])
-    data = data_path_tokens(DataPath.parse(str(prefix)), "1", corpus.tokenizer)
+    data = open_data_path(DataPath.parse(str(prefix)), "1", corpus.tokenizer)
     write_file(prefix, [4, 5])
     with pytest.raises(UserError, match="has changed"):
         data.domains[0].open()
     builder = IndexedDatasetBuilder(str(tmp_path / "wide.bin"), dtype=np.int64)
     builder.add_document(torch.arange(9), [9])
     builder.finalize(str(tmp_path / "wide.idx"))
-    data = data_path_tokens(DataPath.parse(str(tmp_path / "wide")), "1", corpus.tokenizer)
+    data = open_data_path(DataPath.parse(str(tmp_path / "wide")), "1", corpus.tokenizer)
     with pytest.raises(UserError, match="type int64"):
         data.domains[0].open()
 
 
 def test_short_domains_and_invalid_weights_are_rejected(corpus):
-    data = corpus_tokens(corpus)
+    data = open_domains(corpus)
     with pytest.raises(UserError, match="--seq-length"):
         check_enough_tokens(data, [1, 0], 18)
     check_enough_tokens(data, [1, 1], 17)

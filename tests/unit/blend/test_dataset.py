@@ -15,8 +15,8 @@ from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.megatron_order import build_blending_indices
 from megatron_chameleon.blend.order import MAX_SAMPLES
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
-from megatron_chameleon.blend.token_data import corpus_tokens, data_path_tokens
 from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.corpus.domains import open_data_path, open_domains
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import without_checksums
 from tests.unit.blend.inputs import dataset_config
@@ -45,7 +45,7 @@ def corpus(make_corpus):
 def blended(corpus, weights, num_samples, split="train", **options):
     schedule = weights if isinstance(weights, MixtureSchedule) else MixtureSchedule.fixed(weights)
     settings = {"seq_length": SEQ_LENGTH, "seed": 11, **options}
-    return BlendedTokens(corpus_tokens(corpus, split), schedule, num_samples, **settings)
+    return BlendedTokens(open_domains(corpus).of(split), schedule, num_samples, **settings)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def of_data_path(corpus, text, num_samples, split="1", weights=None):
     """Open the samples of ``--data-path text``; pass sizes as ``weights`` if it has no weights."""
     path = DataPath.parse(text)
     return BlendedTokens(
-        data_path_tokens(path, split, corpus.tokenizer),
+        open_data_path(path, split, corpus.tokenizer),
         MixtureSchedule.fixed(path.weights or weights),
         num_samples,
         SEQ_LENGTH,
@@ -222,8 +222,8 @@ def test_a_change_of_weights_neither_loses_nor_repeats_a_sample(corpus, permutat
 def test_counts_follow_weights_that_change_often(make_corpus, num_domains, bound_of_kind):
     """The bounds hold only for the schedules of this test; see BlendOrder."""
     kind, bound = bound_of_kind
-    data = corpus_tokens(make_corpus({"a": [SEQ_LENGTH + 1]}))
-    data = dataclasses.replace(data, domains=data.domains * num_domains)
+    data = open_domains(make_corpus({"a": [SEQ_LENGTH + 1]}))
+    data = dataclasses.replace(data, names=data.names * num_domains)
     rng = np.random.default_rng(num_domains)
     starts = [0, *np.cumsum(rng.integers(1, 60, 100)).tolist()]
     weights = rng.dirichlet(np.ones(num_domains), len(starts))
@@ -242,8 +242,8 @@ def test_counts_follow_weights_that_change_often(make_corpus, num_domains, bound
 
 
 def test_counts_follow_ramps(make_corpus):
-    data = corpus_tokens(make_corpus({"a": [SEQ_LENGTH + 1]}))
-    data = dataclasses.replace(data, domains=data.domains * 9)
+    data = open_domains(make_corpus({"a": [SEQ_LENGTH + 1]}))
+    data = dataclasses.replace(data, names=data.names * 9)
     a, b, c = 3 * np.random.default_rng(9).dirichlet(np.ones(9), 3)
     schedule = MixtureSchedule.fixed(a).ramp(0, 300, b).ramp(300, 1700, c)
     schedule = schedule.changed(2000, a).ramp(2100, 2101, b).ramp(2200, 2600, a)
@@ -329,10 +329,10 @@ def sampled_tokens(dataset):
 def test_a_cut_domain_has_the_epochs_of_the_target_run(numbered_corpus, permutation, is_corpus):
     """Measure epochs by counting how often every token of a domain is sampled."""
     corpus, documents = numbered_corpus
-    data = corpus_tokens(corpus)
+    data = open_domains(corpus)
     if not is_corpus:  # a range of sequences within the files, without the last ones
         text = f"1 {corpus.prefix('long', 'train')} 3 {corpus.prefix('short', 'train')}"
-        data = data_path_tokens(DataPath.parse(text), "70,30,0", corpus.tokenizer)
+        data = open_data_path(DataPath.parse(text), "70,30,0", corpus.tokenizer)
     run, target = 40 * SEQ_LENGTH, 120 * SEQ_LENGTH
     cut, smaller = data.cut(run, target), data.cut(run, 2 * target)
     assert data.cut(run, None) == data.cut(run, run) == data
@@ -373,7 +373,7 @@ def test_a_cut_domain_has_the_epochs_of_the_target_run(numbered_corpus, permutat
 
 
 def test_a_cut_that_cannot_be_made_is_rejected(corpus):
-    data = corpus_tokens(corpus)
+    data = open_domains(corpus)
     with pytest.raises(UserError, match="--target-tokens 99: must be >= 100"):
         data.cut(100, 99)
     cut = data.cut(100, 200)  # half of 18 tokens

@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.blend.gather import (
-    ROUNDS,
-    View,
-    document_ends,
-    permutation_key,
-    permuted,
-    read_epoch,
-    read_indexed,
-)
+from megatron_chameleon.blend.gather import View, document_ends, read_epoch, read_indexed
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
+from megatron_chameleon.corpus.permutation import ROUNDS, permutation_key, permuted
 
 VOCAB_SIZE = 60_000
 

@@ -8,10 +8,10 @@ from megatron.core.datasets import helpers
 
 from megatron_chameleon.blend.megatron_order import (
     COUNTED,
+    MAX_DOMAINS,
     MegatronOrder,
     build_blending_indices,
 )
-from megatron_chameleon.blend.token_data import MAX_DOMAINS
 from tests.unit.blend.inputs import hard_weights
 
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import SPLITS, Corpus, TokenizerIdentity
 from megatron_chameleon.blend import BlendedTokens, MixtureSchedule
 from megatron_chameleon.blend.options import Permutation
-from megatron_chameleon.blend.token_data import TokenData, corpus_tokens, data_path_tokens
 from megatron_chameleon.corpus import indexed
 from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.corpus.domains import Domains, open_data_path, open_domains
 from megatron_chameleon.corpus.import_corpus import import_corpus
-from megatron_chameleon.corpus.indexed import open_token_file, open_tokens
+from megatron_chameleon.corpus.indexed import open_token_file
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import EOD, VOCAB_SIZE, word_tokenizer
@@ -61,7 +61,7 @@ def data_path(folder: object) -> DataPath:
     return DataPath.parse(" ".join(f"{weight} {folder}/{name}" for weight, name in pairs))
 
 
-def samples_of(data: TokenData, permutation: Permutation) -> NDArray[np.int64]:
+def samples_of(data: Domains, permutation: Permutation) -> NDArray[np.int64]:
     schedule = MixtureSchedule.fixed(list(WEIGHTS))
     batch = BlendedTokens(data, schedule, 300, 64, 5, permutation).batch(range(300))
     found: NDArray[np.int64] = torch.cat([batch["tokens"], batch["labels"]]).numpy()
@@ -71,8 +71,8 @@ def samples_of(data: TokenData, permutation: Permutation) -> NDArray[np.int64]:
 @pytest.mark.parametrize("permutation", ["megatron", "epoch", "feistel"])
 def test_samples_equal_those_of_local_files(permutation, files, url, tmp_path):
     for split in SPLITS:
-        local = data_path_tokens(data_path(files), SPLIT, TOKENIZER, split)
-        remote = data_path_tokens(data_path(url), SPLIT, TOKENIZER, split, tmp_path / "cache")
+        local = open_data_path(data_path(files), SPLIT, TOKENIZER).of(split)
+        remote = open_data_path(data_path(url), SPLIT, TOKENIZER, tmp_path / "cache").of(split)
         assert (remote.hash, remote.names) == (local.hash, local.names)
         assert np.array_equal(samples_of(remote, permutation), samples_of(local, permutation))
     assert not (tmp_path / "default").exists()
@@ -186,10 +186,10 @@ def test_an_imported_corpus_reads_object_storage(files, url, object_store, tmp_p
     assert remote.prefix("web", "train") == f"{url}/web"
     for name in FILES:
         for split in SPLITS:
-            one, other = open_tokens(remote, name, split), open_tokens(local, name, split)
+            one, other = (open_domains(each).open(name, split) for each in (remote, local))
             assert np.array_equal(one.tokens[:], other.tokens[:])
             assert np.array_equal(one.lengths, other.lengths)
-    first, second = (samples_of(corpus_tokens(corpus), "epoch") for corpus in corpora)
+    first, second = (samples_of(open_domains(corpus), "epoch") for corpus in corpora)
     assert np.array_equal(first, second)
 
     object_store.system.rm(f"{url}/code.bin")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.blend.streams import cached_arrays, megatron_view
-from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.errors import UserError
 from tests.full_disk import largest_file_size
 
@@ -96,8 +96,8 @@ def test_concurrent_builders_of_an_entry_do_not_collide(tmp_path):
 
 
 def test_everything_that_determines_the_indices_has_its_own_entry(make_corpus, tmp_path):
-    (domain,) = corpus_tokens(make_corpus({"a": [9, 9, 9, 9]})).domains
-    (other,) = corpus_tokens(make_corpus({"a": [8, 10, 9, 9]}, folder="other")).domains
+    (domain,) = open_domains(make_corpus({"a": [9, 9, 9, 9]})).domains
+    (other,) = open_domains(make_corpus({"a": [8, 10, 9, 9]}, folder="other")).domains
     folder = tmp_path / "cache"
     cases = [
         (domain, 0, 20, 4, 1),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, Split
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
@@ -28,7 +28,7 @@ def make_corpus(options: PreprocessOptions) -> Corpus:
 def documents_of(corpus: Corpus, name: str, split: Split) -> list[str]:
     """Decode the texts of a split from its files."""
     tokenizer = corpus_tokenizer(corpus)
-    file = open_tokens(corpus, name, split)
+    file = open_domains(corpus).open(name, split)
     documents = np.split(file.tokens, np.cumsum(file.lengths)[:-1])
     assert all(document[-1] == corpus.tokenizer.eod_id for document in documents)
     return [tokenizer.decode(document[:-1].tolist()) for document in documents]

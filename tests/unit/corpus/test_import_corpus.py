@@ -16,10 +16,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, Protocol
 from megatron_chameleon.blend import BlendedTokens, MixtureSchedule
 from megatron_chameleon.blend.options import DataOptions
-from megatron_chameleon.blend.token_data import corpus_tokens, data_path_tokens
 from megatron_chameleon.corpus.data_path import DataPath
+from megatron_chameleon.corpus.domains import open_data_path, open_domains
 from megatron_chameleon.corpus.import_corpus import import_corpus
-from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.join import document_bytes, regroup, token_bytes
 from megatron_chameleon.corpus.options import ImportOptions, PreprocessOptions
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
@@ -111,7 +110,8 @@ def test_every_split_holds_the_documents_of_its_range(imported):
     for name in imported.names:
         end = 0
         for split in SPLITS:
-            part, file = imported.domains[name].split(split), open_tokens(imported, name, split)
+            part = imported.domains[name].split(split)
+            file = open_domains(imported).open(name, split)
             first, stop = part.sequences
             assert first == end < stop
             end = stop
@@ -136,8 +136,8 @@ def test_samples_equal_those_of_data_path(imported, options, permutation):
         one, other = (
             BlendedTokens(data, MixtureSchedule.fixed(weights), 300, 16, 5, permutation)
             for data in (
-                corpus_tokens(imported, split),
-                data_path_tokens(path, SPLIT, imported.tokenizer, split),
+                open_domains(imported).of(split),
+                open_data_path(path, SPLIT, imported.tokenizer).of(split),
             )
         )
         for name, batch in one.batch(range(300)).items():
@@ -169,7 +169,7 @@ def test_documents_move_to_other_domains(imported, tmp_path):
 
 
 def documents(corpus, name, split):
-    file = open_tokens(corpus, name, split)
+    file = open_domains(corpus).open(name, split)
     return [file.get(i).tolist() for i in range(len(file))]
 
 
@@ -264,7 +264,8 @@ def test_held_out_text_equals_that_of_the_preprocessed_corpus(tmp_path, jsonl):
         protocol = Protocol("test", 16, packing=packing)
         with distributed(ParallelOptions(), seed=0):
             one, other = (
-                held_out_domain(corpus, "web", protocol, sizes) for corpus in (native, imported)
+                held_out_domain(open_domains(corpus), "web", protocol, sizes)
+                for corpus in (native, imported)
             )
         assert one is not None
         assert other is not None
@@ -274,7 +275,7 @@ def test_held_out_text_equals_that_of_the_preprocessed_corpus(tmp_path, jsonl):
         for ours, theirs in zip(one.text.scored_blocks(), other.text.scored_blocks(), strict=True):
             assert all(map(np.array_equal, ours, theirs))
     for split, part in zip(SPLITS, parts, strict=True):
-        counts = document_bytes(open_tokens(imported, "web", split), sizes, None)
+        counts = document_bytes(open_domains(imported).open("web", split), sizes, None)
         assert (len(counts), counts.sum()) == (part.documents, part.text_bytes)
 
 
@@ -342,7 +343,7 @@ def test_files_that_change_after_the_import_are_detected(imported, options):
     raw[274:754] = (2 * (ends - (lengths + move))).tobytes()
     index.write_bytes(raw)
     with pytest.raises(UserError, match="has changed"):
-        open_tokens(Corpus.load(options.output), "web_text_document", "train")
+        open_domains(Corpus.load(options.output)).open("web_text_document", "train")
 
 
 def test_another_end_of_document_token_is_reported(options):

@@ -16,18 +16,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.artifacts import Corpus, DomainSplit
 from megatron_chameleon.artifacts.corpus import BLOCK_BYTES
 from megatron_chameleon.blend import BlendedTokens, MixtureSchedule
-from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.corpus import indexed
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.indexed import (
     TYPE_CODES,
-    ExpectedTokens,
     IndexedWriter,
     map_file,
     open_token_file,
-    open_tokens,
     token_type,
 )
 from megatron_chameleon.errors import UserError
@@ -35,7 +33,7 @@ from tests.small_corpus import without_checksums, write_small_corpus
 
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 DOCUMENTS = [[7, 40_000, 9], [], [1, 2, 65_499, 4, 5], [6]]
-EXPECTED = ExpectedTokens("uint16", len(DOCUMENTS), sum(map(len, DOCUMENTS)))
+RECORDED = DomainSplit("a", len(DOCUMENTS), sum(map(len, DOCUMENTS)), None, "0" * 64)
 
 
 def write(prefix):
@@ -134,10 +132,10 @@ def test_files_of_megatrons_builder_are_read(dtype, documents):
         assert file.tokens.size == (ends[-1] if ends.size else 0)
 
 
-def is_rejected(prefix, expected):
+def is_rejected(prefix, recorded):
     """Whether opening the files raises a one-line UserError that names a file."""
     try:
-        open_token_file(prefix, expected)
+        open_token_file(prefix, "uint16", recorded)
     except UserError as error:
         return f"{prefix}." in str(error) and "\n" not in str(error)
     return False
@@ -166,7 +164,7 @@ def test_damage_is_found_or_changes_no_token(suffix, kind, place, block):
         }[kind]
         assume(damaged != content)
         path.write_bytes(damaged)
-        assert is_rejected(prefix, EXPECTED)
+        assert is_rejected(prefix, RECORDED)
         if not is_rejected(prefix, None):
             file = open_token_file(prefix)
             assert (file.tokens[:] < 0).any() or sequences(file) == DOCUMENTS
@@ -208,9 +206,9 @@ def corpus(tmp_path):
 
 def test_a_flipped_bit_is_found_when_its_block_is_read(corpus):
     path, size = file_of(corpus, ".bin"), BLOCK_BYTES // 2
-    data = corpus_tokens(corpus)
+    data = open_domains(corpus)
     flip(path, 8 * (2 * BLOCK_BYTES + 5))
-    tokens = open_tokens(corpus, "news", "train").tokens
+    tokens = open_domains(corpus).open("news", "train").tokens
     assert tokens.size > 3 * size
     tokens[: 2 * size]
     tokens[3 * size :]
@@ -226,7 +224,7 @@ def test_a_flipped_bit_is_found_when_its_block_is_read(corpus):
 
 def test_a_block_is_verified_once_and_then_returns_the_tokens_on_disk(corpus):
     on_disk = np.fromfile(file_of(corpus, ".bin"), np.uint16)
-    tokens = open_tokens(corpus, "news", "train").tokens
+    tokens = open_domains(corpus).open("news", "train").tokens
     rng = np.random.default_rng(0)
     for _ in range(50):
         first, stop = np.sort(rng.integers(0, on_disk.size, 2)).tolist()
@@ -247,7 +245,7 @@ def test_any_flipped_bit_of_the_index_or_of_the_checksums_is_found(corpus, suffi
     for bit in random.Random(1).sample(range(8 * len(content)), min(200, 8 * len(content))):
         flip(path, bit)
         with pytest.raises(UserError, match=path.stem):
-            open_tokens(corpus, "news", "train").tokens[:]
+            open_domains(corpus).open("news", "train").tokens[:]
         with pytest.raises(UserError):
             corpus.verify()
         path.write_bytes(content)
@@ -264,7 +262,7 @@ def test_checksums_are_those_of_the_files_and_may_be_absent(corpus):
     without_checksums(corpus)
     older = Corpus.load(corpus.root)
     assert older.hash == corpus.hash
-    assert open_tokens(older, "news", "train").tokens[:].tobytes() == content[0]
+    assert open_domains(older).open("news", "train").tokens[:].tobytes() == content[0]
 
 
 def test_a_mapped_file_is_not_kept_open_and_unmapped_after_its_last_view(tmp_path):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from megatron_chameleon.artifacts import SPLITS, Corpus
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.corpus import join, shards
-from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile, open_tokens
+from megatron_chameleon.corpus.domains import open_domains
+from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from megatron_chameleon.corpus.join import (
     DUPLICATE,
     HELD_OUT,
@@ -194,7 +195,7 @@ NAMES = ["one", "t/w o", "three", "four"]
 
 
 def documents_in(corpus, name, split):
-    tokens = open_tokens(corpus, name, split)
+    tokens = open_domains(corpus).open(name, split)
     return [tokens.get(i).tolist() for i in range(len(tokens))]
 
 

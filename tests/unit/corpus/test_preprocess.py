@@ -22,7 +22,7 @@ from tokenizers.normalizers import Strip
 
 from megatron_chameleon.artifacts import SPLITS
 from megatron_chameleon.corpus import indexed, join, preprocess, shards
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.staging import ShardPlan
@@ -93,7 +93,7 @@ def test_a_corpus_holds_each_document_once_in_order(options, texts, sentencepiec
             part = corpus.domains[name].split(split)
             assert part.documents == len(found) > 0
             assert part.text_bytes == sum(len(text.encode()) for text in found)
-            assert part.tokens == open_tokens(corpus, name, split).tokens.size
+            assert part.tokens == open_domains(corpus).open(name, split).tokens.size
     corpus.verify()
     assert corpus.dtype == "uint16"
     assert replace(options, split=" 3, 1 ,1").split_shares == options.split_shares

@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
+from megatron_chameleon.corpus.windows import draw_windows
 from megatron_chameleon.embedding.embed import (
     StoreEntry,
     embed_windows,
@@ -19,8 +20,6 @@ from megatron_chameleon.embedding.embed import (
     missing_entries,
     open_store,
 )
-from megatron_chameleon.embedding.text import CorpusText
-from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import embedding_flops
@@ -47,19 +46,19 @@ def reader(one_rank):
 
 @pytest.fixture
 def windows(corpus):
-    lengths = open_tokens(corpus, corpus.names[0], "train").lengths
+    lengths = open_domains(corpus).open(corpus.names[0], "train").lengths
     return draw_windows(lengths, 32, 45, seed=1, name="a", within_documents=True)
 
 
 def embed(reader, corpus, windows, batch_size, layer=LAYER, **more):
-    tokens = open_tokens(corpus, corpus.names[0], "train")
+    tokens = open_domains(corpus).open(corpus.names[0], "train")
     with tqdm(total=len(windows), disable=True) as progress:
         return embed_windows(reader, tokens, windows, layer, batch_size, progress, "prose", **more)
 
 
 def embed_direct(reader, corpus, windows, layer=LAYER, norm=lambda states: states):
     """Plain reference: one window at a time, without padding, averaged in float64."""
-    tokens = open_tokens(corpus, corpus.names[0], "train")
+    tokens = open_domains(corpus).open(corpus.names[0], "train")
     rows = []
     for document, start, length in zip(
         windows.document, windows.start, windows.length, strict=True
@@ -112,7 +111,7 @@ def test_final_norm_and_windows_across_documents_match_the_reference(one_rank, c
     with torch.no_grad():  # initial ones and zeros would hide errors
         norm.weight.add_(torch.linspace(-0.5, 0.5, norm.weight.numel()))
         norm.bias.add_(torch.linspace(1.0, -1.0, norm.bias.numel()))
-    lengths = open_tokens(corpus, corpus.names[0], "train").lengths
+    lengths = open_domains(corpus).open(corpus.names[0], "train").lengths
     windows = draw_windows(lengths, 32, 20, 0, "a")
     assert (windows.start + windows.length > lengths[windows.document]).sum() > 3
     for final_norm, expected in ((False, lambda states: states), (True, norm)):
@@ -133,9 +132,10 @@ def test_states_that_are_not_finite_are_located(one_rank, corpus, windows):
 def fill(folder: Path, corpus: Corpus, reader: Reader) -> EmbeddingStore:
     store = open_store(folder, RECIPE, SHAPE.hidden_size, PROVENANCE)
     entries = [StoreEntry(name, name, RECIPE) for name in corpus.names]
-    missing = missing_entries(store, CorpusText(corpus), entries)
+    domains = open_domains(corpus)
+    missing = missing_entries(store, domains, entries)
     before = store.cost
-    filled, spent = fill_store(store, CorpusText(corpus), reader, missing, batch_size=8)
+    filled, spent = fill_store(store, domains, reader, missing, batch_size=8)
     assert filled.cost == before + spent
     return filled
 
@@ -149,7 +149,7 @@ def test_store_is_filled_once(reader, corpus, embedded, tmp_path):
     for name in corpus.names:
         assert store.holds(name, corpus.domain_hash(name))
         assert store.domains[name].tokens == 20 * 32
-        lengths = open_tokens(corpus, name, "train").lengths
+        lengths = open_domains(corpus).open(name, "train").lengths
         windows = draw_windows(lengths, 32, RECIPE.num_windows, RECIPE.seed, name)
         flops += sum(embedding_flops(SHAPE, LAYER, n, n) for n in windows.length.tolist())
         if name == corpus.names[0]:

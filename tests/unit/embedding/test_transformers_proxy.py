@@ -18,10 +18,10 @@ from megatron_chameleon.artifacts import EmbeddingRecipe
 from megatron_chameleon.corpus import encode
 from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.tokenizer import LONGEST_PART
+from megatron_chameleon.corpus.windows import draw_windows
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import open_proxy
 from megatron_chameleon.embedding.transformers_proxy import TransformersProxy
-from megatron_chameleon.embedding.windows import draw_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.readout import DEFAULT_WINDOW_LIMIT
 from megatron_chameleon.parallel.options import ParallelOptions

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_chameleon.blend.token_data import corpus_tokens, data_path_tokens
 from megatron_chameleon.corpus.data_path import DataPath
-from megatron_chameleon.embedding.windows import (
-    draw_windows,
-    load_windows,
-    split_at_documents,
-    spread_windows,
-)
+from megatron_chameleon.corpus.domains import load_windows, open_data_path, open_domains
+from megatron_chameleon.corpus.windows import draw_windows, split_at_documents, spread_windows
 from megatron_chameleon.errors import UserError
 
 documents = st.lists(st.integers(0, 200), max_size=30)
@@ -114,8 +109,8 @@ def texts_of(file, windows):
 
 def test_loaded_windows_equal_sampled_ones(corpus):
     path = DataPath.parse(f"1.0 {corpus.prefix('code', 'train')}")
-    valid = data_path_tokens(path, "50,25,25", corpus.tokenizer, "valid").domains
-    for domain in (*corpus_tokens(corpus).domains, *valid):
+    valid = open_data_path(path, "50,25,25", corpus.tokenizer).of("valid").domains
+    for domain in (*open_domains(corpus).domains, *valid):
         tokens, windows = load_windows(domain, 32, 20, seed=7)
         file = domain.open()
         expected = draw_windows(file.lengths, 32, 20, 7, domain.order_key)

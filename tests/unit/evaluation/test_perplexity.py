@@ -23,7 +23,8 @@ from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
 from megatron_chameleon.cli import parse_options
-from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
+from megatron_chameleon.corpus.domains import open_domains
+from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import perplexity
 from megatron_chameleon.evaluation.held_out import (
@@ -125,7 +126,7 @@ def test_several_checkpoints_are_evaluated_with_the_same_options():
 
 def losses_by_document(corpus, finished_run, name, protocol):
     """Compute each test document's loss sum and token count by a plain loop, one row per token."""
-    stream = open_tokens(corpus, name, "test")
+    stream = open_domains(corpus).open(name, "test")
     documents = [stream.get(i).tolist() for i in range(len(stream))]
     sums, tokens = np.zeros(len(documents)), np.zeros(len(documents), int)
     scored = predictions(documents, protocol, corpus.tokenizer.eod_id)
@@ -188,7 +189,7 @@ def test_bits_per_byte_use_the_bytes_of_the_text(evaluate, corpus, trained_run, 
     dataclasses.replace(record, tokenizer_hash=identity.sha256).save()
     result = evaluate(corpus=root, checkpoint=trained_run)
     for name, domain in result.domains.items():
-        first, *others = open_tokens(corpus, name, "test").tokens[:].tolist()
+        first, *others = open_domains(corpus).open(name, "test").tokens[:].tolist()
         sizes = [0 if t == corpus.tokenizer.eod_id else len(f" {t}") for t in (first, *others)]
         scale = corpus.domains[name].test.text_bytes / sum(sizes)
         assert domain.loss == pytest.approx(without.domains[name].loss)
@@ -200,8 +201,8 @@ def test_bits_per_byte_use_the_bytes_of_the_text(evaluate, corpus, trained_run, 
 def test_unigram_model_is_fitted_to_the_training_text(evaluate, corpus):
     vocab_size = corpus.tokenizer.vocab_size
     for name, domain in evaluate(max_tokens=64).domains.items():
-        training = open_tokens(corpus, name, "train").tokens[:].tolist()
-        text = choose_windows(open_tokens(corpus, name, "test").tokens, 32, max_tokens=64)
+        training = open_domains(corpus).open(name, "train").tokens[:].tolist()
+        text = choose_windows(open_domains(corpus).open(name, "test").tokens, 32, max_tokens=64)
         ((_, labels),) = text.scored_blocks()
         expected = [
             -math.log((training.count(label) + 1) / (len(training) + vocab_size))

@@ -27,8 +27,8 @@ from megatron_chameleon.artifacts import (
     Split,
     find_checkpoint,
 )
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.import_corpus import import_corpus
-from megatron_chameleon.corpus.indexed import open_tokens
 from megatron_chameleon.corpus.options import ImportOptions, SourceOptions
 from megatron_chameleon.corpus.target import parse_target, read_target_text
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, recorded_tokenizer_file
@@ -390,7 +390,7 @@ def texts_of(
     corpus: Corpus, name: str, count: int | None = None, split: Split = "train"
 ) -> list[str]:
     """Return the first ``count`` documents of a domain's split, as text."""
-    tokens = open_tokens(corpus, name, split)
+    tokens = open_domains(corpus).open(name, split)
     documents = [tokens.get(number)[:-1] for number in range(count or len(tokens))]
     return [" ".join(map(str, document.tolist())) for document in documents]
 
@@ -445,7 +445,7 @@ def test_a_target_text_is_tokenized_like_the_corpus(text_corpus, tmp_path):
         target = parse_target(f"mine={path}", ["news"], source)
         return read_target_text(source, target, "mine", corpus_tokenizer(text_corpus), 1000, 0)
 
-    tokens, original = read(), open_tokens(text_corpus, "news", "train")
+    tokens, original = read(), open_domains(text_corpus).open("news", "train")
     assert len(tokens) == 3  # empty documents are skipped
     for number in range(3):
         np.testing.assert_array_equal(tokens.get(number), original.get(number))

@@ -5,21 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from typing import Any
 
 import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from megatron_chameleon.artifacts import EmbeddingRecipe, EmbeddingStore, Mixture
+from megatron_chameleon.artifacts import EmbeddingStore, Mixture
 from megatron_chameleon.cli import parse_options
+from megatron_chameleon.corpus import domains as domains_module
 from megatron_chameleon.corpus import sample as sample_module
+from megatron_chameleon.corpus.domains import RawText
 from megatron_chameleon.corpus.encode import encoded_documents
 from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.sources import Source
-from megatron_chameleon.embedding import text as text_module
-from megatron_chameleon.embedding.text import SampledText
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
@@ -109,7 +108,7 @@ def test_text_that_is_read_completely_gives_the_vectors_of_its_corpus(
     compute, files, proxy, tmp_path, monkeypatch
 ):
     # Otherwise long documents would be cut into excerpts.
-    monkeypatch.setattr(text_module, "_CHARACTERS_PER_TOKEN", 1000)
+    monkeypatch.setattr(domains_module, "_CHARACTERS_PER_TOKEN", 1000)
     mixture, store = compute(files)
     corpus = as_corpus(files, proxy, tmp_path)
     output = tmp_path / "corpus-out" / "mixture.json"
@@ -133,7 +132,7 @@ def test_a_sample_gives_the_vectors_of_the_corpus_of_the_sampled_text(
         encoded[path.name] = texts
         return encoded_documents(path, encoder, texts)
 
-    monkeypatch.setattr(text_module, "encoded_documents", recorded)
+    monkeypatch.setattr(domains_module, "encoded_documents", recorded)
     _, store = compute(files)
     sampled = {}
     for name, texts in encoded.items():
@@ -149,13 +148,13 @@ def test_a_sample_gives_the_vectors_of_the_corpus_of_the_sampled_text(
 
 
 def test_only_new_and_changed_text_is_read(compute, files, tmp_path, monkeypatch):
-    read, sample = [], SampledText._sample
+    read, sample = [], RawText.open
 
-    def recorded(self, name):
+    def recorded(self, name, split=None):
         read.append(name)
-        return sample(self, name)
+        return sample(self, name, split)
 
-    monkeypatch.setattr(SampledText, "_sample", recorded)
+    monkeypatch.setattr(RawText, "open", recorded)
     copies = {name: tmp_path / file.name for name, file in files.items()}
     for name, file in files.items():
         copies[name].write_bytes(file.read_bytes())
@@ -172,9 +171,7 @@ def test_only_new_and_changed_text_is_read(compute, files, tmp_path, monkeypatch
 
 
 def sampled_text(source):
-    unused: Any = None
-    recipe = EmbeddingRecipe("", 1, 1, 1, 0, "")
-    return SampledText(SourceOptions(()), {"web": [source]}, unused, recipe)
+    return RawText(SourceOptions(()), {"web": [source]})
 
 
 def test_an_object_with_another_etag_is_other_text():

@@ -26,12 +26,13 @@ from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.import_corpus import import_corpus
-from megatron_chameleon.corpus.indexed import IndexedWriter, open_tokens
+from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.corpus.options import ImportOptions
+from megatron_chameleon.corpus.windows import spread_windows
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import Proxy
-from megatron_chameleon.embedding.windows import spread_windows
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.discovery import DiscoverOptions, DocumentEmbeddingOptions
 from megatron_chameleon.methods.discovery import discover as discover_module
@@ -178,7 +179,7 @@ def test_the_record_describes_the_clusters(found, web, proxy):
         distances = [near.distance for near in domain.nearest]
         assert distances == sorted(distances)
         for near in domain.nearest:
-            tokens = open_tokens(web, near.domain, "train").get(near.document)
+            tokens = open_domains(web).open(near.domain, "train").get(near.document)
             assert tokens.tobytes() in own
             assert near.text == " ".join(map(str, tokens[:-1].tolist()))[:100]
     assert load_file(found.root / CENTROIDS_NAME)["centroids"].shape == (3, 64)
@@ -306,7 +307,7 @@ def test_known_clusters_and_their_number_are_found():
 def test_a_document_is_the_mean_of_its_windows(found, web, proxy):
     store = EmbeddingStore.load(found.root.with_name("found.embeddings"))
     (key,) = [key for key in store.domains if key.startswith("web/valid/")]
-    tokens, vectors = open_tokens(web, "web", "valid"), store.vectors(key)
+    tokens, vectors = open_domains(web).open("web", "valid"), store.vectors(key)
     assert len(vectors) == len(tokens)
     windows = spread_windows(tokens.lengths, 32, 4)
     assert len(windows) > len(tokens)

@@ -17,7 +17,7 @@ import pytest
 from megatron_chameleon.artifacts import Cost, Mixture, MixtureWarning
 from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.methods.method import find_methods
@@ -198,8 +198,8 @@ def test_runs_worse_than_token_frequencies_are_reported(corpus):
     """The expected loss of frequencies is that of the empirical distribution, smoothed."""
     expected, tokenizer = [], corpus.tokenizer
     for name in corpus.names:
-        train = np.asarray(open_tokens(corpus, name, "train").tokens[:])
-        valid = np.asarray(open_tokens(corpus, name, "valid").tokens[:])
+        train = np.asarray(open_domains(corpus).open(name, "train").tokens[:])
+        valid = np.asarray(open_domains(corpus).open(name, "valid").tokens[:])
         counts = np.array([(train == token).sum() + 1 for token in range(tokenizer.vocab_size)])
         expected.append(-np.log(counts / counts.sum())[valid].mean())
     runs, equal = runs_of(bowls, domains=corpus.names), np.tile(expected, (80, 1))

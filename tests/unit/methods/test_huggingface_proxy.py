@@ -15,12 +15,11 @@ from huggingface_hub import constants
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore, Mixture
 from megatron_chameleon.checkpoint.convert import convert_to_checkpoint
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
+from megatron_chameleon.corpus.windows import draw_windows, split_at_documents
 from megatron_chameleon.embedding.embed import StoreEntry
 from megatron_chameleon.embedding.proxy import open_proxy
-from megatron_chameleon.embedding.text import DecodedCorpusText
-from megatron_chameleon.embedding.windows import draw_windows, split_at_documents
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
@@ -28,8 +27,6 @@ from megatron_chameleon.methods.chameleon import (
     WeightingOptions,
 )
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
-from megatron_chameleon.parallel.layout import distributed
-from megatron_chameleon.parallel.options import ParallelOptions
 from tests.huggingface_models import (
     CLS,
     DIGITS,
@@ -105,7 +102,7 @@ def test_text_of_another_tokenizer_is_decoded_and_encoded(compute, text_corpus, 
     _, store = compute(folder, extraction)
     assert store.recipe.tokenizer_hash != text_corpus.tokenizer.sha256
     model = transformers.AutoModel.from_pretrained(folder).eval()
-    tokens = open_tokens(text_corpus, "code", "train")
+    tokens = open_domains(text_corpus).open("code", "train")
     windows = draw_windows(tokens.lengths, WINDOW, 10**6, seed=0, name="code")
     parts = split_at_documents(windows, tokens.lengths)
     digits = []
@@ -130,12 +127,12 @@ def test_text_of_another_tokenizer_is_decoded_and_encoded(compute, text_corpus, 
 def test_windows_of_a_document_are_joined(text_corpus, tmp_path):
     folder = write_model(tmp_path / "bert", "bert")
     write_digits_tokenizer(folder)
-    proxy, tokens = open_proxy(folder), open_tokens(text_corpus, "news", "train")
+    proxy, tokens = open_proxy(folder), open_domains(text_corpus).open("news", "train")
     recipe = EmbeddingRecipe("m", LAYER, WINDOW, num_windows=2, seed=0, tokenizer_hash="t")
     windows = StoreEntry("news", "news", recipe, documents=range(5, 9)).windows(tokens)
-    text = DecodedCorpusText(text_corpus, proxy.open_encoder)
-    with distributed(ParallelOptions(), seed=0):
-        encoded = text.encode(tokens, windows, by_document=True)
+    text = open_domains(text_corpus).encoded_for(proxy)
+    assert text.is_reencoded
+    encoded = text.encode_again(tokens, windows, by_document=True)
     assert len(encoded) == 4
     for number in range(4):
         own = sorted(np.flatnonzero(windows.document == 5 + number), key=windows.start.__getitem__)

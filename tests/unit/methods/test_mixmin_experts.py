@@ -10,7 +10,7 @@ import pytest
 
 from megatron_chameleon.artifacts import Corpus, Mixture, TrainingRun
 from megatron_chameleon.checkpoint.model import open_model
-from megatron_chameleon.corpus.indexed import open_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
@@ -87,7 +87,7 @@ def test_probabilities_are_those_of_evaluate_perplexity(trained, tmp_path):
         window_length=32,
     )
     (result,) = evaluate_perplexities([options])
-    file = open_tokens(corpus, "news", "valid")
+    file = open_domains(corpus).open("news", "valid")
     lengths = file.lengths.astype(np.int64)
     documents = np.repeat(np.arange(len(file)), lengths)
     block = Blocks(file.tokens[:].astype(np.int64), documents, np.ones(len(documents)), lengths)

@@ -13,8 +13,8 @@ import pytest
 from megatron_chameleon.artifacts import Mixture, MixtureStage, MixtureWarning
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
-from megatron_chameleon.blend.token_data import corpus_tokens
 from megatron_chameleon.cli import run_tool
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.online.options import PretrainOptions
 from megatron_chameleon.model.config import preset
@@ -46,7 +46,7 @@ def changing(*changes: str) -> DataOptions:
 
 def test_plan_reads_corpus_mixture_and_mixture_changes(plan, corpus, tmp_path):
     made = plan()
-    assert made.data == corpus_tokens(corpus)
+    assert made.data == open_domains(corpus)
     assert made.schedule == MixtureSchedule.fixed([1 / 3] * 3)
     assert made.mixture == Mixture.uniform(list(DOMAINS))
     assert made.config == preset("nano", VOCAB_SIZE, max_sequence_length=32)

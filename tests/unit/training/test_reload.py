@@ -86,7 +86,7 @@ def test_resumed_run_equals_the_uninterrupted_run(options_for, write, monkeypatc
 @pytest.mark.parametrize(
     "changes",
     [
-        {"online": OnlineOptions(online="odm", online_interval=2)},
+        {"online": OnlineOptions(online="odm")},
         {"data": DataOptions(permutation="megatron")},
     ],
     ids=["online", "megatron"],

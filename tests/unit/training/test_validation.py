@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_chameleon.blend.token_data import corpus_tokens
+from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.evaluation.held_out import choose_windows
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.gpt import build_model
@@ -61,7 +61,7 @@ def test_losses_equal_plain_means_and_training_is_unchanged(validation, texts):
 
 
 def test_domain_may_start_within_a_file(corpus):
-    (whole, *_) = corpus_tokens(corpus, "train").domains
+    (whole, *_) = open_domains(corpus).of("train").domains
     lengths = whole.open().lengths
     tokens = int(lengths[10:25].sum())
     part = dataclasses.replace(whole, first=10, stop=25, tokens=tokens)

@@ -8,9 +8,6 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.blend.token_data import DomainData
-from megatron_chameleon.corpus.indexed import TokenFile, in_memory
-
 # Default tokens per window, as in the authors' code.
 WINDOW_LENGTH = 512
 
@@ -139,32 +136,3 @@ def spread_windows(document_lengths: NDArray[np.integer], window_length: int, mo
     start = lengths[document] * part // num_windows[document]
     end = lengths[document] * (part + 1) // num_windows[document]
     return Windows(document, start, end - start)
-
-
-def load_windows(
-    domain: DomainData, window_length: int, num_windows: int, seed: int
-) -> tuple[TokenFile, Windows]:
-    """Sample windows of ``domain`` with :func:`draw_windows`, and read them into memory.
-
-    The sample depends only on ``seed`` and the domain's ``order_key``, not on where its files are.
-
-    Args:
-        domain: domain with at least one token.
-        window_length: tokens per window.
-        num_windows: maximum number of windows.
-        seed: seed of the sample.
-
-    Returns:
-        Tokens of these windows only, one document per window, and the windows.
-
-    Raises:
-        UserError: if the tokens are damaged or outside the vocabulary.
-    """
-    file = domain.open_documents()
-    sampled = draw_windows(file.lengths, window_length, num_windows, seed, domain.order_key)
-    first = file.starts[sampled.document] + sampled.start
-    places = zip(first.tolist(), (first + sampled.length).tolist(), strict=True)
-    tokens = np.concatenate([file.tokens[start:stop] for start, stop in places])
-    document = np.arange(len(sampled))
-    file = in_memory(file.prefix, tokens, sampled.length.astype(np.int32))
-    return file, Windows(document, np.zeros_like(document), sampled.length)
