@@ -265,3 +265,6 @@ class CheckpointLM(ScorerLM):
     def close(self) -> None:
         """Destroy the process groups. Collective."""
         self._groups.close()
+        # Processes forked from Python 3.13 on drop this process's exit handlers. The last reference
+        # to a process group must not be among them: it would wait for threads of this process.
+        atexit.unregister(self.close)
