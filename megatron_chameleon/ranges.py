@@ -103,13 +103,15 @@ class CheckedOptions:
                 raise UserError(f"{flag}: {reason}; leave it out")
 
 
-def parse_named_numbers(flag: str, value: str, names: Collection[str]) -> dict[str, float]:
+def parse_named_numbers(
+    flag: str, value: str, names: Collection[str] | None = None
+) -> dict[str, float]:
     """Parse NAME=NUMBER pairs separated by commas.
 
     Args:
         flag: the option, for messages.
         value: value of the option.
-        names: the names that may occur; they may contain an equals sign.
+        names: the names that may occur, which may contain an equals sign; any name if None.
 
     Raises:
         UserError: for an unknown or repeated name, or a number that is not finite and >= 0.
@@ -122,17 +124,15 @@ def parse_named_numbers(flag: str, value: str, names: Collection[str]) -> dict[s
             number = float(text)
         except ValueError:
             number = math.nan
-        if name not in names:
+        if not name or (names is not None and name not in names):
             problem = f"unknown name '{name or item}'"
         elif name in found:
             problem = f"'{name}' is named twice"
         elif not 0 <= number < math.inf:
             problem = f"'{text}' of '{name}' must be a finite number >= 0"
         if problem:
-            raise UserError(
-                f"{flag} {value}: {problem}; pass NAME=NUMBER,... with names of "
-                f"{format_names(list(names))}"
-            )
+            among = f" with names of {format_names(list(names))}" if names is not None else ""
+            raise UserError(f"{flag} {value}: {problem}; pass NAME=NUMBER,...{among}")
         found[name] = number
     if not found:
         raise UserError(f"{flag} {value}: names nothing; pass NAME=NUMBER,...")

@@ -95,11 +95,16 @@ class EpochLimit:
         return {**fields, "max_epochs": self.max_epochs, "unconstrained": before, "capped": capped}
 
 
-def epoch_limit(options: OutputOptions, corpus: Corpus, names: Sequence[str]) -> EpochLimit:
-    """Return the epoch limit that ``options`` set for the domains ``names`` of ``corpus``."""
+def epoch_limit(
+    options: OutputOptions, corpus: Corpus, names: Sequence[str], token_budget: int | None = None
+) -> EpochLimit:
+    """Return the epoch limit that ``options`` set for the domains ``names`` of ``corpus``.
+
+    ``token_budget`` replaces that of ``options``.
+    """
     available = corpus.train_tokens
     tokens = {name: available[name] for name in names}
-    return EpochLimit(tokens, options.token_budget, options.max_epochs)
+    return EpochLimit(tokens, token_budget or options.token_budget, options.max_epochs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -48,6 +48,7 @@ def run_training_free(
     method: str,
     options: ChosenDomainsOptions,
     assign: Callable[[Corpus, list[str]], AssignedWeights],
+    token_budget: int | None = None,
 ) -> None:
     """Run a training-free method on rank 0; no process groups are created.
 
@@ -55,6 +56,7 @@ def run_training_free(
         method: name of the method.
         options: options of the method.
         assign: function from the corpus and the names of the selected domains to their weights.
+        token_budget: tokens of the target run; default: those of ``options``.
 
     Raises:
         UserError: for a mistake in the options or in the files that they name.
@@ -65,7 +67,7 @@ def run_training_free(
     stopwatch = Stopwatch()
     corpus = Corpus.load(options.corpus)
     names = select_domains(options.domains, corpus.names, corpus.root, held_out=corpus.held_out)
-    limit = epoch_limit(options, corpus, names)
+    limit = epoch_limit(options, corpus, names, token_budget)
     limit.check()
     assigned = assign(corpus, names)
     fields = limit.mixture_fields(assigned.weights)

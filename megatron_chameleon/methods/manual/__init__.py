@@ -10,6 +10,7 @@ import tyro
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import Method
 from megatron_chameleon.methods.options import ChosenDomainsOptions
+from megatron_chameleon.ranges import flag_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,11 @@ class ManualOptions(ChosenDomainsOptions):
     weights: str | None = None
     """Weights such as a=0.3,b=0.7, or a file that contains weights: a mixture (.json), or a table
     (.csv) with the columns domain and weight. The weights are normalized to sum to 1."""
+    tokens: str | None = None
+    """Training tokens per domain, such as web=10e9,code=2e9; their sum is the --token-budget."""
+    epochs: str | None = None
+    """Epochs of each domain's training text, such as web=1,wiki=3; domains that are not named are
+    not sampled. The --token-budget is the sum of their tokens."""
     published: str | None = None
     """A column of Chameleon's tables, such as slimpajama/doremi; the error for an unknown name
     lists all names."""
@@ -35,12 +41,17 @@ class ManualOptions(ChosenDomainsOptions):
     def __post_init__(self) -> None:
         """Raise UserError unless there is exactly one source of weights."""
         super().__post_init__()
-        if self.weights is not None and self.published is not None:
-            raise UserError("--weights and --published are mutually exclusive: leave one out")
-        if self.weights is None and self.published is None:
+        sources = ("weights", "tokens", "epochs", "published")
+        given = [flag_of(name) for name in sources if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are mutually exclusive: pass one of them")
+        if not given:
             raise UserError(
-                "--method manual requires --weights a=0.3,b=0.7, --weights FILE or --published NAME"
+                "--method manual requires --weights a=0.3,b=0.7, --weights FILE, "
+                "--tokens a=10e9,b=2e9, --epochs a=1,b=3 or --published NAME"
             )
+        if self.tokens is not None or self.epochs is not None:
+            self.reject_changed(["token_budget"], f"{given[0]} sets the number of tokens")
 
 
 def run(options: ManualOptions) -> None:
@@ -55,7 +66,7 @@ METHOD = Method(
     options=ManualOptions,
     compute=run,
     summary="known weights: from the command line, a file, or a table in Chameleon's paper",
-    needs="the weights (--weights or --published)",
+    needs="the weights (--weights or --published), or amounts of text (--tokens or --epochs)",
     cost="nothing; for a mixture file, the cost recorded in it",
     good_for="mixtures computed elsewhere, and those of the paper (--published slimpajama/doremi)",
     source="",

@@ -18,10 +18,15 @@ from megatron_chameleon.interchange.formats import read_mixture
 from megatron_chameleon.interchange.published import published_column
 from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.training_free import AssignedWeights, run_training_free
+from megatron_chameleon.ranges import LARGEST_INT64, parse_named_numbers
 
 
 def compute_manual(options: ManualOptions) -> None:
     """Write known weights as a mixture."""
+    amounts, budget = dict[str, float](), None
+    if options.tokens is not None or options.epochs is not None:
+        amounts = token_amounts(options, Corpus.load(options.corpus))
+        budget = round(math.fsum(amounts.values()))
 
     def assign(corpus: Corpus, names: list[str]) -> AssignedWeights:
         notes, own_names = [], {}
@@ -39,6 +44,13 @@ def compute_manual(options: ManualOptions) -> None:
             }
             fields: dict[str, Any] = {"paper_flops": column.flops}
             own_names = dict(column.own_names)
+        elif amounts:
+            is_tokens = options.tokens is not None
+            source = f"--tokens {options.tokens}" if is_tokens else f"--epochs {options.epochs}"
+            total = math.fsum(amounts.values())
+            known = {name: tokens / total for name, tokens in amounts.items()}
+            parameters, fields = {"tokens": amounts}, {}
+            notes.append(f"train on {budget:,} tokens, the sum of these amounts")
         else:
             assert options.weights is not None
             source, known, parameters, fields = read_weights(options.weights, options.output)
@@ -56,7 +68,27 @@ def compute_manual(options: ManualOptions) -> None:
         heading = f"Weights from {source}"
         return AssignedWeights(kept / total, heading, parameters, closing=notes, **fields)
 
-    run_training_free("manual", options, assign)
+    run_training_free("manual", options, assign, budget)
+
+
+def token_amounts(options: ManualOptions, corpus: Corpus) -> dict[str, float]:
+    """Return the training tokens per name that ``--tokens`` or ``--epochs`` asks for.
+
+    Raises:
+        UserError: for a value that is not NAME=NUMBER pairs, an unknown domain of ``--epochs``, or
+            less than one token in all.
+    """
+    if options.epochs is not None:
+        flag, value = "--epochs", options.epochs
+        epochs = parse_named_numbers(flag, value, corpus.names)
+        amounts = {name: count * corpus.train_tokens[name] for name, count in epochs.items()}
+    else:
+        assert options.tokens is not None
+        flag, value = "--tokens", options.tokens
+        amounts = parse_named_numbers(flag, value)
+    if not 1 <= math.fsum(amounts.values()) <= LARGEST_INT64:
+        raise UserError(f"{flag} {value}: must be at least 1 and at most 2^63 tokens in all")
+    return amounts
 
 
 def read_weights(
@@ -116,23 +148,11 @@ def read_weights(
             )
         fields = {"inputs": {"csv": sha256_of_files(path)}}
         return str(path), table.weights, {"file": str(path)}, fields
-    source = f"--weights {value}"
-    items = filter(None, map(str.strip, value.split(",")))
-    pairs = [(name, number) for name, _, number in (item.rpartition("=") for item in items)]
-    weights: dict[str, float] = {}
-    for name, number in ((name.strip(), number.strip()) for name, number in pairs):
-        if not name:
-            raise UserError(
-                f"{source}: weight '{number}' has no domain; pass NAME=WEIGHT, or a file that ends "
-                "with .json or .csv"
-            )
-        if name in weights:
-            raise UserError(f"{source}: duplicate domain '{name}'; name it once")
-        try:
-            weights[name] = float(number)
-        except ValueError:
-            raise UserError(f"{source}: weight '{number}' of '{name}' is not a number") from None
-    return source, weights, parameters, fields
+    if "=" not in value:
+        raise UserError(
+            f"--weights {value}: pass NAME=WEIGHT,..., or a file that ends with .json or .csv"
+        )
+    return f"--weights {value}", parse_named_numbers("--weights", value), parameters, fields
 
 
 def match_domains(

@@ -42,6 +42,37 @@ def test_weights_of_the_command_line(manual):
     assert some.weights == pytest.approx({"news": 0.4, "code": 0.6})
 
 
+def test_tokens_and_epochs_set_weights_and_budget(manual, corpus):
+    mixture = manual(tokens="news=3e6,code=1e6")
+    assert mixture.weights == {"news": 0.75, "code": 0.25, "poems": 0.0}
+    assert mixture.token_budget == 4_000_000
+    sizes = corpus.train_tokens
+    mixture = manual(epochs="news=1,poems=2.5")
+    assert mixture.token_budget == round(sizes["news"] + 2.5 * sizes["poems"])
+    expected = {"news": 1.0, "code": 0.0, "poems": 2.5}
+    assert mixture.epochs == pytest.approx(expected, rel=1e-4)  # the budget is a whole number
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": "news=1e6", "epochs": "news=1"},
+        {"tokens": "news=1e6", "token_budget": 10},
+        {"tokens": "news=1e30"},
+        {"tokens": "news=0"},
+        {"tokens": "other=5"},
+        {"epochs": "other=1"},
+        {"epochs": "news=nan"},
+        {"epochs": "news=1,news=2"},
+    ],
+    ids=str,
+)
+def test_amounts_that_cannot_be_sampled_are_errors(manual, changes, tmp_path):
+    with pytest.raises(UserError, match=r"--tokens|--epochs"):
+        manual(**changes)
+    assert not list(tmp_path.iterdir())
+
+
 def test_weights_of_a_mixture_file(manual, tmp_path):
     given = Mixture({"code": 0.5, "poems": 0.5}, method="other")
     given.save(tmp_path / "given.json")
