@@ -118,14 +118,16 @@ def parse_named_numbers(
     """
     found: dict[str, float] = {}
     for item in filter(None, map(str.strip, value.split(","))):
-        name, _, text = (part.strip() for part in item.rpartition("="))
+        name, equals, text = (part.strip() for part in item.rpartition("="))
         problem = None
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not name or (names is not None and name not in names):
-            problem = f"unknown name '{name or item}'"
+        if not (name and equals):
+            problem = f"'{item}' is not NAME=NUMBER"
+        elif names is not None and name not in names:
+            problem = f"unknown name '{name}'"
         elif name in found:
             problem = f"'{name}' is named twice"
         elif not 0 <= number < math.inf:
