@@ -137,7 +137,8 @@ class ChameleonOptions(OutputOptions):
     mode: Literal["pretrain", "finetune"] = "pretrain"
     """'pretrain' upweights broad domains; 'finetune' upweights distinct domains."""
     store: Path | None = None
-    """Embedding store to reuse and extend; default: the folder 'embeddings' next to the output."""
+    """Embedding store to reuse and extend. Default: the folder 'embeddings' next to the output, or
+    'embeddings-HASH' if that folder has embeddings of another proxy."""
     keep: Path | None = None
     """A mixture.json whose domains keep the ratios of their weights. Each new domain gets the
     weight that it would have in a mixture of all domains."""

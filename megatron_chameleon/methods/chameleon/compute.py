@@ -146,6 +146,19 @@ class MixturePlan:
         )
 
 
+def default_store(output: Path, model_hash: str) -> Path:
+    """Return the embedding store next to ``output``.
+
+    It is 'embeddings', or if that folder has embeddings of another proxy, a folder named by the
+    proxy's hash.
+    """
+    folder = output.parent / "embeddings"
+    known = EmbeddingStore.load(folder) if EmbeddingStore.exists(folder) else None
+    if known and known.recipe.model_hash != model_hash:
+        return folder.with_name(f"{folder.name}-{model_hash[:8]}")
+    return folder
+
+
 def held_out_key(name: str) -> str:
     """Name of a held-out domain's vectors in the embedding store."""
     return f"{name}/valid"
@@ -293,7 +306,7 @@ def plan_mixture(options: ChameleonOptions) -> MixturePlan:
         target=target,
         held_out=held_out,
         recipe=recipe,
-        store=options.store or options.output.parent / "embeddings",
+        store=options.store or default_store(options.output, embedding.proxy.hash),
         provenance=provenance(options, inputs),
     )
 

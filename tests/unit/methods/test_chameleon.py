@@ -27,6 +27,7 @@ from megatron_chameleon.artifacts import (
     Split,
     find_checkpoint,
 )
+from megatron_chameleon.artifacts.checkpoint import checkpoint_folders
 from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.options import ImportOptions, SourceOptions
@@ -80,8 +81,9 @@ def inputs(finished_run, tmp_path_factory):
     identity = dataclasses.replace(corpus.tokenizer, sha256=sha256)
     dataclasses.replace(corpus, tokenizer=identity).save()
     run = shutil.copytree(finished_run, root / "run")
-    record = CheckpointRecord.load(find_checkpoint(run))
-    dataclasses.replace(record, tokenizer_hash=sha256).save()
+    for folder in checkpoint_folders(run):
+        record = CheckpointRecord.load(folder)
+        dataclasses.replace(record, tokenizer_hash=sha256).save()
     return {"corpus": corpus.root, "checkpoint": run, "store": root / "embeddings"}
 
 
@@ -300,6 +302,17 @@ def test_store_is_reused_and_extended(compute, tmp_path, capsys):
     damaged.unlink()
     compute(store=None)
     assert damaged.read_bytes() == content
+
+
+def test_a_second_proxy_has_its_own_default_store(compute, inputs, tmp_path):
+    other, one = checkpoint_folders(inputs["checkpoint"])
+    first = [compute(store=None, checkpoint=proxy) for proxy in (one, other)]
+    again = [compute(store=None, checkpoint=proxy) for proxy in (one, other)]
+    assert [each.weights for each in again] == [each.weights for each in first]
+    assert first[0].weights != first[1].weights
+    suffix = CheckpointRecord.load(other).hash[:8]
+    folders = [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()]
+    assert sorted(folders) == ["embeddings", f"embeddings-{suffix}"]
 
 
 def test_extraction_options(compute, inputs, tmp_path):
