@@ -90,7 +90,7 @@ def steps_of(case: Case, layout: Layout) -> dict[str, Callable[[], None]]:
             DogeRule(),
             Roles(everything, (num_domains,)),
             RandomText(case.seq_length),
-            held_out_batch_size(SAMPLES, num_domains),
+            held_out_batch_size(SAMPLES, num_domains, 1),
         )
         hooked = HookRunner(hook, passes, case.config, layout)
 

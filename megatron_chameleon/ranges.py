@@ -114,7 +114,8 @@ def parse_named_numbers(
         names: the names that may occur, which may contain an equals sign; any name if None.
 
     Raises:
-        UserError: for an unknown or repeated name, or a number that is not finite and >= 0.
+        UserError: for an unknown or repeated name, or a number that is not from 0 to the largest
+            float32.
     """
     found: dict[str, float] = {}
     for item in filter(None, map(str.strip, value.split(","))):
@@ -130,8 +131,8 @@ def parse_named_numbers(
             problem = f"unknown name '{name}'"
         elif name in found:
             problem = f"'{name}' is named twice"
-        elif not 0 <= number < math.inf:
-            problem = f"'{text}' of '{name}' must be a finite number >= 0"
+        elif not 0 <= number <= LARGEST_FLOAT32:
+            problem = f"'{text}' of '{name}' must be a number from 0 to {LARGEST_FLOAT32:.2g}"
         if problem:
             among = f" with names of {format_names(list(names))}" if names is not None else ""
             raise UserError(f"{flag} {value}: {problem}; pass NAME=NUMBER,...{among}")

@@ -18,11 +18,9 @@ def main(options: training_options.PretrainOptions) -> None:
     stops = StopRequests(options.stopping)
     stops.install_handlers()
     # Import this module here, so that --help does not import torch.
-    from megatron_chameleon.training.reload import ReloadedMixture
     from megatron_chameleon.training.trainer import pretrain
 
-    hook = ReloadedMixture if options.reload.reload_mixture else hook_class(options.online.online)
-    pretrain(options, hook_factory=hook, stops=stops)
+    pretrain(options, hook_factory=hook_class(options.online.online), stops=stops)
 
 
 COMMAND = Tool(main, PretrainOptions, prints_log=True)

@@ -265,6 +265,7 @@ class CheckpointLM(ScorerLM):
     def close(self) -> None:
         """Destroy the process groups. Collective."""
         self._groups.close()
-        # Processes forked from Python 3.13 on drop this process's exit handlers. The last reference
-        # to a process group must not be among them: it would wait for threads of this process.
+        # On Python 3.13 and later, a forked process clears the exit handlers of its parent. If they
+        # held the last reference to a process group, its destructor would wait for threads that do
+        # not exist in the forked process.
         atexit.unregister(self.close)

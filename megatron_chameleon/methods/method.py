@@ -132,6 +132,9 @@ def find_declared(attribute: str, kind: type[T]) -> dict[str, T]:
                 continue
             declared = getattr(imported, attribute, None)
             if isinstance(declared, kind):
+                assert declared.name not in found, (
+                    f"two methods declare {attribute} {declared.name}"
+                )
                 found[declared.name] = declared
     return dict(sorted(found.items(), key=_chameleon_first))
 

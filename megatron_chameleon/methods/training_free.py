@@ -33,6 +33,7 @@ class AssignedWeights:
         paper_flops: FLOPs, counted as in the tables of the Chameleon paper; None if the paper's
             formulas do not cover the method.
         inherited: total cost of weights computed elsewhere, if known.
+        token_budget: tokens of the target run, if the weights are amounts of text.
     """
 
     weights: Array
@@ -42,13 +43,13 @@ class AssignedWeights:
     closing: Sequence[str] = ()
     paper_flops: float | None = None
     inherited: Cost | None = None
+    token_budget: int | None = None
 
 
 def run_training_free(
     method: str,
     options: ChosenDomainsOptions,
     assign: Callable[[Corpus, list[str]], AssignedWeights],
-    token_budget: int | None = None,
 ) -> None:
     """Run a training-free method on rank 0; no process groups are created.
 
@@ -56,7 +57,6 @@ def run_training_free(
         method: name of the method.
         options: options of the method.
         assign: function from the corpus and the names of the selected domains to their weights.
-        token_budget: tokens of the target run; default: those of ``options``.
 
     Raises:
         UserError: for a mistake in the options or in the files that they name.
@@ -67,9 +67,9 @@ def run_training_free(
     stopwatch = Stopwatch()
     corpus = Corpus.load(options.corpus)
     names = select_domains(options.domains, corpus.names, corpus.root, held_out=corpus.held_out)
-    limit = epoch_limit(options, corpus, names, token_budget)
-    limit.check()
+    epoch_limit(options, corpus, names).check()
     assigned = assign(corpus, names)
+    limit = epoch_limit(options, corpus, names, assigned.token_budget)
     fields = limit.mixture_fields(assigned.weights)
     weighted = [name for name, weight in fields["weights"].items() if weight > 0]
     require_training_tokens(corpus, weighted, "to sample")

@@ -377,7 +377,10 @@ class HookRunner:
             read = self._hook.target_batch(mine)
             read["domain"] = torch.full_like(read["domain"], number)
             target = [{name: to_device(part, device) for name, part in read.items()}]
-        passes = dataclasses.replace(self._passes, num_domains=number + 1)
+        weights = self._passes.loss_weights
+        if weights is not None:  # the target's losses have weight 1
+            weights = torch.nn.functional.pad(weights, (0, 1), value=1.0)
+        passes = dataclasses.replace(self._passes, num_domains=number + 1, loss_weights=weights)
         return dataclasses.replace(
             batch, micro_batches=[*batch.micro_batches, *target], passes=passes
         )

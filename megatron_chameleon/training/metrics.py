@@ -308,7 +308,8 @@ class TensorBoardLogger:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._open, self._folder, self._logged_step = SummaryWriter, folder, first_step
+        # A run that starts again may log step 0 again.
+        self._open, self._folder, self._logged_step = SummaryWriter, folder, first_step or -1
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, figures: Figures) -> None:

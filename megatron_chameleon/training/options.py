@@ -126,11 +126,11 @@ class ReloadOptions(CheckedOptions):
 
     reload_mixture: Path | None = None
     """A mixture.json that is read again during training. If its weights have changed, all ranks
-    sample with the new weights from the same step on, and run.json records the change. A missing or
-    damaged file leaves the weights unchanged, with a warning. Needs --permutation epoch or
-    feistel."""
+    sample with the new weights from the next step on, and run.json records the change. A file that
+    is missing, damaged or lacks a domain leaves the weights unchanged, with a warning. Needs
+    --permutation epoch or feistel."""
     reload_interval: Count = 100
-    """Steps between two reads of --reload-mixture."""
+    """Steps between two reads of --reload-mixture. On a GPU, training waits for each read."""
 
     def __post_init__(self) -> None:
         """Raise UserError for --reload-interval without --reload-mixture."""
@@ -403,8 +403,8 @@ class PretrainOptions(TrainingOptions, RunInputOptions):
     loss_weights: str | None = None
     """Weights of the domains' token losses, such as a=1,b=2; a domain that is not named has weight
     1. A mixture q with loss weights w/q has the expected gradient of the mixture w. The logged
-    losses are not weighted. If the mean weight of the sampled tokens is not 1, the gradient is
-    scaled, too."""
+    losses are not weighted. The gradient, which --clip-grad limits, is scaled by the mean weight of
+    the sampled tokens."""
     data: DataOptions = dataclasses.field(default_factory=DataOptions)
     target: TargetOptions = dataclasses.field(default_factory=TargetOptions)
     online: OnlineOptions = dataclasses.field(default_factory=OnlineOptions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -202,11 +203,11 @@ def parse_loss_weights(
         return None
     weights = dict.fromkeys(data.names, 1.0)
     weights |= parse_named_numbers("--loss-weights", value, data.names)
-    phases = (zip(weights.values(), phase.weights, strict=True) for phase in schedule.phases)
-    if not any(factor * weight for phase in phases for factor, weight in phase):
-        raise UserError(
-            f"--loss-weights {value}: no sampled domain has a weight above 0; give one a weight"
-        )
+    for phase in schedule.phases:
+        if not any(map(operator.mul, weights.values(), phase.weights)):
+            raise UserError(
+                f"--loss-weights {value}: no sampled domain has a weight above 0; give one a weight"
+            )
     return tuple(weights.values())
 
 

@@ -342,7 +342,7 @@ class RunRecords:
         return "\n".join(lines)
 
     def _describe_objective(self) -> list[str]:
-        """Describe --loss-weights, and each domain's share of the weighted loss; empty without."""
+        """Describe --loss-weights, and each domain's share of the weighted tokens, if any."""
         if (factors := self.plan.loss_weights) is None:
             return []
         names, weights = self.plan.data.names, [d.weight for d in self.sampled().values()]
@@ -350,7 +350,7 @@ class RunRecords:
         total = math.fsum(parts) or 1.0
         given = ", ".join(f"{n} {factor:g}" for n, factor in zip(names, factors, strict=True))
         shares = {name: part / total for name, part in zip(names, parts, strict=True)}
-        return [f"loss weights: {given}; shares of the loss: {describe_shares(shares)}"]
+        return [f"loss weights: {given}; shares of the weighted tokens: {describe_shares(shares)}"]
 
     def end_message(self) -> str:
         """Message at the end of training: tokens, cost and the next command to run."""

@@ -123,8 +123,8 @@ class Passes:
             with a loss, and tokens sampled; zero outside the last pipeline stage.
         """
         if self.loss_weights is not None:
-            hook_weights = 1.0 if loss_weights is None else loss_weights
-            loss_weights = self.loss_weights * hook_weights
+            own = self.loss_weights
+            loss_weights = own if loss_weights is None else own * loss_weights.to(own)
         loss = functools.partial(
             micro_batch_loss,
             num_domains=self.num_domains,

@@ -41,6 +41,7 @@ from megatron_chameleon.training.out_of_memory import (
 )
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from megatron_chameleon.training.records import RunRecords
+from megatron_chameleon.training.reload import ReloadedMixture
 from megatron_chameleon.training.run_folder import locked_run_folder, on_main, starting_run
 from megatron_chameleon.training.step import BatchShape, StepResult
 from megatron_chameleon.training.stopping import StopRequests
@@ -56,7 +57,7 @@ def pretrain(
 
     Args:
         options: options of the run.
-        hook_factory: constructs a method's training hook, if any.
+        hook_factory: constructs a method's training hook, if any; excludes --reload-mixture.
         stops: stop-signal handler; created for this call if None.
 
     Raises:
@@ -75,6 +76,8 @@ def pretrain(
         if options.corpus and options.data.verify_corpus:
             corpus = from_main(partial(Corpus.load, options.corpus))
             verify_files(corpus, "the corpus", layout)
+        if options.reload.reload_mixture is not None:
+            hook_factory = hook_factory or ReloadedMixture
         hook = build_hook(hook_factory, plan, layout)
         with on_main(locked_run_folder(options.run_dir)):
             progress = find_progress(plan, layout)

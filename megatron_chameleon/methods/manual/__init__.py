@@ -21,10 +21,11 @@ class ManualOptions(ChosenDomainsOptions):
     """Weights such as a=0.3,b=0.7, or a file that contains weights: a mixture (.json), or a table
     (.csv) with the columns domain and weight. The weights are normalized to sum to 1."""
     tokens: str | None = None
-    """Training tokens per domain, such as web=10e9,code=2e9; their sum is the --token-budget."""
+    """Training tokens per domain, such as web=10e9,code=2e9. Their sum is the token budget of the
+    mixture."""
     epochs: str | None = None
     """Epochs of each domain's training text, such as web=1,wiki=3; domains that are not named are
-    not sampled. The --token-budget is the sum of their tokens."""
+    not sampled. The sum of their tokens is the token budget of the mixture."""
     published: str | None = None
     """A column of Chameleon's tables, such as slimpajama/doremi; the error for an unknown name
     lists all names."""
@@ -40,6 +41,9 @@ class ManualOptions(ChosenDomainsOptions):
 
     def __post_init__(self) -> None:
         """Raise UserError unless there is exactly one source of weights."""
+        if self.tokens is not None or self.epochs is not None:
+            flag = flag_of("epochs" if self.tokens is None else "tokens")
+            self.reject_changed(["token_budget", "max_epochs"], f"{flag} sets the amounts of text")
         super().__post_init__()
         sources = ("weights", "tokens", "epochs", "published")
         given = [flag_of(name) for name in sources if getattr(self, name) is not None]
@@ -50,8 +54,6 @@ class ManualOptions(ChosenDomainsOptions):
                 "--method manual requires --weights a=0.3,b=0.7, --weights FILE, "
                 "--tokens a=10e9,b=2e9, --epochs a=1,b=3 or --published NAME"
             )
-        if self.tokens is not None or self.epochs is not None:
-            self.reject_changed(["token_budget"], f"{given[0]} sets the number of tokens")
 
 
 def run(options: ManualOptions) -> None:

@@ -17,19 +17,16 @@ from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.interchange.formats import read_mixture
 from megatron_chameleon.interchange.published import published_column
 from megatron_chameleon.methods.manual import ManualOptions
+from megatron_chameleon.methods.output import require_training_tokens
 from megatron_chameleon.methods.training_free import AssignedWeights, run_training_free
 from megatron_chameleon.ranges import LARGEST_INT64, parse_named_numbers
 
 
 def compute_manual(options: ManualOptions) -> None:
     """Write known weights as a mixture."""
-    amounts, budget = dict[str, float](), None
-    if options.tokens is not None or options.epochs is not None:
-        amounts = token_amounts(options, Corpus.load(options.corpus))
-        budget = round(math.fsum(amounts.values()))
 
     def assign(corpus: Corpus, names: list[str]) -> AssignedWeights:
-        notes, own_names = [], {}
+        notes, own_names, asked = [], {}, 0.0
         if options.published is not None:
             column = published_column(options.published)
             source, total = f"--published {options.published}", column.printed_sum
@@ -44,13 +41,11 @@ def compute_manual(options: ManualOptions) -> None:
             }
             fields: dict[str, Any] = {"paper_flops": column.flops}
             own_names = dict(column.own_names)
-        elif amounts:
-            is_tokens = options.tokens is not None
-            source = f"--tokens {options.tokens}" if is_tokens else f"--epochs {options.epochs}"
-            total = math.fsum(amounts.values())
-            known = {name: tokens / total for name, tokens in amounts.items()}
+        elif options.tokens is not None or options.epochs is not None:
+            source, amounts = token_amounts(options, corpus)
+            asked = math.fsum(amounts.values())
+            known = {name: tokens / asked for name, tokens in amounts.items()}
             parameters, fields = {"tokens": amounts}, {}
-            notes.append(f"train on {budget:,} tokens, the sum of these amounts")
         else:
             assert options.weights is not None
             source, known, parameters, fields = read_weights(options.weights, options.output)
@@ -65,30 +60,35 @@ def compute_manual(options: ManualOptions) -> None:
         if without := [name for name in names if name not in weights]:
             notes.append(f"weight 0 for {format_names(without)}, which {source} does not contain")
         parameters["rename"] = options.renames
+        if asked:  # without the tokens of dropped names
+            fields["token_budget"] = round(asked * total)
+            notes.append(f"train on {fields['token_budget']:,} tokens, the sum of these amounts")
         heading = f"Weights from {source}"
         return AssignedWeights(kept / total, heading, parameters, closing=notes, **fields)
 
-    run_training_free("manual", options, assign, budget)
+    run_training_free("manual", options, assign)
 
 
-def token_amounts(options: ManualOptions, corpus: Corpus) -> dict[str, float]:
-    """Return the training tokens per name that ``--tokens`` or ``--epochs`` asks for.
+def token_amounts(options: ManualOptions, corpus: Corpus) -> tuple[str, dict[str, float]]:
+    """Return the flag with its value, and the training tokens per name that it asks for.
 
     Raises:
-        UserError: for a value that is not NAME=NUMBER pairs, an unknown domain of ``--epochs``, or
-            less than one token in all.
+        UserError: for a value of ``--tokens`` or ``--epochs`` that is not NAME=NUMBER pairs, an
+            unknown domain or one without training text (``--epochs``), or less than one token in
+            all.
     """
-    if options.epochs is not None:
-        flag, value = "--epochs", options.epochs
-        epochs = parse_named_numbers(flag, value, corpus.names)
-        amounts = {name: count * corpus.train_tokens[name] for name, count in epochs.items()}
+    if options.tokens is not None:
+        source = f"--tokens {options.tokens}"
+        amounts = parse_named_numbers("--tokens", options.tokens)
     else:
-        assert options.tokens is not None
-        flag, value = "--tokens", options.tokens
-        amounts = parse_named_numbers(flag, value)
+        assert options.epochs is not None
+        source = f"--epochs {options.epochs}"
+        epochs = parse_named_numbers("--epochs", options.epochs, corpus.names)
+        require_training_tokens(corpus, [name for name in epochs if epochs[name]], "to sample")
+        amounts = {name: count * corpus.train_tokens[name] for name, count in epochs.items()}
     if not 1 <= math.fsum(amounts.values()) <= LARGEST_INT64:
-        raise UserError(f"{flag} {value}: must be at least 1 and at most 2^63 tokens in all")
-    return amounts
+        raise UserError(f"{source}: must be at least 1 and at most 2^63 tokens in all")
+    return source, amounts
 
 
 def read_weights(

@@ -81,6 +81,8 @@ class OnlineFlags(OnlineOptions):
     def __post_init__(self) -> None:
         """Raise UserError for options that the method does not read."""
         super().__post_init__()
+        if self.online and self.online not in self.METHODS:
+            raise UserError(f"--online {self.online}: unknown; pass {', '.join(self.METHODS)}")
         reads = self.METHODS[self.online].defaults if self.online else {}
         names = [field.name for field in dataclasses.fields(self) if field.name != "online"]
         why = "has no effect without --online METHOD, such as --online chameleon"

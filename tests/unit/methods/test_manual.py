@@ -46,6 +46,9 @@ def test_tokens_and_epochs_set_weights_and_budget(manual, corpus):
     mixture = manual(tokens="news=3e6,code=1e6")
     assert mixture.weights == {"news": 0.75, "code": 0.25, "poems": 0.0}
     assert mixture.token_budget == 4_000_000
+    some = manual(tokens="news=3e6,code=1e6,old=6e6", rename=(("old=",),), domains="news,poems")
+    assert some.weights == {"news": 1.0, "poems": 0.0}
+    assert some.token_budget == 3_000_000  # the tokens of other names are not sampled
     sizes = corpus.train_tokens
     mixture = manual(epochs="news=1,poems=2.5")
     assert mixture.token_budget == round(sizes["news"] + 2.5 * sizes["poems"])
@@ -58,6 +61,7 @@ def test_tokens_and_epochs_set_weights_and_budget(manual, corpus):
     [
         {"tokens": "news=1e6", "epochs": "news=1"},
         {"tokens": "news=1e6", "token_budget": 10},
+        {"epochs": "news=1", "max_epochs": 2.0},
         {"tokens": "news=1e30"},
         {"tokens": "news=0"},
         {"tokens": "other=5"},

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 from megatron_chameleon.artifacts import MixtureWarning, TrainingRun
+from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.options import LoggingOptions, OnlineOptions, ReloadOptions
-from megatron_chameleon.training.reload import ReloadedMixture
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS
 from tests.unit.training.runs import before_steps, losses
 
 FIRST, *_ = DOMAINS
 ONLY_FIRST = {name: float(name == FIRST) for name in DOMAINS}
+MOST = {name: 0.8 if name == FIRST else 0.1 for name in DOMAINS}
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def test_all_later_steps_have_the_weights_of_the_file(options_for, write, monkey
     actions = {2: write({"weights": ONLY_FIRST}), 4: write("{"), 6: write({"weights": uniform})}
     before_steps(monkeypatch, actions)
     with pytest.warns(MixtureWarning, match="unchanged"):
-        pretrain(options, ReloadedMixture)
+        pretrain(options)
     phases = phases_of(options)
     assert phases == [(0, uniform), (2, ONLY_FIRST)]
     lines = list(TrainingRun.load(options.run_dir).metrics())
@@ -73,12 +75,12 @@ def test_resumed_run_equals_the_uninterrupted_run(options_for, write, monkeypatc
     for run in options.values():
         write({"weights": dict.fromkeys(DOMAINS, 1 / len(DOMAINS))})(None)
         with monkeypatch.context() as patched:
-            before_steps(patched, {2: write({"weights": ONLY_FIRST})})
-            pretrain(run, ReloadedMixture)
-    folder = options["resumed"].run_dir / "checkpoints"
-    newest = max(folder.iterdir())
-    newest.rename(newest.with_name("away"))
-    pretrain(options["resumed"], ReloadedMixture)
+            before_steps(patched, {2: write({"weights": ONLY_FIRST}), 4: write({"weights": MOST})})
+            pretrain(run)
+    # The changes after steps 2 and 4 are in the log, and the file has other weights by now.
+    shutil.rmtree(options["resumed"].run_dir / FOLDER_NAME)
+    write({"weights": {**ONLY_FIRST, FIRST: 0.0, DOMAINS[1]: 1.0}})(None)
+    pretrain(options["resumed"])
     assert losses(options["whole"].run_dir) == losses(options["resumed"].run_dir)
     assert phases_of(options["whole"]) == phases_of(options["resumed"])
 
@@ -93,4 +95,4 @@ def test_resumed_run_equals_the_uninterrupted_run(options_for, write, monkeypatc
 )
 def test_other_sources_of_weights_are_rejected(options_for, changes):
     with pytest.raises(UserError, match="--reload-mixture"):
-        pretrain(options_for("run", **changes), ReloadedMixture)
+        pretrain(options_for("run", **changes))
