@@ -63,7 +63,11 @@ TENSOR_SEQUENCE = (*TENSOR, "--sequence-parallel")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 MASKS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
-VALIDATION = ("--eval-interval", "3", "--eval-iters", "2", "--target", "news=3,code")
+WEIGHTED = (*MASKS, "--loss-weights", "news=0.5,code=2")
+VALIDATION = (
+    *("--eval-interval", "3", "--eval-iters", "2", "--eval-first-step"),
+    *("--target", "news=3,code"),
+)
 RECOMPUTATION = ("--recompute-granularity", "full")
 DROPOUT = ("--hidden-dropout", "0.1")
 FOUR_SAMPLES = ("--micro-batch-size", "4")
@@ -85,7 +89,7 @@ TRAINING = {
     "bf16-tensor-interleaved": Case(
         (*BF16, *TENSOR_SEQUENCE, *INTERLEAVED, *SHARDED), ranks=4, reference=BF16
     ),
-    "masks-data-parallel": Case(MASKS, ranks=2, reference=MASKS),
+    "masks-weighted-data-parallel": Case(WEIGHTED, ranks=2, reference=WEIGHTED),
     "masks-recomputation-bf16": Case((*BF16, *MASKS, *RECOMPUTATION), reference=(*BF16, *MASKS)),
     "selective-recomputation": Case(("--recompute-granularity", "selective")),
     "validation-pipeline": Case((*VALIDATION, *PIPELINE), ranks=2, reference=VALIDATION),
