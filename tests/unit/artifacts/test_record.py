@@ -94,7 +94,7 @@ def test_damaged_file_is_rejected(sample):
     lines = sample.file.read_text(encoding="utf-8").splitlines()
     edit(sample, format_version=99, provenance=...)  # the version is checked before other fields
     assert "format_version 99" in rejection(sample)
-    sample.file.write_text("\n".join([*lines[:4], "} broken", *lines[4:]]), encoding="utf-8")
+    sample.file.write_text("\n".join([*lines[:4], "broken", *lines[4:]]), encoding="utf-8")
     assert f"{sample.file}:5: " in rejection(sample)
     deep = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     repeated, other_kind = b'{"x": 1, "x": 2}', b'{"kind": "other", "format_version": 1}'
