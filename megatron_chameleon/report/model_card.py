@@ -229,6 +229,8 @@ def _data_table(run: TrainingRun, mixture: Mixture) -> Table:
         ]
         if any(phase.ramp_samples for phase in run.mixture_phases):
             notes.append(f"Linear changes begin at a stage; {run.FILE_NAME} has their lengths.")
+    if weights := run.provenance.options.get("loss_weights"):
+        notes.append(f"Weights of the token losses: {weights} (other domains: 1).")
     texts = pd.DataFrame(columns, list(run.mixture))
     return Table.by_row("Training data", "domain", texts, [total], notes)
 

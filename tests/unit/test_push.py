@@ -57,6 +57,7 @@ def root(pretrain_options, tmp_path_factory):
     mixture.save(file)
     run = root / "5-base" / NAME
     changes = {"corpus": corpus.root, "mixture": str(file), "train_iters": 3}
+    changes["loss_weights"] = "code=2"
     pretrain(pretrain_options(run, **changes))
     output = root / f"6-evaluation/{NAME}.json"
     evaluate_perplexities([PerplexityOptions(corpus=corpus.root, checkpoint=run, output=output)])
@@ -90,6 +91,7 @@ def test_a_pushed_folder_loads_in_transformers_and_has_a_valid_card(root, tmp_pa
     assert losses[3].startswith(f"{result.domains['code'].perplexity:.2f} ± ")
     assert ["arc\\_easy", "43.8 ± 2.0"] in rows
     assert ["training tokens", f"{run.tokens:,}"] in rows
+    assert "code=2" in card.text  # the loss weights
     assert Mixture.load(output / "mixture.json").weights == {"news": 0.5, "code": 0.3, "poems": 0.2}
     portable = dataclasses.replace(run, provenance=run.provenance.portable())
     assert TrainingRun.load(output) == dataclasses.replace(portable, root=output, checkpoints=[])
