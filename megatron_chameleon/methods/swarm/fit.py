@@ -631,13 +631,14 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
     mixtures = np.zeros((len(read.keys), len(corpus.names)))
     mixtures[:, [corpus.names.index(names[name]) for name in read.domains]] = read.mixtures
     warn_rare_domains(corpus.names, mixtures, str(ratios))
-    for column in read.metric_columns:
-        if is_training_loss(column) and column not in corpus.all_domains:
+    matches = matched(read.metrics, list(corpus.all_domains))
+    for column, metric in zip(read.metric_columns, read.metrics, strict=True):
+        # Other columns, such as lambada_train, are tasks, which are used by their names only.
+        if metric in matches and is_training_loss(column) and column not in corpus.all_domains:
             raise UserError(
                 f"{metrics}: '{column}' is a training loss; pass held-out losses, and remove the "
                 "column"
             )
-    matches = matched(read.metrics, list(corpus.all_domains))
     table = dataclasses.replace(
         read,
         domains=list(corpus.names),
