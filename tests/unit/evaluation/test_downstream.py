@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import shutil
 import socket
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +273,10 @@ def test_checkpoint_is_opened_from_model_args(text_checkpoint):
         finally:
             model.close()
     assert scores[0] == scores[1] < 0
+    closed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert closed() is None  # no handler at exit keeps the model and its process groups
     for changes in ({"batch_size": "auto"}, {"dtype": "float16"}, {"checkpoint": "nowhere"}):
         with pytest.raises(UserError, match=next(iter(changes.values()))):
             CheckpointLM.create_from_arg_obj(valid | changes)
