@@ -30,8 +30,8 @@ from tyro.constructors import (
 
 from megatron_chameleon.console import (
     escape_everything_printed,
-    escaped,
     lost_output,
+    message_line,
     open_output,
 )
 from megatron_chameleon.errors import STOPPED_STATUS, UserError, system_error_message
@@ -354,7 +354,7 @@ def exit_with_error(message: str, rank: int) -> NoReturn:
     if rank != 0:
         _wait_for_other_ranks()
     where = "" if rank == 0 else f"rank {rank}: "
-    print(f"error: {where}{escaped(message)}", file=sys.stderr, flush=True)
+    print(f"error: {where}{message_line(message)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is not None and torch_distributed.is_initialized():
@@ -443,4 +443,4 @@ class OneLineWarnings:
         text = " ".join(str(message).split())
         if text not in self._shown:
             self._shown.add(text)
-            print(f"warning: {escaped(text)}", file=sys.stderr, flush=True)
+            print(f"warning: {message_line(text)}", file=sys.stderr, flush=True)

@@ -22,6 +22,22 @@ _CONTROLS = re.compile(
 # The group matches characters to escape. The other alternatives match sequences to keep: carriage
 # returns and cursor movements of progress bars, and colors from libraries.
 _BARS_AND_COLORS = re.compile(rf"\r|\x1b\[[0-9;]*[mA]|({_CONTROLS.pattern})")
+# Characters of a word, such as a name or a path, and of a message, that are printed.
+MAX_WORD = 400
+MAX_MESSAGE = 4000
+
+
+def message_line(text: str) -> str:
+    """Escape a message; cut the middle out of long words, and of a long message."""
+    words = re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda found: _cut(found[0], MAX_WORD), text)
+    return escaped(_cut(words, MAX_MESSAGE))
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}[... {len(text) - 2 * half:,} characters ...]{text[-half:]}"
 
 
 def escaped(text: str) -> str:

@@ -127,6 +127,8 @@ def _parsed(path: Path, hint: str, parse: Callable[[str], Any]) -> dict[str, Any
     text = read_text(path, hint)
     try:
         body = parse(text)
+        if "\\ud" in text.lower():  # half of a pair of surrogates could not be written again
+            json.dumps(body, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}:{error.lineno}: not JSON ({error.msg}); repair it; {hint}"

@@ -53,7 +53,8 @@ class DataPath:
         pairs = len(words) % 2 == 0 and None not in weights
         named = [_split_name(word) for word in (words[1::2] if pairs else words)]
         prefixes = [prefix for _, prefix in named]
-        if not prefixes or any(_number(word) is not None for word in prefixes):
+        has_nul = "\0" in text
+        if not prefixes or has_nul or any(_number(word) is not None for word in prefixes):
             raise UserError(
                 f"{flag} '{' '.join(words):.80}': must be 'WEIGHT PREFIX WEIGHT PREFIX ...' or "
                 "prefixes only"

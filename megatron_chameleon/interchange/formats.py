@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ OLMO_CORE_KEYS = (
     "max_repetition_ratio",
     "max_source_fraction",
 )
+# Values of a YAML file, with its aliases written out; the largest swarm of domains has 32,767.
+MAX_YAML_NODES = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -574,21 +577,57 @@ def _list(body: Mapping[str, Any], key: str, path: Path) -> list[dict[str, Any]]
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML loader that rejects a repeated key, of which PyYAML would use the last value."""
+    """YAML loader that rejects a repeated key, of which PyYAML would use the last value.
+
+    It also rejects aliases that contain themselves, and those that repeat their anchors so often
+    that a short file stands for more than ``MAX_YAML_NODES`` values.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _count_nodes(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1 and key != "<<"]:
-            raise yaml.constructor.ConstructorError(None, None, f"key '{twice[0]}' is repeated")
+        if isinstance(node, yaml.MappingNode):
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            if twice := [key for key, count in keys.items() if count > 1 and key != "<<"]:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{twice[0]}' is repeated")
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
+
+
+def _count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    """Number of nodes of ``node`` with its aliases written out.
+
+    Args:
+        node: a node of a graph.
+        known: id of a node -> its number of nodes, or 0 during its count.
+
+    Raises:
+        ValueError: if a node contains itself, or there are more than ``MAX_YAML_NODES``.
+    """
+    if (count := known.get(id(node))) is not None:
+        if count == 0:
+            raise ValueError("an alias contains itself")
+        return count
+    known[id(node)], count = 0, 1
+    if isinstance(node, yaml.SequenceNode | yaml.MappingNode):
+        for each in node.value:
+            for child in each if isinstance(each, tuple) else (each,):
+                count += _count_nodes(child, known)
+    if count > MAX_YAML_NODES:
+        raise ValueError(f"its aliases stand for more than {MAX_YAML_NODES:,} values")
+    known[id(node)] = count
+    return count
 
 
 def _yaml_object(path: Path) -> dict[Any, Any]:
     text = read_text(path, "pass a YAML file")
     try:
         body = yaml.load(text, Loader=_UniqueKeys)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except Exception as error:  # KeyError or AttributeError for a tag that does not fit its value
         problem = " ".join(str(error).split())
         raise UserError(f"{path}: not YAML ({problem}); repair it") from error
     if not isinstance(body, dict):

@@ -204,6 +204,8 @@ def _named(
             f"{path}: {split} has {len(prefixes)} prefixes and {len(weights or ())} weights; each "
             "prefix must have a weight"
         )
+    if any("\0" in prefix for prefix in prefixes):
+        raise UserError(f"{path}: a prefix of {split} has a NUL character; repair it")
     places = [os.path.realpath(prefix) for prefix in prefixes]
     if len(set(places)) < len(places):
         twice = next(prefix for prefix in prefixes if places.count(os.path.realpath(prefix)) > 1)

@@ -251,3 +251,33 @@ def test_a_mixture_that_changes_is_loaded_only_where_that_is_supported(tmp_path)
         path.write_text(json.dumps({"weights": {"a": 1.0}, "stages": damaged}))
         with pytest.raises(UserError, match=r"m\.json"):
             Mixture.load(path, may_change=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Ten levels of ten aliases each: a hundred billion values.
+        "a0: &a0 [x, x]\n"
+        + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+        + "train_weights: {web: *a11, code: 1}\n",
+        "a0: &a0 {x: 1}\n"
+        + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 9))
+        + "train_weights: *a8\n",
+        "train_weights: &a {web: *a}\n",
+        "train_weights: {web: !!bool x}\n",
+        "train_weights: {web: !!timestamp x}\n",
+        "train_weights: !!map [web]\n",
+    ],
+    ids=["aliases", "merged aliases", "recursion", "bool", "timestamp", "map"],
+)
+def test_hostile_yaml_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mixture.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match="not YAML"):
+        read_mixture(path, "levanter")
+
+
+def test_yaml_of_many_domains_is_read_in_linear_time(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.yaml"
+    path.write_text("train_weights:\n" + "".join(f"  d{n}: 0.0001\n" for n in range(10_000)))
+    assert len(read_mixture(path, "levanter").weights) == 10_000
