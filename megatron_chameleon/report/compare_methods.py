@@ -31,15 +31,10 @@ from megatron_chameleon.interchange.published import published_columns
 from megatron_chameleon.report import figures, tables
 from megatron_chameleon.report.comparison import (
     HELD_OUT_NOTE,
-    LEAST_RATIO,
-    Array,
     by_domain,
-    holm,
     over_seeds,
-    paired_difference,
     require_same_evaluation,
     results_table,
-    spread_of,
 )
 from megatron_chameleon.report.cost import TRAINING_OF_MODEL, MixtureCost, ledger_of
 from megatron_chameleon.report.downstream import scores
@@ -52,6 +47,13 @@ from megatron_chameleon.report.run_folder import (
     REPORT,
     RunFolder,
     same_weights,
+)
+from megatron_chameleon.report.significance import (
+    LEAST_RATIO,
+    Array,
+    holm,
+    paired_difference,
+    spread_of,
 )
 from megatron_chameleon.report.tables import Table
 from megatron_chameleon.training.options import PretrainOptions
@@ -295,7 +297,8 @@ class MethodComparison:
     def _compare(self, values: Array, baseline: int) -> tuple[Array, Array]:
         """Compare ``values`` [m, s] with those of the baseline by :func:`holm`; both results [m].
 
-        Mixtures with the same models are one test; the baseline's own models are none.
+        Mixtures that share models count as one test. A mixture with the baseline's models is not
+        tested.
         """
         differences = values - values[baseline]
         tested, place = np.unique(differences, axis=0, return_inverse=True)
@@ -803,7 +806,10 @@ def notes(compared: MethodComparison) -> list[str]:
         mean, _, half_width = paired_difference(averages[worse.name], averages[better.name])
         is_listed = (baseline.same_as or baseline.label) in (better.label, worse.label)
         if mean <= half_width and not is_listed:
-            sentences.append(f"No significant difference between {better.label} and {worse.label}.")
+            sentences.append(
+                f"No significant difference between {better.label} and {worse.label} (95% interval "
+                "of the paired difference, without correction)."
+            )
     sentences.append(
         "A mixture's cost includes its proxies, swarm, held-out passes, embeddings and final fit. "
         "FLOPs are counted from the models' shapes; device-seconds exclude start-up."
@@ -876,7 +882,7 @@ def as_json(compared: MethodComparison) -> dict[str, Any]:
     """All figures of the comparison, unrounded."""
     spread, reference = compared.spread, compared.reference
     if spread is not None and not spread["between_seeds"]:
-        spread["ratio"] = None
+        spread = {**spread, "ratio": None}
     run = compared.runs[0]
     return {
         "seeds": list(compared.options.seeds),

@@ -253,8 +253,8 @@ class Weighting:
     def bootstrap(self, vectors: DomainVectors, factor: float) -> BootstrapResult:
         """Compute the adjusted weights of resampled windows.
 
-        Noise of the resampling adds directions, so ``factor``, by which log weights are multiplied,
-        is that of all windows.
+        ``factor`` multiplies log weights. It is measured once, from all windows: resampling noise
+        adds directions, and would weaken it.
         """
         count = self.options.bootstrap_resamples
         bar = progress_bar(count, " resamples", "intervals", delay=PROGRESS_DELAY_SECONDS)

@@ -12,7 +12,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import perplexity
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities, result_table
-from megatron_chameleon.report.comparison import target_difference
+from megatron_chameleon.report.significance import target_difference
 from megatron_chameleon.training.options import TargetOptions, ValidationOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import with_text

@@ -270,14 +270,14 @@ def test_a_mixture_that_changes_is_loaded_only_where_that_is_supported(tmp_path)
     ],
     ids=["aliases", "merged aliases", "recursion", "bool", "timestamp", "map"],
 )
-def test_hostile_yaml_is_one_line(tmp_path: Path, text: str) -> None:
+def test_hostile_yaml_is_one_line(tmp_path, text):
     path = tmp_path / "mixture.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match="not YAML"):
         read_mixture(path, "levanter")
 
 
-def test_yaml_of_many_domains_is_read_in_linear_time(tmp_path: Path) -> None:
+def test_yaml_of_many_domains_is_read_in_linear_time(tmp_path):
     path = tmp_path / "mixture.yaml"
     path.write_text("train_weights:\n" + "".join(f"  d{n}: 0.0001\n" for n in range(10_000)))
     assert len(read_mixture(path, "levanter").weights) == 10_000

@@ -21,25 +21,27 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.comparison import (
-    LEAST_RATIO,
     Comparison,
     Evaluated,
     caveats,
     compare,
     findings,
     held_out_findings,
-    holm,
-    loss_difference,
     loss_table,
-    mean_perplexity_difference,
-    paired_difference,
     perplexity_table,
     seed_table,
-    spread_of,
     target_table,
 )
 from megatron_chameleon.report.page import load_report
 from megatron_chameleon.report.run_folder import RunFolder, merge
+from megatron_chameleon.report.significance import (
+    LEAST_RATIO,
+    holm,
+    loss_difference,
+    mean_perplexity_difference,
+    paired_difference,
+    spread_of,
+)
 from megatron_chameleon.report.tables import is_best
 from tests.unit.artifacts.test_evaluation_result import (
     CLUSTERS,
