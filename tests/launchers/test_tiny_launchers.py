@@ -1,6 +1,6 @@
 """Run the launchers of examples/ with SIZE=tiny on two CPU ranks.
 
-tests/unit/test_examples.py parses the commands of all launchers.
+tests/unit/repository/test_examples.py parses the commands of all launchers.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from megatron_chameleon.methods.swarm.any_trainer import collect_swarm, generate
 from megatron_chameleon.methods.swarm.fit import mixtures_to_train
 from megatron_chameleon.methods.swarm.swarm import open_folder
 from tests.small_corpus import DOMAINS
-from tests.unit.methods.test_swarm import swarm_options
+from tests.unit.methods.swarm.test_swarm import swarm_options
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 OPTIONS = swarm_options()
 
 

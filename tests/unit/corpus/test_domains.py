@@ -18,7 +18,7 @@ from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import VOCAB_SIZE, without_checksums, word_tokenizer, write_small_corpus
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN = (
     "pretrain_gpt.py --model nano --seq-length 32 --train-iters 6 --global-batch-size 8 "
     "--micro-batch-size 4 --lr-warmup-iters 2 --run-dir OUTPUT "

@@ -220,7 +220,7 @@ def test_a_fresh_process_writes_the_same_bytes(compute, inputs, tmp_path):
         extraction=ExtractionOptions(num_windows=WINDOWS),
         weighting=SCALED,
     )
-    tool = Path(__file__).resolve().parents[3] / "tools" / "compute_mixture.py"
+    tool = Path(__file__).resolve().parents[4] / "tools" / "compute_mixture.py"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     subprocess.run([sys.executable, str(tool), *flags(options)], env=environment, check=True)
     one, other = (json.loads((f / "mixture.json").read_text()) for f in (here, there))

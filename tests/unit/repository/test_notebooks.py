@@ -10,7 +10,7 @@ from nbclient import NotebookClient
 
 from megatron_chameleon.artifacts import Mixture
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "docs/notebooks"
+NOTEBOOKS = Path(__file__).resolve().parents[3] / "docs/notebooks"
 IN_ORDER = ("a_mixture_in_five_minutes", "reading_a_report")
 
 

@@ -20,7 +20,7 @@ from megatron_chameleon.mixture import chameleon_weights
 from tests.huggingface_models import write_model, write_tokenizer
 from tests.small_corpus import EOD, write_small_corpus
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 API = ROOT / "docs/api.md"
 
 
