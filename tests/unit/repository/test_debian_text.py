@@ -55,7 +55,7 @@ def test_programs_lose_their_licence_only():
     assert read("\0") == []
 
 
-def test_compressed_containers_are_read(tmp_path):
+def test_compressed_containers_are_read():
     strings = b"".join(
         b"\x00\x04\x00\x09" + len(line).to_bytes(4, "big") + line
         for line in (b"It was", b"", b"the best")
@@ -74,18 +74,6 @@ def test_compressed_containers_are_read(tmp_path):
             info.size = 3
             archive.addfile(info, io.BytesIO(f"{name}"[:3].encode()))
     assert list(debian_text.archived_programs(stream.getvalue())) == ["a.c", "b.h"]
-    path = tmp_path / "p_1" / "archive"
-    path.parent.mkdir()
-    for reader, content in (
-        (debian_text.r_strings, database[:-10]),
-        (debian_text.bible_books, module[:20]),
-        (debian_text.archived_programs, stream.getvalue()[:100]),
-        (debian_text.archived_programs, b"?"),
-    ):
-        domain = debian_text._domain("x", "archives", "p=1", "*", reader)
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=rf"archive is damaged .* rm -r {tmp_path}/p_1\*"):
-            list(domain.documents("p_1/archive", path))
 
 
 @pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="needs Debian's dpkg-deb")
@@ -144,12 +132,7 @@ def test_packages_are_gathered_from_their_files(tmp_path, monkeypatch):
     apt.parent.mkdir()
     apt.write_text("#!/bin/sh\necho x > part3_1%3a2-1_all.deb\necho gone >&2\nexit 100\n")
     apt.chmod(0o755)
-    with monkeypatch.context() as patched:
-        patched.setenv("PATH", f"{apt.parent}:{os.environ['PATH']}")
-        with pytest.raises(UserError, match=r"package part3 \(gone\)"):
-            debian_text.main(options)
-    assert not list(cache.glob("part3_*.deb"))
-    apt.unlink()
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
-    with pytest.raises(UserError, match="apt-get not found"):
+    monkeypatch.setenv("PATH", f"{apt.parent}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match=r"package part3 \(gone\)"):
         debian_text.main(options)
+    assert not list(cache.glob("part3_*.deb"))

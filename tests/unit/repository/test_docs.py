@@ -56,11 +56,6 @@ def execute(tmp_path, monkeypatch, capsys):
     return executed
 
 
-def test_examples_of_the_api_are_short():
-    lines = [len(list(filter(None, example.splitlines()))) for example in EXAMPLES]
-    assert all(n <= most for n, most in zip(lines, (3, 10, 20), strict=True)), lines
-
-
 def test_api_example_of_weights(execute, tmp_path):
     embeddings = np.random.default_rng(0).normal(size=(4, 8))
     np.save(tmp_path / "embeddings.npy", embeddings)

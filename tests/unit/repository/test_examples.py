@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_chameleon.evaluation.options import PAPER_TASKS
-from megatron_chameleon.methods.method import DEFAULT_METHOD, find_methods
+from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.methods.sweep.options import AxisOptions
 from tests.unit.launched import (
@@ -41,11 +41,6 @@ BASELINES = sorted(f"baselines/{path.stem}" for path in (EXAMPLES / "baselines")
 MODEL_FREE = [f"baselines/{name}" for name in ("manual", "mixmin", "natural", "uniform", "unimax")]
 
 
-def test_every_method_has_a_launcher():
-    methods = {name.partition("/")[2].replace("_", "-") for name in BASELINES}
-    assert methods == set(find_methods()) - {DEFAULT_METHOD}
-
-
 @pytest.fixture
 def launch(tmp_path):
     """``launch(name, *arguments, **choices)``: run a launcher whose default inputs all exist."""
@@ -67,6 +62,8 @@ def launch(tmp_path):
         ("pretrain_llama_1b", {"SETTINGS": "authors"}, "SETTINGS=authors"),
         ("pretrain_684m", {"BASE_STEPS": "10k"}, "BASE_STEPS=10k"),
         ("doge_pile", {"CORPUS": "lost"}, "data/pile.sh"),
+        ("finetune_huggingface hub/model", {"RUN": "other"}, "INPUT"),
+        ("finetune_huggingface runs", {"INPUT": "a=text/a"}, "config.json"),
     ],
 )
 def test_user_mistakes_are_rejected_before_anything_starts(launch, command, choices, named):
@@ -161,38 +158,6 @@ def test_llama_launcher_compares_uniform_and_chameleon_weights(launch, size):
     assert list(evaluation.checkpoint) == [(options.run_dir,) for options in base]
 
 
-def test_a_huggingface_model_is_fine_tuned_on_the_users_domains(launch, tmp_path):
-    choices = {"INPUT": "a=text/a b=text/b", "TP": "2"}
-    arguments = ("hub/model/", "--", "--lr", "3e-5")
-    # The stand-in for the preprocessing writes no corpus, so the first launch ends there.
-    (preprocess,) = (c.options for c in launch("finetune_huggingface", *arguments, **choices).calls)
-    (tmp_path / "runs/finetune-model/1-corpus").mkdir()
-    (tmp_path / "runs/finetune-model/1-corpus/corpus.json").touch()
-    launched = succeeded(launch("finetune_huggingface", *arguments, **choices))
-    weigh = [call.options for call in launched.calls[:2]]
-    run, names = Path("runs/finetune-model"), ["finetune", "pretrain"]
-    assert preprocess.tokenizer_model == Path("hub/model")
-    assert [options.output.stem for options in weigh] == [f"chameleon-{name}" for name in names]
-    assert {options.checkpoint for options in weigh} == {Path("hub/model")}
-    assert {options.parallel.tensor_model_parallel_size for options in weigh} == {1}
-    training = launched.training()
-    assert [options.run_dir.name for options in training] == [
-        "uniform-seed1",
-        "chameleon-finetune-seed1",
-        "chameleon-pretrain-seed1",
-    ]
-    for options in training:
-        assert (options.model, options.pretrained_checkpoint) == (None, Path("hub/model"))
-        assert (options.optimizer.lr, options.corpus) == (3e-5, run / "1-corpus")
-        assert options.parallel.tensor_model_parallel_size == 2
-    exports = [call.options for call in launched.calls[-3:]]
-    assert [options.checkpoint for options in exports] == [each.run_dir for each in training]
-    assert exports[0].output == run / "huggingface/uniform-seed1"
-    assert "INPUT" in rejected(launch("finetune_huggingface", "hub/model", RUN="other"))
-    assert "config.json" in rejected(launch("finetune_huggingface", "runs", **choices))
-    assert "first argument" in rejected(launch("finetune_huggingface", **choices))
-
-
 @pytest.mark.parametrize("name", ["pretrain_82m_proxy", "pretrain_684m"])
 def test_pretraining_choices(launch, name, tmp_path):
     (tmp_path / "weights.json").touch()
@@ -274,16 +239,6 @@ def method_calls(launched: Launched):
     calls = [c for c in succeeded(launched).calls if isinstance(c.options, OutputOptions)]
     assert calls
     return calls
-
-
-def test_doge_is_computed_on_the_pile_as_in_the_paper(launch):
-    (call,) = method_calls(launch("doge_pile", "--", "--seed", "7"))
-    options = call.options
-    assert options.corpus == Path("runs/pile/1-corpus")
-    assert options.output == Path("runs/pile/4-mixture/doge.json")
-    proxy = options.proxy
-    assert (proxy.model, proxy.train_iters, proxy.global_batch_size) == ("82m", 10_000, 128)
-    assert (call.program, proxy.seed) == ("torchrun", 7)
 
 
 @pytest.mark.parametrize("name", BASELINES)

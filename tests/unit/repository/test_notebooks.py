@@ -14,12 +14,6 @@ NOTEBOOKS = Path(__file__).resolve().parents[3] / "docs/notebooks"
 IN_ORDER = ("a_mixture_in_five_minutes", "reading_a_report")
 
 
-def test_notebooks_are_small():
-    sizes = {path.stem: path.stat().st_size for path in NOTEBOOKS.glob("*.ipynb")}
-    assert set(sizes) == set(IN_ORDER)
-    assert max(sizes.values()) < 100_000
-
-
 @pytest.mark.slow
 def test_notebooks_run_from_an_empty_folder(tmp_path):
     for name in IN_ORDER:

@@ -1,6 +1,4 @@
-import json
 import math
-import sys
 
 import numpy as np
 import pandas as pd
@@ -10,12 +8,10 @@ from benchmarks import public_runs
 from benchmarks.public_runs import (
     MEAN,
     choices_at,
-    counts,
     fit_all,
     paper_mixtures,
     predicted_changes,
     read_runs,
-    size_in_name,
 )
 from megatron_chameleon.report.paper import paper_settings
 from tests.unit.mixture.public_results import public_results
@@ -80,26 +76,6 @@ def test_sizes_are_read_from_all_tables_and_what_is_missing_is_named(folder, cap
     assert any("regmix/" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("heading", "cell", "expected"),
-    [
-        ("model_size", 1.22e8, 122e6),
-        ("model_size", "1300M", 1.3e9),
-        ("size", "2.7B", 2.7e9),
-        ("parameters_millions", 90, 90e6),
-        ("tokens_billions", "20", 20e9),
-        ("size", "small", math.nan),
-    ],
-)
-def test_counts_have_units_in_the_cell_or_the_heading(heading, cell, expected):
-    np.testing.assert_equal(counts(pd.Series([cell], name=heading))[0], expected)
-
-
-def test_a_file_name_with_several_sizes_names_none(tmp_path):
-    assert size_in_name(tmp_path / "runs_1.3b.csv") == 1.3e9
-    assert math.isnan(size_in_name(tmp_path / "runs_122m_310m.csv"))
-
-
 def test_predictions_for_the_papers_mixtures_are_near_the_known_losses(fits):
     runs, surrogate = fits[0]
     mixtures = paper_mixtures(paper_settings()["slimpajama-684m"], runs)
@@ -128,30 +104,6 @@ def test_the_choice_from_smaller_runs_is_priced_by_measured_losses(fits):
     assert row["rank correlation"][0] > 0.98
     assert row["cross-validated"][0] > 0.9
     assert row["cross-validated"][1] < row["cross-validated"][0] < row["cross-validated"][2]
-
-
-def test_the_command_writes_the_tables_of_all_sizes(folder, fits, tmp_path, monkeypatch):
-    monkeypatch.setattr(public_runs, "fit_all", lambda runs: fits)
-    output = tmp_path / "found.json"
-    monkeypatch.setattr(
-        sys, "argv", ["public_runs.py", "--validation", str(folder), "--output", str(output)]
-    )
-    public_runs.main()
-    tables = {table["title"]: table["rows"] for table in json.loads(output.read_text())["tables"]}
-    sizes = {row["size"] for rows in tables.values() for row in rows if "size" in row}
-    assert sizes == {"122M", "2.7B"}
-    text = output.with_suffix(".md").read_text()
-    assert all(f"## {title}" in text for title in tables)
-
-
-@pytest.mark.parametrize("name", ["", "no_such_folder"])
-def test_a_folder_without_runs_is_an_error(name, tmp_path, monkeypatch, capsys):
-    argv = ["public_runs.py", "--validation", str(tmp_path / name), "--output", "unused.json"]
-    monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as stopped:
-        public_runs.main()
-    assert stopped.value.code == 2
-    assert "--validation" in capsys.readouterr().err
 
 
 def test_published_runs_predict_the_paper_and_a_target_at_a_larger_size():
