@@ -16,16 +16,10 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron_chameleon.artifacts import SPLITS
 from megatron_chameleon.artifacts import corpus as corpus_artifact
 from megatron_chameleon.artifacts.corpus import hash_token_file
-from megatron_chameleon.blend.dataset import check_enough_tokens, check_weights
 from megatron_chameleon.corpus.data_path import DataPath, domain_names, split_range
-from megatron_chameleon.corpus.domains import open_data_path, open_domains
+from megatron_chameleon.corpus.domains import open_data_path
 from megatron_chameleon.errors import UserError
 from tests.unit.blend.inputs import dataset_config, write_file
-
-
-@pytest.fixture
-def corpus(make_corpus):
-    return make_corpus({"a": [5, 3, 9, 1], "b": [9, 9]})
 
 
 @pytest.mark.parametrize(
@@ -153,14 +147,3 @@ def test_files_that_changed_or_have_another_type_are_rejected(corpus, tmp_path):
     data = open_data_path(DataPath.parse(str(tmp_path / "wide")), "1", corpus.tokenizer)
     with pytest.raises(UserError, match="type int64"):
         data.domains[0].open()
-
-
-def test_short_domains_and_invalid_weights_are_rejected(corpus):
-    data = open_domains(corpus)
-    with pytest.raises(UserError, match="--seq-length"):
-        check_enough_tokens(data, [1, 0], 18)
-    check_enough_tokens(data, [1, 1], 17)
-    check_enough_tokens(data, [0, 0], 18)
-    for weights in ([1], [1, -0.1], [1, float("nan")], [0, 0], [1e308, 1e308]):
-        with pytest.raises(UserError, match="weight"):
-            check_weights(data, weights)
