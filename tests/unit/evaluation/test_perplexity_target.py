@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_chameleon.artifacts import EvaluationResult, MixtureWarning
+from megatron_chameleon.artifacts import EvaluationResult
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import perplexity
 from megatron_chameleon.evaluation.options import PerplexityOptions
@@ -72,14 +72,6 @@ def test_a_text_has_the_loss_of_a_domain_with_the_same_text(evaluate, trained, p
     expected = 0.75 * poems.loss + 0.25 * result.domains["news"].loss
     assert result.target.loss == pytest.approx(expected, abs=1e-6)
     assert [*result.training_domains] == ["news", "code"]
-
-
-def test_documents_of_the_target_in_the_training_text_are_a_warning(evaluate, trained, tmp_path):
-    _, leaked = with_text(trained[0], tmp_path / "copy", "code", "train")
-    with pytest.warns(
-        MixtureWarning, match=r"documents of 'mine' are in the training text of 'code'"
-    ):
-        evaluate(f"mine={leaked}", target_text_key="words")
 
 
 def test_another_target_of_measured_domains_needs_no_evaluation(
