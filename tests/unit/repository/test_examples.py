@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -288,69 +285,3 @@ def test_downstream_tasks_are_the_papers(launch, tmp_path):
     assert len(calls) == len(list((tmp_path / base).iterdir()))
     assert options.output == Path("runs/slimpajama/6-evaluation/uniform-seed1-downstream.json")
     assert (options.tasks, options.shots, options.limit) == (PAPER_TASKS, (0, 1, 2, 3, 4, 5), None)
-
-
-# SLURM
-
-PROGRAMS = {
-    "srun": 'echo "$LASTS" > "$OUT/later"\nexit "$STATUS"',
-    "squeue": 'date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S',
-    # After the fake srun, the fake date returns the real time plus LASTS seconds.
-    "date": """
-[ "$*" = +%s ] || exec /bin/date "$@"
-echo $(($(/bin/date +%s) + $(cat "$OUT/later" 2> /dev/null || echo 0)))
-""",
-    "scontrol": """
-case $1 in
-  show) echo n5 ;;
-  *) echo "$@" > "$OUT/queue.txt" ;;
-esac
-""",
-}
-SCRIPT = str(EXAMPLES / "pretrain_684m.sh")
-
-
-@pytest.fixture
-def job(tmp_path):
-    """Run pretrain.sbatch in a job that ends in two hours: ``job(**environment)``.
-
-    After the fake srun, the fake date returns the real time plus LASTS seconds.
-    """
-    for name, body in PROGRAMS.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-
-    def run(**environment):
-        own = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "OUT": str(tmp_path),
-            "ENDS": str(round(time.time()) + 7200),
-            "SLURM_JOB_ID": "31234",
-            "SLURM_JOB_NODELIST": "n5",
-            "SLURM_JOB_NUM_NODES": "1",
-        }
-        return subprocess.run(
-            ["bash", str(EXAMPLES / "slurm" / "pretrain.sbatch"), SCRIPT],
-            env={**os.environ, **own, **environment},
-            capture_output=True,
-            text=True,
-        )
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("lasts", "status", "minutes", "is_queued"),
-    [
-        (7000, 0, "10", True),
-        (6000, 0, "10", False),
-        (7000, 3, "10", False),
-        (6500, 0, "15", True),
-    ],
-)
-def test_only_a_run_stopped_by_its_time_limit_is_requeued(
-    job, tmp_path, lasts, status, minutes, is_queued
-):
-    done = job(LASTS=str(lasts), STATUS=str(status), SAVE_MINUTES=minutes)
-    assert done.returncode == status
-    assert (tmp_path / "queue.txt").exists() == is_queued
