@@ -24,22 +24,13 @@ from megatron_chameleon.methods.doge.compute import Doge, held_out_mix
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit
 from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
-from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions
+from megatron_chameleon.methods.swarm import MixtureSamplingOptions
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.small_corpus import with_text, write_small_corpus
+from tests.unit.methods.swarm.small_swarm import SWARM
 
-STEPS = 4
+STEPS = SWARM.train_iters
 TRAIN = PriorOptions(accept_uncertain=True)
-SWARM = SwarmOptions(
-    model="nano",
-    train_iters=STEPS,
-    seq_length=32,
-    global_batch_size=4,
-    members_at_once=1,
-    lr=1e-2,
-    lr_warmup_iters=1,
-    eval_tokens=128,
-)
 PROXY = ProxyOptions(
     model="nano",
     seq_length=32,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,9 +21,10 @@ from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
 from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
 from megatron_chameleon.methods.surrogate import OptimumOptions, SurrogateOptions
-from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions
+from megatron_chameleon.methods.swarm import MixtureSamplingOptions
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.small_corpus import DOMAINS, PREDICTABLE, ring_document, write_small_corpus
+from tests.unit.methods.swarm.small_swarm import SWARM
 
 EQUAL = [1 / 3] * 3
 PROXY = ProxyOptions(
@@ -33,32 +35,23 @@ PROXY = ProxyOptions(
     micro_batch_size=4,
     optimizer=OptimizerOptions(lr=1e-2, lr_warmup_iters=1),
 )
-SWARM: dict[str, Any] = {
+OF_SWARMS: dict[str, Any] = {
     "num_proxies": 6,
     "sampling": MixtureSamplingOptions(smallest_weight=0.05),
-    "swarm": SwarmOptions(
-        model="nano",
-        train_iters=2,
-        seq_length=32,
-        global_batch_size=4,
-        members_at_once=1,
-        lr=1e-2,
-        lr_warmup_iters=1,
-        eval_tokens=128,
-    ),
+    "swarm": dataclasses.replace(SWARM, train_iters=2),
 }
 METHODS: dict[Any, dict[str, Any]] = {
     DoremiOptions: {"proxy": PROXY},
     DogeOptions: {"proxy": PROXY},
     RegmixOptions: {
         "trees": TreeOptions(num_trees=10, num_draws=500, num_best=10, folds=2),
-        **SWARM,
+        **OF_SWARMS,
     },
-    MixingLawsOptions: {"laws": LawOptions(num_starts=2), **SWARM},
+    MixingLawsOptions: {"laws": LawOptions(num_starts=2), **OF_SWARMS},
     SurrogateOptions: {
         "fallback": PriorOptions("uniform"),
         "optimum": OptimumOptions(num_draws=200, splits=2),
-        **SWARM,
+        **OF_SWARMS,
         "num_proxies": 16,
     },
 }

@@ -353,10 +353,7 @@ def test_many_domains(compute, monkeypatch):
         ({"weighting": WeightingOptions("scaled", normalize=False)}, "--recipe"),
         ({"extraction": ExtractionOptions(layer=99)}, "--layer 99"),
         ({"target_strength": 0.5}, "--target-strength"),
-        ({"checkpoint": Path("nowhere")}, "--checkpoint nowhere"),
         ({"parallel": ParallelOptions(2)}, "tensor 2"),
-        ({"target": "news,news"}, "'news'"),
-        ({"target": "text=nowhere.txt"}, "nowhere.txt"),
         ({"target": "poems", "domains": "news,code"}, "'poems'"),
     ],
 )

@@ -12,11 +12,10 @@ import torch
 import transformers
 from huggingface_hub import constants
 
-from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe, EmbeddingStore, Mixture
+from megatron_chameleon.artifacts import EmbeddingRecipe, EmbeddingStore, Mixture
 from megatron_chameleon.checkpoint.convert import convert_to_checkpoint
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions
 from megatron_chameleon.corpus.domains import open_domains
-from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
 from megatron_chameleon.corpus.windows import draw_windows, split_at_documents
 from megatron_chameleon.embedding.embed import StoreEntry
 from megatron_chameleon.embedding.proxy import open_proxy
@@ -35,7 +34,7 @@ from tests.huggingface_models import (
     write_model,
     write_tokenizer,
 )
-from tests.small_corpus import DOMAINS, EOD, write_small_corpus
+from tests.small_corpus import DOMAINS, EOD
 from tests.unit.corpus.small_hub import serve
 
 LAYER, WINDOW = 2, 32
@@ -43,26 +42,15 @@ WORDS = [str(number) for number in range(EOD)]
 EXTRACTION = ExtractionOptions(layer=LAYER, window_length=WINDOW, num_windows=40)
 
 
-@pytest.fixture(scope="module")
-def text_corpus(tmp_path_factory) -> Corpus:
-    """A corpus whose tokenizer's words are its token ids."""
-    corpus = write_small_corpus(tmp_path_factory.mktemp("inputs") / "corpus")
-    write_tokenizer(corpus.root, WORDS)
-    file = recorded_tokenizer_file(corpus.root / corpus.tokenizer.file, corpus.tokenizer)
-    identity = dataclasses.replace(corpus.tokenizer, sha256=file.sha256)
-    dataclasses.replace(corpus, tokenizer=identity).save()
-    return Corpus.load(corpus.root)
-
-
 @pytest.fixture
-def compute(text_corpus, tmp_path):
+def compute(numbers_corpus, tmp_path):
     """``compute(checkpoint, **changes)``: run the method and load its mixture and its store."""
 
     def run(checkpoint, extraction=EXTRACTION, **changes):
         output = tmp_path / f"out-{Path(checkpoint).name}" / "mixture.json"
         weighting = WeightingOptions("scaled", bootstrap_resamples=2)
         options = ChameleonOptions(
-            corpus=text_corpus.root,
+            corpus=numbers_corpus.root,
             checkpoint=Path(checkpoint),
             output=output,
             extraction=extraction,
@@ -76,13 +64,13 @@ def compute(text_corpus, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
-def test_vectors_equal_those_of_our_model(compute, text_corpus, tmp_path, family):
+def test_vectors_equal_those_of_our_model(compute, numbers_corpus, tmp_path, family):
     """A folder of a family that we train gives the same vectors, converted or not."""
     folder, checkpoint = write_model(tmp_path / "model", family), tmp_path / "checkpoint"
     write_tokenizer(folder, WORDS)
     convert_to_checkpoint(FromHuggingFaceOptions(model=folder, output=checkpoint))
     (theirs, their_store), (ours, our_store) = compute(folder), compute(checkpoint)
-    assert their_store.recipe.tokenizer_hash == text_corpus.tokenizer.sha256
+    assert their_store.recipe.tokenizer_hash == numbers_corpus.tokenizer.sha256
     for name in DOMAINS:
         found, expected = their_store.vectors(name), our_store.vectors(name)
         assert np.abs(expected).max() > 1
@@ -95,14 +83,14 @@ def test_vectors_equal_those_of_our_model(compute, text_corpus, tmp_path, family
         open_proxy(checkpoint, trust_remote_code=True)
 
 
-def test_text_of_another_tokenizer_is_decoded_and_encoded(compute, text_corpus, tmp_path):
+def test_text_of_another_tokenizer_is_decoded_and_encoded(compute, numbers_corpus, tmp_path):
     folder = write_model(tmp_path / "bert", "bert")
     write_digits_tokenizer(folder)
     extraction = dataclasses.replace(EXTRACTION, num_windows=10**6)  # every window
     _, store = compute(folder, extraction)
-    assert store.recipe.tokenizer_hash != text_corpus.tokenizer.sha256
+    assert store.recipe.tokenizer_hash != numbers_corpus.tokenizer.sha256
     model = transformers.AutoModel.from_pretrained(folder).eval()
-    tokens = open_domains(text_corpus).open("code", "train")
+    tokens = open_domains(numbers_corpus).open("code", "train")
     windows = draw_windows(tokens.lengths, WINDOW, 10**6, seed=0, name="code")
     parts = split_at_documents(windows, tokens.lengths)
     digits = []
@@ -124,13 +112,13 @@ def test_text_of_another_tokenizer_is_decoded_and_encoded(compute, text_corpus, 
     np.testing.assert_allclose(by_first(found), by_first(np.stack(rows)), atol=1e-5)
 
 
-def test_windows_of_a_document_are_joined(text_corpus, tmp_path):
+def test_windows_of_a_document_are_joined(numbers_corpus, tmp_path):
     folder = write_model(tmp_path / "bert", "bert")
     write_digits_tokenizer(folder)
-    proxy, tokens = open_proxy(folder), open_domains(text_corpus).open("news", "train")
+    proxy, tokens = open_proxy(folder), open_domains(numbers_corpus).open("news", "train")
     recipe = EmbeddingRecipe("m", LAYER, WINDOW, num_windows=2, seed=0, tokenizer_hash="t")
     windows = StoreEntry("news", "news", recipe, documents=range(5, 9)).windows(tokens)
-    text = open_domains(text_corpus).encoded_for(proxy)
+    text = open_domains(numbers_corpus).encoded_for(proxy)
     assert text.is_reencoded
     encoded = text.encode_again(tokens, windows, by_document=True)
     assert len(encoded) == 4

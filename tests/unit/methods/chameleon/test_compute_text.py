@@ -218,18 +218,14 @@ def test_text_is_reported_and_a_blend_of_names_is_written(compute, files, tmp_pa
         ([], "either --corpus, or --input"),
         (["--input", "web={web}", "--corpus", "c"], "either --corpus, or --input"),
         (["--corpus", "c", "--text-key", "x"], "--text-key x: applies only to --input"),
-        (["--corpus", "c", "--eod-token", "x"], "--eod-token x: applies only to --input"),
         (
             ["--input", "web={web}", "--token-budget", "9"],
             "--token-budget 9: requires token counts",
         ),
         (["--input", "{web}"], "has no domain; pass it as NAME=PATH"),
-        (["--input", "={web}"], "must be NAME=PATH"),
-        (["--input", "web=nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--input", "web={web}", "code={empty}"], "'code' has no text"),
         (["--input", "web={web}", "--text-key", "content"], "no key 'content'"),
         (["--input", "web={web}", "--domains", "code"], "unknown domain 'code'; --input has web"),
-        (["--input", "web={web}", "--target", "code"], "unknown name 'code'"),
         (["--input", "web=hf:o/n"], "cannot reach http://127.0.0.1:9"),
     ],
 )

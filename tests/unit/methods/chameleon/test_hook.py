@@ -20,7 +20,6 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.checkpoint.state import random_states
-from megatron_chameleon.commands import pretrain_gpt
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.chameleon import (
     ChameleonOptions,
@@ -32,7 +31,6 @@ from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.hook import OnlineChameleon
 from megatron_chameleon.methods.online.options import OnlineOptions
 from megatron_chameleon.model.gpt import unwrap
-from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS, without_training_text
 from tests.unit.training.runs import before_steps
@@ -175,10 +173,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, monkeypatch, step, k
     assert one.state["recomputed"] == 2
 
 
-def kill(_model):
-    raise RuntimeError("killed")
-
-
 def test_non_finite_hidden_states_leave_the_mixture_unchanged(options, monkeypatch):
     def poison(model):
         def hook(module, _inputs, output):
@@ -218,16 +212,3 @@ def test_a_mistake_writes_nothing(options, tmp_path):
         with pytest.raises(UserError, match=named):
             pretrain(options(**changes), OnlineChameleon)
         assert not options().run_dir.exists()
-
-
-def test_a_killed_run_is_resumed_by_the_tool(options, monkeypatch):
-    monkeypatch.setattr(StopRequests, "install_handlers", lambda _stops: None)
-    whole, parts = options("whole"), options("parts")
-    pretrain_gpt.main(whole)
-    assert len(phases_of(whole.run_dir)) == 2
-    with monkeypatch.context() as patched:
-        before_steps(patched, {5: kill})
-        with pytest.raises(RuntimeError, match="killed"):
-            pretrain_gpt.main(parts)
-    pretrain_gpt.main(parts)
-    assert figures_of(parts.run_dir) == figures_of(whole.run_dir)

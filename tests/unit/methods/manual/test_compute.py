@@ -64,8 +64,6 @@ def test_tokens_and_epochs_set_weights_and_budget(manual, corpus):
         {"epochs": "news=1", "max_epochs": 2.0},
         {"tokens": "news=1e30"},
         {"tokens": "news=0"},
-        {"tokens": "other=5"},
-        {"epochs": "other=1"},
         {"epochs": "news=nan"},
         {"epochs": "news=1,news=2"},
     ],
@@ -101,7 +99,6 @@ def test_weights_of_a_csv_table(manual, corpus, tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"name,share\nnews,1\n",
         b"domain,weight,max_repetitions\nnews,1,4\n",  # a misspelt column
         b"domain,weight\nn\xff,1\n",
         b"domain,weight\nnews,0.5\ncode\n",  # a row with too few fields
@@ -194,7 +191,6 @@ def test_a_held_out_domain_gets_no_weight(manual, held_out_corpus):
         ({"weights": "verse=1,news=1"}, "--rename verse=NAME"),
         ({"weights": "news=1", "rename": (("verse=news",),)}, "--rename verse=news"),
         ({"weights": "news=1", "rename": (("news=verse",),)}, "'verse'"),
-        ({"weights": "lost.csv"}, "lost.csv"),
         ({"published": "slimpajama/doge"}, "'arxiv', 'book'"),
     ],
 )

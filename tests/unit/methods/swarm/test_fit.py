@@ -28,7 +28,7 @@ from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
 from megatron_chameleon.methods.regmix.compute import Regmix
 from megatron_chameleon.methods.surrogate import OptimumOptions, SurrogateOptions
 from megatron_chameleon.methods.surrogate.compute import SurrogateFit
-from megatron_chameleon.methods.swarm import CollectOptions, MixtureSamplingOptions, SwarmOptions
+from megatron_chameleon.methods.swarm import CollectOptions, MixtureSamplingOptions
 from megatron_chameleon.methods.swarm.any_trainer import collect_swarm
 from megatron_chameleon.methods.swarm.fit import (
     FitMethod,
@@ -44,18 +44,9 @@ from megatron_chameleon.mixture.mixing_laws import MixingLaws, simplex_grid
 from megatron_chameleon.mixture.regmix import TreeSettings, fit_trees, sample_mixtures
 from megatron_chameleon.model.config import PRESETS
 from tests.small_corpus import DOMAINS
+from tests.unit.methods.swarm import small_swarm
 
-SWARM = SwarmOptions(
-    model="nano",
-    train_iters=4,
-    seq_length=32,
-    global_batch_size=4,
-    members_at_once=1,
-    lr=1e-2,
-    lr_warmup_iters=1,
-    eval_interval=1,
-    eval_tokens=128,
-)
+SWARM = dataclasses.replace(small_swarm.SWARM, eval_interval=1)
 CUT = dataclasses.replace(SWARM, target_tokens=2000)
 SAMPLING = MixtureSamplingOptions(smallest_weight=0.05)
 TREES = TreeOptions(num_trees=100, tree_learning_rate=0.1, num_draws=3000, num_best=30)
@@ -115,8 +106,6 @@ TABLES = {"ratios": Path("r"), "metrics": Path("m")}
 @pytest.mark.parametrize(
     ("options_type", "changes", "identifier"),
     [
-        (RegmixOptions, {"target": "songs"}, "songs"),
-        (RegmixOptions, {"target": "news,news"}, "news"),
         (RegmixOptions, {"num_proxies": 3}, "3 runs"),
         (MixingLawsOptions, {"num_proxies": 3}, "3 runs"),
         (RegmixOptions, {"sampling": MixtureSamplingOptions(max_upweighting=0.1)}, "--num-proxies"),
@@ -126,12 +115,9 @@ TABLES = {"ratios": Path("r"), "metrics": Path("m")}
         (RegmixOptions, {"swarm": SWARM, **TABLES}, "--model nano"),
         (MixingLawsOptions, {"laws": LawOptions(target_steps=4)}, "--target-steps 4"),
         (MixingLawsOptions, {"laws": LAWS_OF_PRESETS, **TABLES}, "--target-model"),
-        (SurrogateOptions, {"num_proxies": 3}, "3 runs"),
-        (RegmixOptions, {"fallback": PriorOptions(prior="no.json")}, "no.json"),
         (SurrogateOptions, {"optimum": OptimumOptions(min_weight="0.4")}, "--min-weight"),
         (SurrogateOptions, {"optimum": OptimumOptions(max_weight="0.3")}, "--max-weight"),
         (SurrogateOptions, {"optimum": OptimumOptions(max_weight="songs=0.3")}, "'songs'"),
-        (SurrogateOptions, {"optimum": OptimumOptions(max_weight="code=1.5")}, "'1.5'"),
         (MixingLawsOptions, {"laws": LawOptions(target_steps=9), "swarm": CUT}, "--target-tokens"),
     ],
 )

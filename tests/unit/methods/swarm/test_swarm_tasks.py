@@ -22,8 +22,9 @@ from megatron_chameleon.evaluation.tasks import FOLDERS
 from megatron_chameleon.interchange.mixture_runs import read_mixture_runs
 from megatron_chameleon.methods.mixing_laws import METHOD, LawOptions, MixingLawsOptions
 from megatron_chameleon.methods.options import PriorOptions
-from megatron_chameleon.methods.swarm import MixtureSamplingOptions, SwarmOptions
+from megatron_chameleon.methods.swarm import MixtureSamplingOptions
 from tests.fixtures.task_data import Words, write_task_data
+from tests.unit.methods.swarm.small_swarm import SWARM
 
 MEMBERS = 4
 
@@ -50,14 +51,10 @@ def options(tmp_path_factory):
             workers=1,
         )
     )
-    swarm = SwarmOptions(
-        model="nano",
+    swarm = dataclasses.replace(
+        SWARM,
         train_iters=3,
         seq_length=128,
-        global_batch_size=4,
-        members_at_once=1,
-        lr=1e-2,
-        lr_warmup_iters=1,
         eval_tokens=256,
         downstream=TaskOptions(
             tasks=("lambada_openai", "sciq"), limit=2, data_dir=write_task_data(root / "data", 4)
