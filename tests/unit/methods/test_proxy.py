@@ -266,6 +266,13 @@ def test_collapsed_or_unsettled_weights_give_a_warning(copied, options, last, me
         compute(options())
 
 
+@for_method(("name", "mean"), [("doge", [0.5]), ("doge", [[0.1], [0.2, 0.7]]), ("doremi", "x")])
+def test_a_damaged_state_is_an_error(copied, options, mean):
+    edit_state(copied, mean=mean)
+    with pytest.raises(UserError, match="hook is damaged"):
+        compute(options())
+
+
 @for_method(
     ("name", "changes", "problem"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -13,7 +14,9 @@ import torch
 from megatron_chameleon.parallel.acceleration import (
     COVERAGE_TABLE,
     ON_SIMULATED,
+    RESULTS,
     acceleration_report,
+    cuda_coverage,
     format_report,
     nvidia_apex,
 )
@@ -76,3 +79,29 @@ def test_every_test_that_covers_a_cuda_feature_exists():
                 file, name, case = parts.groups()
                 assert f"def {name}(" in (ROOT / folder / file).read_text(encoding="utf-8"), test
                 assert case is None or case in cases, test
+
+
+def test_a_feature_is_tested_on_a_device_if_all_its_gpu_tests_passed_there(tmp_path):
+    features = {  # feature -> (tests on a GPU, tests on the simulated device)
+        "passed": (["a.py::test_a", "a.py::test_b[x]"], []),
+        "failed": (["a.py::test_b"], ["b.py::test_c"]),
+        "not run": (["a.py::test_b[x]", "a.py::test_c"], []),
+        "no tests": ([], []),
+    }
+    (tmp_path / "tests").mkdir()
+    (tmp_path / COVERAGE_TABLE).write_text(
+        "\n".join(
+            f'[[feature]]\nname = "{name}"\ngpu = {gpu}\nsimulated = {simulated}'
+            for name, (gpu, simulated) in features.items()
+        )
+    )
+    outcomes = {"test_a[1]": "passed", "test_a[2]": "passed"}
+    outcomes |= {"test_b[x]": "passed", "test_b[y]": "failed"}
+    tests = {f"tests/gpu/a.py::{name}": outcome for name, outcome in outcomes.items()}
+    (tmp_path / RESULTS).mkdir(parents=True)
+    rows = [{"machine": {"device": "H100"}, "tests": tests}]
+    (tmp_path / RESULTS / "tests-h100.json").write_text(json.dumps({"rows": rows}))
+    on_gpu, on_simulated, untested = cuda_coverage(tmp_path).values()
+    assert on_gpu == ["passed (H100)"]
+    assert on_simulated == ["failed"]
+    assert untested == ["not run", "no tests"]

@@ -215,6 +215,22 @@ def test_the_result_of_another_member_is_rejected(whole, corpus, tmp_path, copie
             run()
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mixtures": [[1.0, 1.0, 0.0]]}, "sum of 1"),
+        ({"mixtures": [[0.5, 0.5]]}, "a weight for each domain"),
+        ({"domains": [DOMAINS[0], *DOMAINS[:2]]}, "twice"),
+    ],
+)
+def test_an_edited_swarm_is_rejected(whole, corpus, tmp_path, changes, problem):
+    fields = json.loads((whole[1] / "swarm.json").read_text())
+    del fields["checksum"]
+    (tmp_path / "swarm.json").write_text(json.dumps(fields | changes))
+    with pytest.raises(UserError, match=problem):
+        run_members(RunOptions(corpus=corpus.root, swarm_dir=tmp_path))
+
+
 def test_a_stopped_swarm_resumes_and_members_are_added(whole, corpus, tmp_path):
     folder = without(whole, tmp_path / "more", 3)
     record = SwarmRecord.load(folder)
