@@ -20,7 +20,8 @@ TESTS := tests --ignore tests/gpu
 # tests that touch megatron-core with the other Python: with 3.12 if PYTHON is 3.11, otherwise with
 # 3.11. MEGATRON_CORE=0.18.2 selects another release for this Python.
 CORE_VENV := .venv-core
-CORE_TESTS := tests/distributed $(addprefix tests/unit/,model parallel blend training checkpoint)
+CORE_TESTS := tests/distributed $(addprefix tests/unit/,model parallel blend training checkpoint \
+  corpus/test_data_path.py corpus/test_indexed_object_storage.py)
 
 # The name of the stamp file contains a digest of the environment's inputs: a changed pin, another
 # interpreter or a moved clone (an editable install refers to its folder) triggers a new install.

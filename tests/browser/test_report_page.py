@@ -6,48 +6,12 @@ import re
 
 import pytest
 
-# Colour and background of every text, except numbers on a heat map, whose colours are fixed.
-TEXT_COLORS = """() => {
-  const found = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const parent = walker.currentNode.parentElement;
-    const ownColor = parent.closest("text") && parent.style.fill.startsWith("rgb");
-    if (!walker.currentNode.data.trim() || ownColor || !parent.checkVisibility()) continue;
-    if (parent.closest("title, desc, .hidden-text, .skip")) continue;
-    let behind = parent;
-    while (behind && /^rgba\\(.*, 0\\)$/.test(getComputedStyle(behind).backgroundColor))
-      behind = behind.parentElement;
-    const style = getComputedStyle(parent);
-    const color = parent.closest("svg") ? style.fill : style.color;
-    found.push([color, getComputedStyle(behind ?? document.body).backgroundColor,
-                walker.currentNode.data.trim().slice(0, 40)]);
-  }
-  return found;
-}"""
-# The page's background, and the colours of all lines and filled shapes of the figures.
-DRAWN_COLORS = """() => {
-  const paper = getComputedStyle(document.body).backgroundColor;
-  const found = new Set();
-  for (const node of document.querySelectorAll("svg [style*='--series'], svg [style*='--proxy']")) {
-    const style = getComputedStyle(node);
-    for (const key of ["fill", "stroke"])
-      if (/--(series|proxy)/.test(node.style[key])) found.add(style[key]);
-  }
-  return [paper, [...found]];
-}"""
-
 
 def luminance(color: str) -> float:
     """Relative luminance of a color 'rgb(r, g, b)', as defined by WCAG 2.2."""
     values = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
 
 
 def column(page, table: str, index: int) -> list[str]:
@@ -140,26 +104,6 @@ def test_every_format_is_sorted_with_missing_values_last(sorting_page, index):
     present = values[:-1] if is_absent else values
     expected = [*present[::-1], *(values[-1:] if is_absent else [])]
     assert list(dict.fromkeys(column(sorting_page, "table-title", index + 1))) == expected
-
-
-def test_the_page_does_not_scroll_sideways_on_a_phone(open_page):
-    page, _ = open_page(viewport={"width": 360, "height": 740})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    page.evaluate("window.scrollTo(500, 0)")
-    assert page.evaluate("window.scrollX") == 0
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_and_lines_have_enough_contrast(open_page, scheme):
-    page, _ = open_page(color_scheme=scheme)
-    texts = page.evaluate(TEXT_COLORS)
-    assert len(texts) > 300
-    weak = [text for text in texts if contrast(*text[:2]) < 4.5]
-    assert weak == []
-    paper, colors = page.evaluate(DRAWN_COLORS)
-    assert len(colors) >= 5
-    assert [color for color in colors if contrast(color, paper) < 3] == []
-    assert (luminance(paper) < 0.05) == (scheme == "dark")
 
 
 def test_the_theme_is_chosen_with_a_button_and_remembered(open_page):

@@ -1,6 +1,6 @@
 """Run the paper's experiments of examples/compare_methods.sh with SIZE=tiny, in the paper's order.
 
-tests/unit/test_examples_compare.py checks the commands of all columns at full size.
+tests/unit/experiments/test_compare.py checks the commands of all columns at full size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run the launchers of examples/ with SIZE=tiny on two CPU ranks.
 
-tests/unit/test_examples.py parses the commands of all launchers.
+tests/unit/repository/test_examples.py parses the commands of all launchers.
 """
 
 from __future__ import annotations
@@ -269,7 +269,10 @@ def test_sweep_trains_each_proxy_once(launchers):
 
 @pytest.mark.slow
 def test_slurm_job_on_two_nodes_is_requeued_until_done(launchers):
-    """The first job stops after its first step; --overwrite applies only to the first job."""
+    """The first job stops after its first step; --overwrite applies only to the first job.
+
+    A finished job and a failed one, which ends after the time to stop, are not requeued.
+    """
     name, margin = "pretrain_124m_proxy", 600
     folder = launchers.folder(name) / "2-proxy/tiny-seed1"
     flags = ("--", "--overwrite", "--exit-duration-in-mins")
@@ -282,4 +285,6 @@ def test_slurm_job_on_two_nodes_is_requeued_until_done(launchers):
     assert f"resuming at step {step}:" in second
     assert TrainingRun.load(folder).status == "finished"
     assert CheckpointRecord.load(find_checkpoint(folder)).layout["data_parallel_size"] == 2
+    with pytest.raises(AssertionError, match="no-such-flag"):
+        launchers.submit(name, margin + 1, "--", "--no-such-flag", restarts=1)
     assert launchers.calls.read_text().splitlines() == [call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -59,6 +60,22 @@ def held_out_corpus(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) ->
     output = tmp_path_factory.mktemp("held-out") / "corpus"
     import_corpus(ImportOptions(output, corpus=corpus.root, held_out="poems"))
     return Corpus.load(output)
+
+
+@pytest.fixture(scope="session")
+def numbers_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A corpus whose tokenizer's words are its token ids, for reading only."""
+    from megatron_chameleon.artifacts import Corpus
+    from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
+    from tests.huggingface_models import write_tokenizer
+    from tests.small_corpus import EOD, write_small_corpus
+
+    corpus = write_small_corpus(tmp_path_factory.mktemp("numbers") / "corpus")
+    write_tokenizer(corpus.root, [str(number) for number in range(EOD)])
+    file = recorded_tokenizer_file(corpus.root / corpus.tokenizer.file, corpus.tokenizer)
+    identity = dataclasses.replace(corpus.tokenizer, sha256=file.sha256)
+    dataclasses.replace(corpus, tokenizer=identity).save()
+    return Corpus.load(corpus.root)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import get_blend_from_list, normalize
 
-from megatron_chameleon.blend.dataset import BlendedTokens
+from megatron_chameleon.blend.dataset import BlendedTokens, check_enough_tokens, check_weights
 from megatron_chameleon.blend.megatron_order import build_blending_indices
 from megatron_chameleon.blend.order import MAX_SAMPLES
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase
@@ -380,3 +380,14 @@ def test_a_cut_that_cannot_be_made_is_rejected(corpus):
     with pytest.raises(UserError, match=r"'tiny' .* is cut to 9 of its 18 tokens"):
         BlendedTokens(cut, MixtureSchedule.fixed([1, 1, 1, 0]), 10, SEQ_LENGTH, 1, "feistel")
     BlendedTokens(cut, MixtureSchedule.fixed([1, 1, 0, 0]), 10, SEQ_LENGTH, 1, "feistel")
+
+
+def test_short_domains_and_invalid_weights_are_rejected(make_corpus):
+    data = open_domains(make_corpus({"a": [5, 3, 9, 1], "b": [9, 9]}))
+    with pytest.raises(UserError, match="--seq-length"):
+        check_enough_tokens(data, [1, 0], 18)
+    check_enough_tokens(data, [1, 1], 17)
+    check_enough_tokens(data, [0, 0], 18)
+    for weights in ([1], [1, -0.1], [1, float("nan")], [0, 0], [1e308, 1e308]):
+        with pytest.raises(UserError, match="weight"):
+            check_weights(data, weights)

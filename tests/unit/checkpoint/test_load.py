@@ -328,27 +328,3 @@ def test_a_pickle_can_only_set_the_state_of_new_records(tmp_path, opcodes, probl
     (tmp_path / INDEX_NAME).write_bytes(b"\x80\x02" + opcodes)
     with pytest.raises(UserError, match=problem):
         read_index(tmp_path)
-
-
-def test_torch_loads_only_tensors_and_the_index_is_read_once(one_rank, tmp_path, monkeypatch):
-    trainer = trainer_of(one_rank)
-    train(trainer, 1, 1)
-    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
-    weights_only = []
-    real = torch.load
-
-    def recorded(*arguments, **options):
-        weights_only.append(options.get("weights_only", True))
-        return real(*arguments, **options)
-
-    def read_and_remove(folder):
-        index = read_index(folder)
-        (folder / INDEX_NAME).unlink()
-        return index
-
-    monkeypatch.setattr(torch, "load", recorded)
-    monkeypatch.setattr("megatron_chameleon.checkpoint.load.read_index", read_and_remove)
-    record = CheckpointRecord.load(tmp_path / "step")
-    load_training(record, *trainer)
-    assert len(weights_only) > 10
-    assert all(weights_only)

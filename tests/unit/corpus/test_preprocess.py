@@ -243,16 +243,8 @@ def test_unusable_text_is_rejected_and_leaves_no_output(
 # Workers and threads
 
 
-class CannotBeUnpickledError(Exception):
-    def __init__(self, *, response):
-        super().__init__("no connection")
-
-
 DISK_FULL, BUG = RuntimeError("failed"), KeyError("bug")
-NO_CONNECTION = CannotBeUnpickledError(response=1)
 DISK_FULL.__cause__ = BUG.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-NO_CONNECTION.__context__ = DISK_FULL.__cause__
-NO_CONNECTION.__cause__ = None  # as in `raise NO_CONNECTION from None`
 
 
 @pytest.mark.parametrize(
@@ -261,7 +253,6 @@ NO_CONNECTION.__cause__ = None  # as in `raise NO_CONNECTION from None`
         (UserError("x.jsonl is damaged"), UserError, "x.jsonl is damaged", ""),
         (DISK_FULL, UserError, "No space left on device; .* run the same command again", ""),
         (BUG, RuntimeError, "a worker process failed", "KeyError: 'bug'"),
-        (NO_CONNECTION, RuntimeError, "failed", "Error: no connection"),
     ],
 )
 def test_an_error_in_a_worker_is_reported_as_in_one_process(

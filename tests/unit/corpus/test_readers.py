@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import hashlib
 import json
@@ -26,7 +25,6 @@ from megatron_chameleon.corpus.options import DomainOptions, SourceOptions
 from megatron_chameleon.corpus.readers import (
     Document,
     DocumentReader,
-    MalformedLines,
 )
 from megatron_chameleon.corpus.sources import Chunk, find_sources
 from megatron_chameleon.errors import UserError
@@ -153,14 +151,10 @@ def test_integers_name_domains(jsonl):
 
 FOREIGN = {
     "array.json": (b'[\n{"text": "a"},\n{"text": "b"}\n]\n', "hf:FOLDER"),
-    "line.json": (b'[{"text": "a"}, {"text": "b"}]', "hf:FOLDER"),
     "object.json": (b'{\n "text": "a"\n}\n', "one JSON value"),
     "pointer.jsonl": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "lfs pull"),
-    "pointer.txt": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "lfs pull"),
     "packed.jsonl": (gzip.compress(b'{"text": "a"}\n'), "end in .gz"),
-    "packed.txt": (bz2.compress(b"a"), "bzip2"),
     "wide.txt": ("text".encode("utf-16"), "UTF-16"),
-    "array.json.gz": (gzip.compress(b'[{"text": "a"}]'), "hf:FOLDER"),
     "archive.jsonl.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar\x0000"), "tar archive"),
 }
 
@@ -194,32 +188,6 @@ def test_line_ends_and_zeros_after_gzip_data_are_skipped(tmp_path, ending):
     path.write_bytes(path.read_bytes() + b"more")
     with pytest.raises(UserError, match="damaged"):
         read(path)
-
-
-def test_only_the_first_malformed_lines_are_located(jsonl, monkeypatch):
-    parse, located = readers._Parser.parse, []
-
-    def record(parser, lines, place, first_number):
-        def recorded(position):
-            located.append(position)
-            return place(position)
-
-        return parse(parser, lines, recorded, first_number)
-
-    monkeypatch.setattr(readers._Parser, "parse", record)
-    path = jsonl("a.jsonl", [b"{"] * 99)
-    reader, _ = read(path, chunks=[Chunk(0, 5), Chunk(0, 5)])
-    assert reader.malformed.count == 2 * 96
-    assert reader.malformed.first[-1].startswith(f"{path}:byte 24 ")
-    assert len(located) == len(reader.malformed.first) == 10
-
-
-def test_adding_counts_updates_them_in_place():
-    counts = MalformedLines(by_domain={"a": 1}, names={"A": 1})
-    by_domain, names = counts.by_domain, counts.names
-    counts.add(MalformedLines(3, 2, {"a": 1, "b": 1}, names={"B": 1}))
-    assert counts == MalformedLines(3, 2, {"a": 2, "b": 1}, names={"A": 1, "B": 1})
-    assert (counts.by_domain is by_domain, counts.names is names) == (True, True)
 
 
 def test_a_key_that_every_line_lacks_is_an_error(jsonl, monkeypatch):

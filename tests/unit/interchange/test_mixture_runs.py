@@ -114,7 +114,6 @@ def test_incomplete_runs_and_metrics_are_left_out(read):
     ("ratios", "metrics", "problem"),
     [
         (REGMIX_RATIOS.replace("0.25", "0.35"), None, r"run '1': the shares sum to 1.1, not 1"),
-        (REGMIX_RATIOS.replace("0.25", ""), None, r"run '1': nan of train_the_pile_arxiv is not"),
         (None, REGMIX_METRICS.replace("5.25", "good"), r"metric/the_pile.*'good'"),
         (REGMIX_RATIOS + "2,0.5,0.5\n", None, r"ratios.csv: run '2' is repeated"),
         (
@@ -124,11 +123,8 @@ def test_incomplete_runs_and_metrics_are_left_out(read):
         ),
         (REGMIX_RATIOS.replace("index", "number"), None, r"share no column"),
         (OLMIX_RATIOS.replace("a1", "x").replace("b2", "y"), OLMIX_METRICS, r"no run in common"),
-        ("", None, r"ratios.csv holds no runs"),
         (None, "index,a,b\n1,2.0,\n2,,2.0\n3,,2.0\n", "has a number for all metrics"),
-        (None, "index,a,b\n1,2.0\n2,2.0,2.0\n", r"starts with '1' has 2 values"),
         (None, "index,a,b\n1,2.0,1e308\n2,2.0,2.0\n", r"run '1': 1e\+308 of b is too large"),
-        ("index,a,b\n1,1,1\n2,0.5,0.5\n", None, r"run '1': the shares sum to 2, not 1"),
         ("index,a,b\n1,0,0\n2,0.5,0.5\n", None, r"run '1': the shares sum to 0, not 1"),
         ("index,a,a\n1,0.5,0.5\n2,0.5,0.5\n", None, r"column 'a' is repeated"),
     ],

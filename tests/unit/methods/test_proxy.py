@@ -266,12 +266,9 @@ def test_collapsed_or_unsettled_weights_give_a_warning(copied, options, last, me
         compute(options())
 
 
-@for_method(
-    ("name", "damage"),
-    [("doge", {"mean": [0.5]}), ("doge", {"mean": [[0.1], [0.2, 0.7]]}), ("doremi", {"mean": "x"})],
-)
-def test_a_damaged_state_is_an_error(copied, options, damage):
-    edit_state(copied, **damage)
+@for_method(("name", "mean"), [("doge", [0.5]), ("doge", [[0.1], [0.2, 0.7]]), ("doremi", "x")])
+def test_a_damaged_state_is_an_error(copied, options, mean):
+    edit_state(copied, mean=mean)
     with pytest.raises(UserError, match="hook is damaged"):
         compute(options())
 
@@ -280,7 +277,6 @@ def test_a_damaged_state_is_an_error(copied, options, damage):
     ("name", "changes", "problem"),
     [
         ("doremi", {"rule": DoremiRuleOptions("fork", 0.1, 1e-3)}, "clip_tokens True, not False"),
-        ("doremi", {"seed": 7}, "--seed 1234, not 7"),
         ("doge", {"target_tokens": 9999}, "--target-tokens None, not 9999"),
         ("doremi", {"reference": None}, "DoReMi's reference"),
         ("doge", {"rule": DogeRuleOptions(doge_mu=0.3)}, "mu 0.2, not 0.3"),
@@ -305,17 +301,13 @@ def test_a_proxy_of_other_settings_is_an_error(options, copied, capsys, changes,
     ("name", "changes", "problem"),
     [
         ("doremi", {"rule": DoremiRuleOptions(excess_ceiling=-1.0)}, "--excess-ceiling"),
-        ("doremi", {"reference": Path("lost")}, "--reference lost"),
-        ("doremi", {"reference": None, "reference_mixture": "lost.json"}, "lost.json"),
         ("doremi", {"seq_length": 16}, "--seq-length 32"),
-        ("doge", {"target": "prose"}, "--target prose"),
         ("doge", {"target_tokens": 99}, "--target-tokens 99"),
         ("doge", {"target": "news,code"}, "--target news,code"),
         ("doge", {"seq_length": 512}, "valid split of 'code'.*--split.*--algorithm paper"),
         ("doge", {"rule": DogeRuleOptions(doge_mu=1e-310)}, "--doge-mu"),
         ("doge", {"target": "poems", "token_budget": 19_100, "max_epochs": 1.0}, "--max-epochs 1"),
         ("doge", {"output": Path("mixture")}, "--output mixture"),
-        ("doge", {"output": Path("/dev/null/doge.json")}, "/dev/null"),
     ],
 )
 def test_mistakes_are_errors_before_training(options, tmp_path, changes, problem):

@@ -146,22 +146,6 @@ def test_bootstrap_intervals_narrow_with_more_documents():
     assert widths[1] < 0.6 * widths[0]
 
 
-def test_folds_divide_documents_evenly():
-    rng = np.random.default_rng(5)
-    lengths = rng.integers(1, 100, 40)
-    documents = np.repeat(np.arange(40), lengths)
-    text = TargetText(
-        np.ones((lengths.sum(), 2)),
-        np.full(lengths.sum(), 1 / lengths.sum()),
-        documents,
-        np.zeros(40, np.int64),
-    )
-    folds = document_folds(text, 5)
-    shares = np.bincount(folds, lengths) / lengths.sum()
-    assert len(shares) == 5
-    assert np.abs(shares - 0.2).max() < 0.1
-
-
 def test_explained_shares_are_the_weights_at_the_maximum():
     rng = np.random.default_rng(6)
     text = sampled_text(rng, models(rng, 4), np.array([0.4, 0.3, 0.2, 0.1]))

@@ -64,21 +64,6 @@ QWEN2: dict[str, Any] = {
     "use_sliding_window": False,
 }
 PUBLIC: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": decoder(
-        *("llama", 49_152, 576, 1536, 30, 9),
-        attention_bias=False,
-        attention_dropout=0.0,
-        is_llama_config=True,
-        max_position_embeddings=8192,
-        mlp_bias=False,
-        num_key_value_heads=3,
-        pretraining_tp=1,
-        rms_norm_eps=1e-5,
-        rope_interleaved=False,
-        rope_scaling=None,
-        rope_theta=100_000,
-        tie_word_embeddings=True,
-    ),
     # Without rope_theta and num_key_value_heads, as in early conversions.
     "Llama-1-7b": decoder(
         *("llama", 32_000, 4096, 11_008, 32, 32), max_position_embeddings=2048, rms_norm_eps=1e-6
@@ -90,17 +75,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
         pretraining_tp=1,
         rms_norm_eps=1e-5,
         rope_scaling=None,
-        tie_word_embeddings=False,
-    ),
-    "Llama-3.1-8B": decoder(
-        *("llama", 128_256, 4096, 14_336, 32, 32),
-        attention_bias=False,
-        max_position_embeddings=131_072,
-        mlp_bias=False,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        rope_scaling={"factor": 8.0, **LLAMA3_SCALING},
-        rope_theta=500_000.0,
         tie_word_embeddings=False,
     ),
     "Llama-3.2-1B": decoder(
@@ -137,15 +111,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
     "Mistral with default groups": decoder(
         *("mistral", 32_000, 4096, 14_336, 32, 32), max_position_embeddings=4096
     ),
-    "Mistral-Nemo": decoder(
-        *("mistral", 131_072, 5120, 14_336, 40, 32),
-        head_dim=128,
-        max_position_embeddings=131_072,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1_000_000.0,
-        sliding_window=None,
-    ),
     "Qwen2.5-0.5B": decoder(
         *("qwen2", 151_936, 896, 4864, 24, 14),
         **{**QWEN2, "sliding_window": 32_768},
@@ -167,9 +132,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
     ),
     "Qwen3-0.6B": decoder(
         *("qwen3", 151_936, 1024, 3072, 28, 16), **QWEN3, tie_word_embeddings=True
-    ),
-    "Qwen3-8B": decoder(
-        *("qwen3", 151_936, 4096, 12_288, 36, 32), **QWEN3, tie_word_embeddings=False
     ),
     "Qwen3-8B of transformers 5 with YaRN": decoder(
         *("qwen3", 151_936, 4096, 12_288, 36, 32),
@@ -200,17 +162,12 @@ GPT2: dict[str, Any] = {
     "n_layer": 12,
     "n_positions": 1024,
     "resid_pdrop": 0.1,
-    "summary_activation": None,
-    "summary_first_dropout": 0.1,
-    "summary_proj_to_labels": True,
-    "summary_type": "cls_index",
     "summary_use_proj": True,
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "vocab_size": 50_257,
 }
 PUBLIC |= {
     "GPT-2": GPT2,
-    "DistilGPT-2": {**GPT2, "_num_labels": 1, "id2label": {"0": "LABEL_0"}, "n_layer": 6},
 }
 
 
@@ -245,7 +202,7 @@ def test_a_public_config_is_read_as_transformers_reads_it(name):
         ("Mistral-7B-v0.3", {"sliding_window": 4096}, "sliding_window 4096"),  # v0.1
         ("Llama-2-7b", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ("Llama-2-7b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("Qwen3-8B", {"model_type": "qwen3_moe"}, "model_type"),
+        ("Qwen3-0.6B", {"model_type": "qwen3_moe"}, "model_type"),
         ("Qwen2.5-0.5B", {"rope_scaling": {"type": "mrope"}}, "rope_scaling"),
         ("Llama-2-7b", {"rms_norm_eps": math.inf}, "rms_norm_eps"),
     ],

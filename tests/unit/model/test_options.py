@@ -35,20 +35,15 @@ def changed(flags: str, config: ModelConfig) -> ModelConfig:
     ("flags", "expected"),
     [
         ("", {}),
-        ("--num-layers 3", {"num_layers": 3}),
         ("--hidden-size 32", {"hidden_size": 32, "ffn_hidden_size": 128, "kv_channels": 8}),
         (
             "--num-attention-heads 8",
             {"num_attention_heads": 8, "num_query_groups": 8, "kv_channels": 8},
         ),
-        ("--num-query-groups 2", {"num_query_groups": 2}),
-        ("--kv-channels 40", {"kv_channels": 40}),
         ("--normalization RMSNorm --norm-epsilon 1e-6", {"normalization": "RMSNorm"}),
         ("--swiglu", {"activation": "swiglu", "ffn_hidden_size": 128}),
         ("--swiglu --ffn-hidden-size 100", {"activation": "swiglu", "ffn_hidden_size": 100}),
         ("--openai-gelu", {"activation": "gelu_tanh"}),
-        ("--qk-layernorm", {"qk_layernorm": True}),
-        ("--untie-embeddings-and-output-weights", {"untie_embeddings_and_output_weights": True}),
         ("--disable-bias-linear", {"add_bias_linear": False, "add_qkv_bias": False}),
         ("--disable-bias-linear --add-qkv-bias", {"add_bias_linear": False, "add_qkv_bias": True}),
         (

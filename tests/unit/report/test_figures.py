@@ -7,30 +7,20 @@ from typing import cast
 
 import numpy as np
 import pytest
-import torch
 from matplotlib.collections import LineCollection
-from matplotlib.colors import to_hex
 from sklearn.decomposition import PCA
-from threadpoolctl import threadpool_info
 
 from megatron_chameleon.artifacts import Cost, EmbeddingRecipe, EmbeddingStore, Mixture
 from megatron_chameleon.artifacts.training_run import METRICS_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.figures import (
-    MOST_NAMED,
-    PAGE_COLORS,
-    PROXY_COLOR,
-    WindowMap,
     affinity_picture,
     loss_figure,
-    named_domains,
     pca_points,
     run_curves,
-    svg_content,
     umap_points,
     weights_picture,
     window_map,
-    windows_picture,
 )
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.artifacts.artifact_samples import write_metrics
@@ -131,14 +121,6 @@ def test_names_are_shown_literally_and_shortened(tmp_path, rng):
     assert losses.legends[0].get_texts()[0].get_text() == "_$r$"
 
 
-def test_svg_colours_are_css_variables_of_the_page(rng):
-    page = svg_content(picture_of(weights_picture, random_mixture(NAMES, rng)), "w")
-    for name in ("--paper", "--grid", "--reference", "--series-0"):
-        assert f"var({name})" in page
-    for color in PAGE_COLORS:
-        assert color not in page.lower()
-
-
 RECIPE = EmbeddingRecipe("1", 1, 64, 16, 0, "0")
 HIDDEN = 8
 
@@ -199,40 +181,3 @@ def test_umap_keeps_domains_together_and_is_seeded(root):
     assert np.mean(away.argmin(axis=1) == found.domains) > 0.99
     vectors = np.concatenate([folder.embeddings["3-embeddings"].vectors(n) for n in found.names])
     np.testing.assert_array_equal(umap_points(vectors), found.points)
-
-
-@pytest.mark.slow
-def test_umap_keeps_the_number_of_threads():
-    """With another number of threads, torch sums in another order, which changes results."""
-    pytest.importorskip("umap")
-
-    def threads():
-        return {pool["filepath"]: pool["num_threads"] for pool in threadpool_info()}
-
-    vectors = np.random.default_rng(0).normal(size=(30, HIDDEN)).astype(np.float32)
-    umap_points(vectors)  # load the libraries that start threads before threads are counted
-    before = threads()
-    assert torch.get_num_threads() == 1
-    umap_points(vectors)
-    assert threads() == before
-    assert torch.get_num_threads() == 1
-
-
-def test_domains_in_the_legend_are_far_apart_on_the_map():
-    rng = np.random.default_rng(0)
-    points = np.repeat(rng.uniform(-50, 50, size=(1000, 2)), 3, axis=0) + rng.normal(size=(3000, 2))
-    names = tuple(f"domain {i}" for i in range(1000))
-    domains = np.repeat(np.arange(1000), 3)
-    shown = WindowMap(points.astype(np.float32), domains, names, "some windows")
-    named = named_domains(shown)
-    assert len(named) == len(set(named)) == MOST_NAMED
-    centres = shown.centroids[named]
-    apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)[~np.eye(21, dtype=bool)]
-    assert apart.min() > 10  # points on an even grid would be 22 apart
-    picture = windows_picture(shown)
-    assert picture is not None
-    figure = picture.figure
-    (axes,) = figure.axes
-    assert to_hex(axes.lines[0].get_color()) == PROXY_COLOR
-    assert len(np.asarray(axes.lines[0].get_xydata())) == 3 * (1000 - MOST_NAMED)
-    assert figure.legends[0].get_texts()[-1].get_text() == "979 other domains"

@@ -9,33 +9,12 @@ import re
 import pandas as pd
 import pytest
 
-from megatron_chameleon.console import display_width
 from megatron_chameleon.report.tables import (
-    Best,
     Table,
     csv_table,
     csv_text,
     markdown,
-    terminal_table,
 )
-
-
-def test_terminal_columns_are_aligned():
-    table = Table.of(
-        "Title",
-        ("domain", "first value", "second"),
-        (("a|b_<x>", Best("1.25"), "10.50"), ("日本語", "13.00", Best("2.00"))),
-        (("average", "7.12", Best("6.25")),),
-        ("A note.",),
-    )
-    lines = terminal_table(table).splitlines()
-    rules = [i for i, line in enumerate(lines) if set(line) == {"-"}]
-    body = [*lines[rules[0] + 1 : rules[1]], lines[rules[1] + 1]]
-    # Widths are in terminal columns; a Japanese character takes two.
-    points = [[i for i, sign in enumerate(line) if sign == "."] for line in body]
-    shifts = [display_width(line) - len(line) for line in body]
-    ends = [[p + shift for p in ps] for ps, shift in zip(points, shifts, strict=True)]
-    assert ends[0] == ends[1] == ends[2]
 
 
 @pytest.mark.parametrize(
