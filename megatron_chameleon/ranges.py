@@ -41,6 +41,8 @@ BatchSize = Annotated[int, Between(1, 2**24)]
 effect."""
 Repetitions = Annotated[int, Between(1, 10**7)]
 """A number of random draws or starts, whose results are all held in memory."""
+Fits = Annotated[int, Between(1, 10**5)]
+"""A number of trees or of fits, each of which takes a millisecond or more."""
 SeveralRepetitions = Annotated[int, Between(2, 10**7)]
 Minutes = Annotated[int, Between(1, 366 * 24 * 60)]
 Processes = Annotated[int, Between(1, 2**16)]

@@ -14,6 +14,7 @@ from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.ranges import (
     CheckedOptions,
     Count,
+    Fits,
     NonNegative,
     Positive,
     Repetitions,
@@ -34,7 +35,7 @@ class LawOptions(CheckedOptions):
     notebook for five domains: 0.05)."""
     law_ridge: NonNegative = 1e-3
     """Ridge penalty on the exponents, added to the mean Huber loss divided by delta^2."""
-    num_starts: Repetitions = 16
+    num_starts: Fits = 16
     """Number of starting points of the optimizer for each law."""
     fit_seed: Seed = 0
     """Seed of the starting points."""

@@ -13,6 +13,7 @@ from megatron_chameleon.methods.swarm import FitOptions
 from megatron_chameleon.ranges import (
     CheckedOptions,
     Count,
+    Fits,
     PositiveShare,
     Repetitions,
     Seed,
@@ -24,7 +25,7 @@ from megatron_chameleon.ranges import (
 class TreeOptions(CheckedOptions):
     """Options of the regression (LightGBM), and of the search for its optimum."""
 
-    num_trees: Count = 1000
+    num_trees: Fits = 1000
     """Number of trees per regression, without early stopping (RegMix: 1000)."""
     tree_learning_rate: PositiveShare = 0.01
     """Learning rate of the trees (RegMix: 0.01)."""

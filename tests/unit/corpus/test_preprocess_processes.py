@@ -191,3 +191,38 @@ def test_a_run_killed_at_any_point_is_resumed(tmp_path, jsonl, texts, tokenizer_
     assert kills > 20
     assert cleaned > 3
     assert resumed > (10 if shard_bytes == 4000 else 3)
+
+
+# On a cluster
+
+LAUNCHER = ROOT / "examples" / "slurm" / "preprocess.sbatch"
+# The stand-ins for sbatch and srun record their arguments.
+SBATCH = """#!/usr/bin/env bash
+echo "$*" >> "$CALLS"
+echo '7;cluster'
+"""
+SRUN = """#!/usr/bin/env bash
+echo "$SRUN_CPUS_PER_TASK $*" >> "$CALLS"
+"""
+
+
+def test_an_array_makes_the_shards_and_a_job_joins_them(tmp_path):
+    for name, content in (("sbatch", SBATCH), ("srun", SRUN)):
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    outside |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls)}
+    inside = {**outside, "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "16"}
+    task = {**inside, "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "3"}
+    launch = ["bash", str(LAUNCHER)]
+    subprocess.run([*launch, "3", "--input", "a"], env=outside, check=True)
+    for environment in (task, inside):
+        subprocess.run([*launch, "--input", "a"], env=environment, check=True)
+    assert calls.read_text().splitlines() == [
+        f"--parsable --array=1-3 {LAUNCHER} --input a",
+        "--parsable --output=%x-%j.log --dependency=afterok:7 --kill-on-invalid-dep=yes "
+        f"{LAUNCHER} --input a",
+        "16 python -m megatron_chameleon preprocess_data --input a --shard 2/3",
+        "16 python -m megatron_chameleon preprocess_data --input a",
+    ]
