@@ -28,6 +28,7 @@ from megatron_chameleon.artifacts.files import replacing, sha256_of_json
 from megatron_chameleon.corpus.domains import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile, map_file
 from megatron_chameleon.corpus.permutation import permutation_key, permuted
+from megatron_chameleon.corpus.windows import numbers_within
 from megatron_chameleon.errors import UserError
 
 # Megatron shuffles the last epoch separately if less than this share of it is used, so that its
@@ -238,7 +239,7 @@ def _list_ranges(
                 ranges[used, 0] = rows[sample]
                 ranges[used, 1] = pointers[document] // token_bytes + offset
                 ranges[used, 2] = length
-                used, left, offset = used + 1, left - length, 0
+                used, left, offset = used + 1, left - length, np.int64(0)
             else:
                 offset -= lengths[document]
             position += 1
@@ -277,7 +278,10 @@ def read_ranges(file: TokenFile, ranges: NDArray[np.int64], windows: NDArray[np.
     """
     tokens = file.tokens
     if not _copy(tokens.unchecked, tokens.checked, ranges, windows):
-        tokens.check(_unchecked_blocks(tokens.checked, tokens.dtype.itemsize, ranges))
+        size = tokens.dtype.itemsize
+        first = ranges[:, 1] * size // BLOCK_BYTES
+        counts = -(-(ranges[:, 1] + ranges[:, 2]) * size // BLOCK_BYTES) - first
+        tokens.check(np.repeat(first, counts) + numbers_within(counts))
         _copy(tokens.unchecked, tokens.checked, ranges, windows)
 
 
@@ -298,7 +302,8 @@ def _copy(
         if ranges[number, 0] != row:
             row, filled = ranges[number, 0], 0
         start, length = ranges[number, 1], ranges[number, 2]
-        first, last = _blocks_of(start, length, tokens.itemsize)
+        first = start * tokens.itemsize // BLOCK_BYTES
+        last = ((start + length) * tokens.itemsize - 1) // BLOCK_BYTES
         for block in range(first, last + 1):
             if checked[block] == 0:
                 return False
@@ -307,29 +312,6 @@ def _copy(
             target[i] = part[i]
         filled += length
     return True
-
-
-@njit(cache=True, nogil=True)
-def _unchecked_blocks(
-    checked: NDArray[np.uint8], token_bytes: int, ranges: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """List the unchecked blocks of all ranges, in their order; blocks may repeat."""
-    blocks, count = np.empty(64, np.int64), 0
-    for number in range(len(ranges)):
-        first, last = _blocks_of(ranges[number, 1], ranges[number, 2], token_bytes)
-        for block in range(first, last + 1):
-            if checked[block] == 0:
-                if count == blocks.size:
-                    blocks = np.concatenate((blocks, blocks))
-                blocks[count] = block
-                count += 1
-    return blocks[:count]
-
-
-@njit(inline="always")
-def _blocks_of(start: int, length: int, token_bytes: int) -> tuple[int, int]:
-    """First and last block that hold ``length`` tokens from ``start`` on."""
-    return start * token_bytes // BLOCK_BYTES, ((start + length) * token_bytes - 1) // BLOCK_BYTES
 
 
 def megatron_indices(

@@ -123,7 +123,7 @@ def split_at_edges(
     first = np.searchsorted(edges, starts, side="right") - 1
     counts = np.searchsorted(edges, stops, side="left") - first
     index = np.repeat(np.arange(len(starts)), counts)
-    document = first[index] + np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
+    document = first[index] + numbers_within(counts)
     begin = np.maximum(starts[index], edges[document])
     length = np.minimum(stops[index], edges[document + 1]) - begin
     kept = length > 0  # leave out documents without tokens
@@ -145,8 +145,12 @@ def spread_windows(document_lengths: NDArray[np.integer], window_length: int, mo
     num_windows = -(-lengths // window_length)
     taken = np.minimum(num_windows, most)
     document = np.repeat(np.arange(len(lengths)), taken)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(taken) - taken, taken)
-    part = (2 * number + 1) * num_windows[document] // (2 * taken[document])
+    part = (2 * numbers_within(taken) + 1) * num_windows[document] // (2 * taken[document])
     start = lengths[document] * part // num_windows[document]
     end = lengths[document] * (part + 1) // num_windows[document]
     return Windows(document, start, end - start)
+
+
+def numbers_within(counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the numbers from 0 to count - 1 of every count in ``counts`` [n], concatenated."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Protocol
 from megatron_chameleon.corpus.domains import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens
+from megatron_chameleon.corpus.windows import numbers_within
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import forward_flops
 
@@ -67,7 +68,7 @@ def cut_windows(
     stride = window_length - overlap
     counts = np.where(sizes > 0, 1 + -(-np.maximum(sizes - window_length, 0) // stride), 0)
     source = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    number = numbers_within(counts)
     begin = first[source] + number * stride
     return ScoredWindows(
         begin=begin,
