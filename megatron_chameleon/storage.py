@@ -136,7 +136,8 @@ def read_ranges(path: Location, ranges: Sequence[tuple[int, int]]) -> Iterator[b
         batch = ranges[first : first + _CONCURRENT_RANGES]
         if is_remote(path):
             system, name = file_system(str(path))
-            starts, stops = zip(*batch, strict=True)
+            # Lists: fsspec takes a tuple for one number, unless the file system is asynchronous.
+            starts, stops = map(list, zip(*batch, strict=True))
             contents = system.cat_ranges([name] * len(batch), starts, stops, on_error="raise")
         else:
             with open(path, "rb", buffering=0) as stream:

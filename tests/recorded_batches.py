@@ -43,8 +43,8 @@ def traced_batches(trace: RunTrace, first: int, last: int) -> Windows:
     for line in traced_rows(trace, first, last).itertuples():
         place = line.step, line.rank, line.micro_batch, line.row
         _, window = found.setdefault(place, (line.domain, []))
-        index = trace.index(numbers[line.domain])
-        window += index.tokens(line.document, line.first_token, line.stop_token).tolist()
+        place = numbers[line.domain], line.document, line.first_token, line.stop_token
+        window += trace.tokens(*place).tolist()
     return found
 
 

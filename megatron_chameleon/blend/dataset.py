@@ -13,13 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_chameleon.blend import order
-from megatron_chameleon.blend.boundaries import DocumentBoundaries
-from megatron_chameleon.blend.gather import View
+from megatron_chameleon.blend.boundaries import document_boundaries
 from megatron_chameleon.blend.megatron_order import MAX_DOMAINS, MegatronOrder
-from megatron_chameleon.blend.options import Permutation
+from megatron_chameleon.blend.options import DocumentBoundaryOptions, Permutation
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.blend.schedule import MixtureSchedule, Phase, check_changes
-from megatron_chameleon.blend.streams import EpochStream, megatron_view
+from megatron_chameleon.blend.streams import View, epoch_view, megatron_view, read_ranges
 from megatron_chameleon.corpus.domains import Domains
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.errors import UserError
@@ -55,23 +54,6 @@ class _BlendedPhase:
     def counts(self, samples: int) -> NDArray[np.int64]:
         """Count each domain's samples among the run's first ``samples``, [num_domains]."""
         return self.before + self.order.counts(samples - self.phase.first_sample)
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenRanges:
-    """Tokens of some samples of a domain, in the order in which the samples hold them.
-
-    Attributes:
-        domain: position of the domain in ``data.domains``.
-        rows: [r] position in the list of samples of the sample that holds each range.
-        starts: [r] first token of each range in the domain's .bin file.
-        lengths: [r] number of tokens of each range.
-    """
-
-    domain: int
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
 
 
 class BlendedTokens(torch.utils.data.Dataset[Batch]):
@@ -114,7 +96,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         seq_length: int,
         seed: int,
         permutation: Permutation = "megatron",
-        boundaries: DocumentBoundaries | None = None,
+        boundaries: DocumentBoundaryOptions | None = None,
         cache: Path | None = None,
         by_size: bool = False,
     ) -> None:
@@ -122,7 +104,7 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         self.seq_length, self.permutation = seq_length, permutation
         self._num_samples, self._seed = num_samples, seed
         self._cache, self._by_size = cache, by_size
-        self._boundaries = boundaries or DocumentBoundaries(data.tokenizer.eod_id)
+        self._boundaries = boundaries or DocumentBoundaryOptions()
         self._files: dict[int, TokenFile] = {}
         self._views: dict[int, View] = {}
         self._stepped = schedule  # constant weights in each phase; set by _blend
@@ -171,13 +153,15 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         """
         samples = np.asarray(indices, np.int64)
         domains, numbers = self.locate(samples)
-        windows = torch.from_numpy(self._gather(domains, numbers))
+        windows = np.empty((len(samples), self.seq_length + 1), np.int64)
+        for domain, ranges in self._ranges(domains, numbers, np.arange(len(samples))):
+            read_ranges(self._files[domain], ranges, windows)
         self._next_unread = max(self._next_unread, int(samples.max()) + 1)
-        tokens, labels = windows[:, :-1], windows[:, 1:]
+        tokens = torch.from_numpy(windows)[:, :-1]
         return {
             "tokens": tokens,
-            "labels": labels,
-            **self._boundaries(tokens),
+            "labels": torch.from_numpy(windows)[:, 1:],
+            **document_boundaries(tokens, self.data.tokenizer.eod_id, self._boundaries),
             "domain": torch.from_numpy(domains),
         }
 
@@ -308,51 +292,46 @@ class BlendedTokens(torch.utils.data.Dataset[Batch]):
         data, file = self.data.domains[domain], self._files[domain]
         return megatron_view(data, file, built, self.seq_length, self._seed, self._cache)
 
-    def _epoch_view(self, domain: int, number: int) -> View:
-        """Return a view of the epoch that contains sample ``number`` of a domain."""
-        data, file = self.data.domains[domain], self._files[domain]
-        shuffle = self.permutation == "epoch"
-        return EpochStream(data, file, self.seq_length, self._seed, shuffle).view_of(number)
-
-    def _gather(self, domains: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Read samples as windows [b, s + 1] that include the token after each sample."""
-        windows = np.empty((len(domains), self.seq_length + 1), np.int64)
-        for _, view, rows in self._views_of(domains, numbers):
-            view.read(numbers[rows], rows, windows)
-        return windows
-
-    def token_ranges(self, samples: NDArray[np.int64]) -> Iterator[TokenRanges]:
+    def token_ranges(self, samples: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """List the tokens that :meth:`batch` reads for ``samples`` [b], without reading them.
 
         Yields:
-            The ranges of some samples of one domain; all of them hold each sample once.
+            A domain, and the token ranges of some of its samples, [r, 3] int64: sample, first token
+            in the domain's .bin file, and number of tokens. The ranges of a sample follow each
+            other, in the order of its tokens.
 
         Raises:
             IndexError: for a sample beyond the end of the run.
         """
-        domains, numbers = self.locate(samples)
-        for domain, view, rows in self._views_of(domains, numbers):
-            counts, ranges = view.ranges(numbers[rows], self.seq_length + 1)
-            yield TokenRanges(domain, np.repeat(rows, counts), ranges[:, 0], ranges[:, 1])
+        return self._ranges(*self.locate(samples), samples)
 
-    def _views_of(
-        self, domains: NDArray[np.int64], numbers: NDArray[np.int64]
-    ) -> Iterator[tuple[int, View, NDArray[np.int64]]]:
-        """Yield each domain, a view of it, and the rows of ``numbers`` [b] that the view holds."""
-        sampled = np.unique(domains).tolist()
+    def _ranges(
+        self, domains: NDArray[np.int64], numbers: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield token ranges of samples, given their ``domains``, ``numbers`` and ``rows`` [b]."""
+        sampled, size = np.unique(domains).tolist(), self.seq_length + 1
         self._open(sampled)
         if self.permutation == "megatron":
             self._build_megatron_views(sampled)
         for domain in sampled:
-            rows = np.flatnonzero(domains == domain)
-            while len(rows):
+            left = np.flatnonzero(domains == domain)
+            while len(left):
                 view = self._views.get(domain)
-                if view is None or not (inside := view.holds(numbers[rows])).any():
+                if view is None or not (inside := view.holds(numbers[left])).any():
                     # No view is open, or the open view covers another epoch.
-                    view = self._epoch_view(domain, int(numbers[rows[0]]))
-                    self._views[domain], inside = view, view.holds(numbers[rows])
-                yield domain, view, rows[inside]
-                rows = rows[~inside]
+                    view = self._epoch_view(domain, int(numbers[left[0]]))
+                    self._views[domain], inside = view, view.holds(numbers[left])
+                here, left = left[inside], left[~inside]
+                yield domain, view.ranges(numbers[here], rows[here], size)
+
+    def _epoch_view(self, domain: int, number: int) -> View:
+        """Return a view of the epoch that contains sample ``number`` of a domain."""
+        data, file, shuffle = (
+            self.data.domains[domain],
+            self._files[domain],
+            self.permutation == "epoch",
+        )
+        return epoch_view(data, file, number, self.seq_length, self._seed, shuffle)
 
 
 def check_enough_tokens(data: Domains, weights: Sequence[float], seq_length: int) -> None:

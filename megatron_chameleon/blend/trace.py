@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,21 +24,16 @@ from megatron_chameleon.artifacts import Corpus, TrainingRun
 from megatron_chameleon.artifacts.files import replacing, require_new, require_writable
 from megatron_chameleon.artifacts.provenance import in_folder
 from megatron_chameleon.artifacts.record import Count, Positive, check_values
-from megatron_chameleon.blend.dataset import BlendedTokens, TokenRanges
+from megatron_chameleon.blend.dataset import BlendedTokens
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
 from megatron_chameleon.blend.sampler import place_in_step
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.corpus.data_path import DataPath
-from megatron_chameleon.corpus.domains import (
-    Domains,
-    DomainTokens,
-    open_data_path,
-    open_domains,
-)
-from megatron_chameleon.corpus.indexed import TokenFile
+from megatron_chameleon.corpus.domains import Domains, open_data_path, open_domains
 from megatron_chameleon.corpus.shards import text_digest
 from megatron_chameleon.corpus.source_lines import source_lines
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
+from megatron_chameleon.corpus.windows import split_at_edges
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.storage import absolute
@@ -65,66 +61,6 @@ class _RecordedRun:
     data: DataOptions
     corpus: str | None = None
     target_tokens: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class DocumentIndex:
-    """Documents of a pair of .bin/.idx files.
-
-    Attributes:
-        file: the whole files.
-        edges: [num_documents + 1] first token of each document in the .bin, and the end.
-    """
-
-    file: TokenFile
-    edges: NDArray[np.int64]
-
-    @classmethod
-    def open(cls, domain: DomainTokens) -> DocumentIndex:
-        """Open the files of ``domain``; without document boundaries, sequences are documents.
-
-        Raises:
-            UserError: if the files are damaged.
-        """
-        file = domain.open_whole()
-        edges = np.append(file.starts, file.tokens.size)
-        return cls(file, edges[file.document_boundaries] if file.has_documents else edges)
-
-    def __len__(self) -> int:
-        return len(self.edges) - 1
-
-    def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of tokens of each of ``documents``."""
-        return self.edges[documents + 1] - self.edges[documents]
-
-    def split(
-        self, starts: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Divide ranges of tokens [r] at the documents' boundaries.
-
-        Returns:
-            For each part, [p]: its range, its document, and the first token and one past the last
-            token in that document.
-        """
-        ends = starts + lengths
-        firsts = np.searchsorted(self.edges, starts, side="right") - 1
-        counts = np.searchsorted(self.edges, ends - 1, side="right") - firsts
-        index = np.repeat(np.arange(len(starts)), counts)
-        documents = firsts[index] + np.arange(len(index)) - (np.cumsum(counts) - counts)[index]
-        begins = self.edges[documents]
-        first = np.maximum(starts[index], begins)
-        stop = np.minimum(ends[index], self.edges[documents + 1])
-        held = stop > first  # documents without tokens
-        return index[held], documents[held], (first - begins)[held], (stop - begins)[held]
-
-    def tokens(self, document: int, first: int = 0, stop: int | None = None) -> NDArray[np.integer]:
-        """Return the tokens of a document, or a range of them.
-
-        Raises:
-            UserError: if the tokens are damaged.
-        """
-        begin, end = self.edges[document : document + 2].tolist()
-        return self.file.tokens[begin + first : end if stop is None else begin + stop]
 
 
 class RunTrace:
@@ -165,10 +101,7 @@ class RunTrace:
         corpus = corpus and corpus.absolute()
         self._tokenizer_model = tokenizer_model and tokenizer_model.absolute()
         with in_folder(run.provenance.working_folder):
-            if uses_data_path:
-                data, by_size = self._open_data_path(moved)
-            else:
-                data, by_size = self._open_corpus(corpus)
+            data, by_size = self._open(corpus, moved)
             recorded = run.provenance.inputs.get("corpus")
             if data.hash != recorded or {*data.names} != {*run.mixture}:
                 raise UserError(
@@ -187,8 +120,32 @@ class RunTrace:
                 permutation=options.data.permutation,
                 by_size=by_size,
             )
-        self._indices: dict[int, DocumentIndex] = {}
+        self._prefixes = [str(domain.prefix) for domain in self.data.domains]
+        self.numbers = {name: number for number, name in enumerate(self.data.names)}
         self._check_order()
+
+    def _open(self, corpus: Path | None, moved: DataPath | None) -> tuple[Domains, bool]:
+        """Open the data, and return whether the samples are blended by size."""
+        options, run = self.options.data, self.run
+        cache = options.object_storage_cache_path and options.object_storage_cache_path.absolute()
+        if not options.uses_data_path:
+            folder = corpus or Path(self.options.corpus or "").absolute()
+            if not Corpus.exists(folder):
+                raise UserError(
+                    f"{folder}: no corpus here, from which {run.root} was trained; pass --corpus "
+                    "if it was moved"
+                )
+            self.corpus = Corpus.load(folder)
+            data = open_domains(self.corpus, cache)
+            return data, len(data.domains) == 1
+        path = moved or _absolute(DataPath.read(options.data_path, options.data_args_path))
+        if self._tokenizer_model is None and options.tokenizer_model is not None:
+            self._tokenizer_model = options.tokenizer_model.absolute()
+        data = open_data_path(path, options.split, run.tokenizer, cache)
+        # A moved path may have other weights; those of the run are recorded. But whether it had any
+        # decides the order, and only the recorded path tells.
+        trained = path if options.data_path is None else DataPath.parse(options.data_path)
+        return data, trained.weights is None
 
     def _schedule(self) -> MixtureSchedule:
         try:
@@ -197,33 +154,6 @@ class RunTrace:
             where = f"{self.run.root / self.run.FILE_NAME}: field mixture_phases"
             problem = f"no weight of {error}" if isinstance(error, KeyError) else error
             raise UserError(f"{where}: {problem}; {_HINT}") from error
-
-    def _open_corpus(self, moved: Path | None) -> tuple[Domains, bool]:
-        folder = moved or Path(self.options.corpus or "").absolute()
-        if not Corpus.exists(folder):
-            raise UserError(
-                f"{folder}: no corpus here, from which {self.run.root} was trained; pass --corpus "
-                "if it was moved"
-            )
-        self.corpus = Corpus.load(folder)
-        data = open_domains(self.corpus, self._cache)
-        return data, len(data.domains) == 1
-
-    def _open_data_path(self, moved: DataPath | None) -> tuple[Domains, bool]:
-        options = self.options.data
-        path = moved or _absolute(DataPath.read(options.data_path, options.data_args_path))
-        if self._tokenizer_model is None and options.tokenizer_model is not None:
-            self._tokenizer_model = options.tokenizer_model.absolute()
-        data = open_data_path(path, options.split, self.run.tokenizer, self._cache)
-        # A moved path may have other weights; those of the run are recorded. But whether it had any
-        # decides the order, and only the recorded path tells.
-        trained = path if options.data_path is None else DataPath.parse(options.data_path)
-        return data, trained.weights is None
-
-    @property
-    def _cache(self) -> Path | None:
-        cache = self.options.data.object_storage_cache_path
-        return cache and cache.absolute()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -286,11 +216,17 @@ class RunTrace:
             )
         return first, last
 
-    def index(self, domain: int) -> DocumentIndex:
-        """The documents of a domain's files."""
-        if domain not in self._indices:
-            self._indices[domain] = DocumentIndex.open(self.data.domains[domain])
-        return self._indices[domain]
+    def tokens(
+        self, domain: int, document: int, first: int = 0, stop: int | None = None
+    ) -> NDArray[np.integer]:
+        """Return the tokens of a document of a domain's files, or a range of them.
+
+        Raises:
+            UserError: if the tokens are damaged.
+        """
+        begin, end = self._edges(domain)[document : document + 2].tolist()
+        tokens = self.data.domains[domain].whole.tokens
+        return tokens[begin + first : end if stop is None else begin + stop]
 
     def text(self, domain: int, document: int, first: int = 0, stop: int | None = None) -> str:
         """Decode a document, or a range of its tokens, without end-of-document tokens.
@@ -298,7 +234,7 @@ class RunTrace:
         Raises:
             UserError: if the tokens are damaged, or the tokenizer is missing.
         """
-        tokens = self.index(domain).tokens(document, first, stop)
+        tokens = self.tokens(domain, document, first, stop)
         return self.tokenizer.decode(tokens[tokens != self.data.tokenizer.eod_id].tolist())
 
     def rows(self, first: int, last: int, only: Documents | None = None) -> Iterator[pd.DataFrame]:
@@ -319,48 +255,27 @@ class RunTrace:
             tokens from ``first_token`` to ``stop_token``, exclusive. A sample of s tokens has s + 1
             tokens here: the last one is only predicted.
         """
-        for begin, found in self._ranges(first, last):
+        for block in self._blocks(first, last, only):
             parts = [np.empty((6, 0), np.int64)]
-            for ranges in found:
-                if only is not None and ranges.domain not in only:
-                    continue
-                index = self.index(ranges.domain)
-                part, documents, starts, stops = index.split(ranges.starts, ranges.lengths)
-                if only is not None:
-                    listed = np.isin(documents, only[ranges.domain])
-                    part, documents = part[listed], documents[listed]
-                    starts, stops = starts[listed], stops[listed]
-                samples = begin + ranges.rows[part]
-                numbers, sizes = np.full(len(part), ranges.domain), index.lengths(documents)
-                parts.append(np.stack([samples, numbers, documents, sizes, starts, stops]))
-            yield self._table(np.concatenate(parts, axis=1))
-
-    def _table(self, columns: NDArray[np.int64]) -> pd.DataFrame:
-        """Return the rows of some samples, in the order of the samples.
-
-        Args:
-            columns: [6, r] sample, domain, document, length of the document, first token and one
-                past the last token of each row; the rows of a sample follow each other.
-        """
-        columns = columns[:, np.argsort(columns[0], kind="stable")]
-        samples, domain, documents, sizes, starts, stops = columns
-        steps = samples // self.options.global_batch_size + 1
-        ranks, batches, rows = self._places(samples, steps)
-        return pd.DataFrame(
-            {
-                "step": steps,
-                "rank": ranks,
-                "micro_batch": batches,
-                "row": rows,
-                "sample": samples,
-                "domain": _named(domain, self.data.names),
-                "document": documents,
-                "first_token": starts,
-                "stop_token": stops,
-                "document_tokens": sizes,
-                "file": _named(domain, self._files),
-            }
-        )
+            for domain, ranges in block:
+                edges = self._edges(domain)
+                index, part = split_at_edges(edges, ranges[:, 1], ranges[:, 2])
+                document, start, stop = part.document, part.start, part.start + part.length
+                listed = slice(None) if only is None else np.isin(document, only[domain])
+                sizes, numbers = edges[document + 1] - edges[document], np.full(len(part), domain)
+                columns = ranges[index, 0], numbers, document, start, stop, sizes
+                parts.append(np.stack(columns)[:, listed])
+            found = np.concatenate(parts, axis=1)
+            samples, domains, *others = found[:, np.argsort(found[0], kind="stable")]
+            names = "document", "first_token", "stop_token", "document_tokens"
+            yield pd.DataFrame(
+                {
+                    **self._places(samples),
+                    "domain": _named(domains, self.data.names),
+                    **dict(zip(names, others, strict=True)),
+                    "file": _named(domains, self._prefixes),
+                }
+            )
 
     def counts(self, first: int, last: int, only: Documents | None = None) -> pd.DataFrame:
         """Count how often the steps ``first`` to ``last`` read each document.
@@ -376,27 +291,24 @@ class RunTrace:
             document, ``tokens`` of it that were predicted, ``epochs``, the predicted tokens divided
             by ``document_tokens``; and ``file``.
         """
-        counts: dict[int, NDArray[np.int64]] = {}  # [2, num_documents] samples and tokens
-        last_samples: dict[int, NDArray[np.int64]] = {}
-        for begin, found_ranges in self._ranges(first, last):
-            for ranges in found_ranges:
-                domain, edges = ranges.domain, self.index(ranges.domain).edges
-                if only is not None and domain not in only:
-                    continue
+        counts: dict[int, NDArray[np.int64]] = {}  # [3, num_documents] samples, tokens, last sample
+        for block in self._blocks(first, last, only):
+            for domain, ranges in block:
+                edges = self._edges(domain)
                 if domain not in counts:
-                    counts[domain] = np.zeros((2, len(edges) - 1), np.int64)
-                    last_samples[domain] = np.full(len(edges) - 1, -1)
-                tables = counts[domain], last_samples[domain]
-                _count(edges, begin + ranges.rows, ranges.starts, ranges.lengths, *tables)
+                    counts[domain] = np.zeros((3, len(edges) - 1), np.int64)
+                    counts[domain][2] = -1
+                _count(edges, ranges, counts[domain])
         found = only
         if found is None:
             found = {domain: np.flatnonzero(count[1]) for domain, count in sorted(counts.items())}
         parts = [np.empty((5, 0), np.int64)]
         for domain, documents in found.items():
-            index = self.index(domain)
-            count = counts.get(domain, np.zeros((2, len(index)), np.int64))[:, documents]
-            numbers = np.full(len(documents), domain)
-            parts.append(np.stack([numbers, documents, *count, index.lengths(documents)]))
+            sizes = np.diff(self._edges(domain))
+            count = counts.get(domain, np.zeros((2, len(sizes)), np.int64))[:2, documents]
+            parts.append(
+                np.stack([np.full(len(documents), domain), documents, *count, sizes[documents]])
+            )
         domains, documents, samples, tokens, sizes = np.concatenate(parts, axis=1)
         return pd.DataFrame(
             {
@@ -406,7 +318,7 @@ class RunTrace:
                 "tokens": tokens,
                 "epochs": tokens / sizes,
                 "document_tokens": sizes,
-                "file": _named(domains, self._files),
+                "file": _named(domains, self._prefixes),
             }
         )
 
@@ -419,10 +331,11 @@ class RunTrace:
             UserError: if the tokens are damaged, or the tokenizer is missing.
         """
         sampled = np.flatnonzero(self.samples.counts(self.num_samples)).tolist()
-        found: dict[int, NDArray[np.int64]] = {}
         searched = {domain: self._training_documents(domain) for domain in sampled}
-        total = sum(map(len, searched.values()))
-        with progress_bar(total, "document", "searching", delay=1) as bar:
+        found: dict[int, NDArray[np.int64]] = {}
+        with progress_bar(
+            sum(map(len, searched.values())), "document", "searching", delay=1
+        ) as bar:
             for domain, documents in searched.items():
                 matches = []
                 for document in documents:
@@ -435,9 +348,9 @@ class RunTrace:
 
     def _training_documents(self, domain: int) -> range:
         """The documents that hold the sequences of the training split."""
-        index, data = self.index(domain), self.data.domains[domain]
-        ends = index.file.starts[[data.first, data.stop - 1]]
-        first, last = np.searchsorted(index.edges, ends, side="right").tolist()
+        data = self.data.domains[domain]
+        ends = data.whole.starts[[data.first, data.stop - 1]]
+        first, last = np.searchsorted(self._edges(domain), ends, side="right").tolist()
         return range(first - 1, last)
 
     def skipped(self, first: int, last: int) -> list[int]:
@@ -446,63 +359,58 @@ class RunTrace:
         steps = (skipped["step"] for skips in lines for skipped in skips)
         return [step for step in steps if first <= step <= last]
 
-    def _ranges(self, first: int, last: int) -> Iterator[tuple[int, Iterator[TokenRanges]]]:
-        """Yield the ranges of some samples at a time, with the number of the first of them."""
+    def _edges(self, domain: int) -> NDArray[np.int64]:
+        """First token of each document in the domain's files, and the end."""
+        return self.data.domains[domain].whole.document_edges
+
+    def _blocks(
+        self, first: int, last: int, only: Documents | None
+    ) -> Iterator[Iterator[tuple[int, NDArray[np.int64]]]]:
+        """Yield :meth:`BlendedTokens.token_ranges` of some samples at a time."""
         size, block = self.options.global_batch_size, _BLOCK_TOKENS // self.options.seq_length
         begin, end = (first - 1) * size, last * size
         with progress_bar(end - begin, "sample", "tracing", delay=1) as bar:
             for start in range(begin, end, max(block, 1)):
                 samples = np.arange(start, min(start + max(block, 1), end))
-                yield start, self.samples.token_ranges(samples)
+                listed = self.samples.token_ranges(samples)
+                yield (found for found in listed if only is None or found[0] in only)
                 bar.update(len(samples))
 
-    @property
-    def _files(self) -> list[str]:
-        return [str(domain.prefix) for domain in self.data.domains]
-
-    def _places(self, samples: NDArray[np.int64], steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rank, micro-batch and row of samples, [3, n]."""
+    def _places(self, samples: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """Step, rank, micro-batch and row of ``samples`` [n], each [n]."""
+        steps, positions = np.divmod(samples, self.options.global_batch_size)
         places = np.zeros((3, len(samples)), np.int64)
         for layout in self.run.batch_layouts:
-            later = steps > layout.first_step
-            positions = samples[later] % self.options.global_batch_size
+            later = steps >= layout.first_step
             sizes = layout.micro_batch_size, layout.data_parallel_size
-            places[:, later] = place_in_step(positions, *sizes)
-        return places
+            places[:, later] = place_in_step(positions[later], *sizes)
+        names = "step", "rank", "micro_batch", "row", "sample"
+        return dict(zip(names, (steps + 1, *places, samples), strict=True))
 
 
 @njit(cache=True, nogil=True)
-def _count(
-    edges: NDArray[np.int64],
-    samples: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    last_samples: NDArray[np.int64],
-) -> None:
+def _count(edges: NDArray[np.int64], ranges: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
     """Add samples and predicted tokens of each document.
 
     Args:
         edges: [num_documents + 1] first token of each document, and the end.
-        samples: [r] the sample of each range; the ranges of a sample follow each other.
-        starts: [r] first token of each range.
-        lengths: [r] number of tokens of each range.
-        counts: [2, num_documents] number of samples and of tokens, updated.
-        last_samples: [num_documents] last sample that held each document, updated: a sample at the
-            end of an epoch may hold a document twice.
+        ranges: [r, 3] sample, first token and number of tokens of each range; the ranges of a
+            sample follow each other.
+        counts: [3, num_documents] number of samples and of tokens, and the last sample that held
+            the document, updated: a sample at the end of an epoch may hold a document twice.
     """
     sample = np.int64(-1)
-    for number in range(starts.size):
-        start, stop = starts[number], starts[number] + lengths[number]
-        if samples[number] != sample:  # the first token of a sample is not predicted
-            start, sample = start + 1, samples[number]
+    for number in range(len(ranges)):
+        start, stop = ranges[number, 1], ranges[number, 1] + ranges[number, 2]
+        if ranges[number, 0] != sample:  # the first token of a sample is not predicted
+            start, sample = start + 1, ranges[number, 0]
         document = np.searchsorted(edges, start, side="right") - 1
         while start < stop:
             end = min(edges[document + 1], stop)
             if end > start:
                 counts[1, document] += end - start
-                counts[0, document] += last_samples[document] != sample
-                last_samples[document] = sample
+                counts[0, document] += counts[2, document] != sample
+                counts[2, document] = sample
             start = end
             document += 1
 
@@ -554,17 +462,21 @@ def trace_samples(options: TraceOptions) -> None:
         lines += _when(tables(), found)
     if skipped := trace.skipped(first, last):
         lines.append(
-            f"steps {', '.join(map(str, skipped[:_STEPS_PRINTED]))}"
-            f"{' ...' if len(skipped) > _STEPS_PRINTED else ''} read their samples, but did not "
-            "update the model"
+            f"steps {_numbers(skipped, ' ...')} read their samples, but did not update the model"
         )
     _print_and_write(options, trace, lines, tables)
 
 
-def _summary(trace: RunTrace, table: pd.DataFrame) -> str:
+def _numbers(steps: list[int], more: str) -> str:
+    """List the first ``steps``; ``more`` follows if there are more."""
+    listed = ", ".join(map(str, steps[:_STEPS_PRINTED]))
+    return listed + (more if len(steps) > _STEPS_PRINTED else "")
+
+
+def _summary(trace: RunTrace, counts: pd.DataFrame) -> str:
     """Per domain: documents and tokens that were read, and the largest number of epochs."""
     rows = {}
-    for name, read in table.groupby("domain", observed=True):
+    for name, read in counts.groupby("domain", observed=True):
         tokens = int(read["tokens"].sum())
         rows[name] = {
             "documents read": f"{len(read):,}",
@@ -582,20 +494,16 @@ def _when(tables: Iterable[pd.DataFrame], found: Documents) -> list[str]:
     for table in tables:
         read = table[["domain", "document", "step"]].drop_duplicates()
         for name, document, step in read.itertuples(index=False, name=None):
-            if (name, document) in steps:
-                if steps[name, document][-1] != step:  # the next table may continue the step
-                    steps[name, document].append(step)
-            elif len(steps) < _ROWS_PRINTED:
-                steps[name, document] = [step]
-            else:
+            if (name, document) not in steps and len(steps) == _ROWS_PRINTED:
                 others.add((name, document))
-    lines = []
-    for (name, document), of_document in steps.items():
-        when = ", ".join(map(str, of_document[:_STEPS_PRINTED]))
-        more = len(of_document) - _STEPS_PRINTED
-        lines.append(
-            f"  {name} document {document}: steps {when}{f' and {more} more' if more > 0 else ''}"
-        )
+            # The next table may continue the step.
+            elif (of_document := steps.setdefault((name, document), []))[-1:] != [step]:
+                of_document.append(step)
+    lines = [
+        f"  {name} document {document}: steps "
+        + _numbers(of_document, f" and {len(of_document) - _STEPS_PRINTED} more")
+        for (name, document), of_document in steps.items()
+    ]
     if others:
         lines.append(f"  ... {len(others):,} more documents were read")
     if unread := sum(map(len, found.values())) - len(steps) - len(others):
@@ -607,12 +515,16 @@ def _print_and_write(
     options: TraceOptions, trace: RunTrace, lines: list[str], tables: Tables
 ) -> None:
     """Print ``lines`` and the first rows of the tables, and write all rows with ``--output``."""
-    if options.output is None:
+    output = options.output
+    if output is None:
         tables = partial(_first_rows, tables, _ROWS_PRINTED + 1)
     sources = _sources(trace, tables()) if options.source_lines else None
     shown: list[pd.DataFrame] = []
     count = 0
-    with _writer(options.output) as write:
+    with (
+        replacing(output) if output else contextlib.nullcontext(Path(os.devnull)) as path,
+        path.open("w", encoding="utf-8", newline="") as stream,
+    ):
         for table in tables():
             if sources is not None:
                 keys = zip(table["domain"], table["document"], strict=True)
@@ -622,16 +534,19 @@ def _print_and_write(
             if count < _ROWS_PRINTED and len(table):
                 shown.append(table.head(_ROWS_PRINTED - count))
             count += len(table)
-            write(table)
+            if output and output.suffix == ".csv":
+                table.to_csv(stream, index=False, header=stream.tell() == 0)
+            elif output and len(table):
+                table.to_json(stream, orient="records", lines=True, force_ascii=False)
     print("\n".join(lines))
     if shown:
         print(f"\n{_printed(pd.concat(shown, ignore_index=True))}")
-    if options.output is None and count > _ROWS_PRINTED:
+    if output is None and count > _ROWS_PRINTED:
         print("... more lines; --output FILE.jsonl writes all of them")
     elif count > _ROWS_PRINTED:
         print(f"... {count - _ROWS_PRINTED:,} more lines")
-    if options.output is not None:
-        print(f"written to {options.output}")
+    if output is not None:
+        print(f"written to {output}")
 
 
 def _first_rows(tables: Tables, count: int) -> Iterator[pd.DataFrame]:
@@ -643,51 +558,29 @@ def _first_rows(tables: Tables, count: int) -> Iterator[pd.DataFrame]:
             return
 
 
-@contextlib.contextmanager
-def _writer(path: Path | None) -> Iterator[Callable[[pd.DataFrame], None]]:
-    """Yield a function that appends a table to the new file ``path``; without one, it does nothing.
-
-    The file appears when the block succeeds.
-    """
-    if path is None:
-        yield lambda _table: None
-        return
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
-
-        def write(table: pd.DataFrame) -> None:
-            if path.suffix == ".csv":
-                table.to_csv(stream, index=False, header=stream.tell() == 0)
-            elif len(table):
-                table.to_json(stream, orient="records", lines=True, force_ascii=False)
-
-        yield write
-
-
 def _with_text(trace: RunTrace, table: pd.DataFrame) -> pd.DataFrame:
     """Add the text of each line's range of tokens, or else of the whole document."""
-    numbers = {name: number for number, name in enumerate(trace.data.names)}
     columns = ["domain", "document"]
     columns += ["first_token", "stop_token"] if "first_token" in table else []
     rows = table[columns].itertuples(index=False, name=None)
-    return table.assign(text=[trace.text(numbers[name], *place) for name, *place in rows])
+    return table.assign(text=[trace.text(trace.numbers[name], *place) for name, *place in rows])
 
 
 def _sources(trace: RunTrace, tables: Iterable[pd.DataFrame]) -> dict[tuple[str, int], str]:
     """Find the file and line of every document of ``tables``, if its text is found."""
     assert trace.corpus is not None
-    numbers = {name: number for number, name in enumerate(trace.data.names)}
     digests: dict[tuple[str, int], bytes] = {}
     wanted: dict[str, set[bytes]] = {}
     for table in tables:
         documents = table[["domain", "document"]].drop_duplicates()
         for name, document in documents.itertuples(index=False, name=None):
             if (name, document) not in digests:
-                digest = text_digest(trace.text(numbers[name], document).encode())
+                digest = text_digest(trace.text(trace.numbers[name], document).encode())
                 digests[name, document] = digest
                 wanted.setdefault(name, set()).add(digest)
     lines = source_lines(trace.corpus, wanted)
-    places = {key: lines.get((key[0], digest)) for key, digest in digests.items()}
-    return {key: place for key, place in places.items() if place is not None}
+    found = {key: (key[0], digest) for key, digest in digests.items()}
+    return {key: lines[place] for key, place in found.items() if place in lines}
 
 
 def _printed(table: pd.DataFrame) -> str:

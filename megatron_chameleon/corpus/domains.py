@@ -28,7 +28,6 @@ from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.corpus.data_path import DataPath, sequence_range, split_ranges
 from megatron_chameleon.corpus.encode import TextEncoder, encode_in_batches, encoded_documents
 from megatron_chameleon.corpus.indexed import (
-    BlockTokens,
     TokenFile,
     check_sequences,
     in_memory,
@@ -64,7 +63,8 @@ class DomainTokens:
     """One split of a domain: sequences ``first`` to ``stop`` - 1 of a pair of .bin/.idx files.
 
     Indexing returns tokens by their positions in the .bin, which is opened when tokens are first
-    read. So a domain can be sent to other ranks, which open files late.
+    read. So a domain can be sent to other ranks, which open files late. It has no length: the .bin
+    may hold more tokens than ``tokens``.
 
     Attributes:
         name: name of the domain in weights and records.
@@ -111,18 +111,16 @@ class DomainTokens:
         kept = self.tokens / self.uncut_tokens if self.uncut_tokens else 1.0
         return math.ceil((self.stop - self.first) * kept)
 
-    def __len__(self) -> int:
-        return len(self._stream)
-
     def __getitem__(self, positions: NDArray[np.integer]) -> NDArray[np.integer]:
-        return self._stream[positions]
+        return self.whole.tokens[positions]
 
     @functools.cached_property
-    def _stream(self) -> BlockTokens:
-        return self.open_whole().tokens
+    def whole(self) -> TokenFile:
+        """The whole files that hold the sequences; raises UserError as :meth:`open`."""
+        return self.open_whole()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields; the tokens of a mapped file are not copied."""
+        """The fields; a mapped file is not copied."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def open(self) -> TokenFile:

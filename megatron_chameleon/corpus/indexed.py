@@ -407,11 +407,6 @@ class BlockTokens:
         return self.size
 
     @property
-    def is_remote(self) -> bool:
-        """Whether :meth:`check` fetches blocks, before which ``unchecked`` is not valid."""
-        return self._copy is not None
-
-    @property
     def size(self) -> int:
         """Number of tokens."""
         return self.unchecked.size
@@ -456,7 +451,7 @@ class BlockTokens:
         blocks = blocks[self.checked[blocks] == 0]
         if self._copy is not None and blocks.size:
             self._copy.fetch(self._first_byte + blocks * BLOCK_BYTES, BLOCK_BYTES)
-        for block in blocks.tolist():
+        for block in dict.fromkeys(blocks.tolist()):
             content = self.unchecked[block * self._block : (block + 1) * self._block]
             if self._checksums is not None:
                 _check_block(self._path, content, block, int(self._checksums[block]))
@@ -532,6 +527,15 @@ class TokenFile:
         Computed on first use and then held in memory (8 bytes a sequence).
         """
         return self.pointers // self.dtype.itemsize
+
+    @functools.cached_property
+    def document_edges(self) -> NDArray[np.int64]:
+        """[num_documents + 1] int64, first token of each document in ``tokens``, and the end.
+
+        Of a file without document boundaries, the sequences are documents.
+        """
+        edges = np.append(self.starts, self.tokens.size)
+        return edges[self.document_boundaries] if self.has_documents else edges
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
         """Return all tokens of a sequence, or ``length`` tokens from position ``offset`` on.

@@ -100,20 +100,34 @@ def split_at_documents(windows: Windows, document_lengths: NDArray[np.integer]) 
     Returns:
         The parts, each in one document, in the order of ``windows``; [n] or more.
     """
-    ends = np.cumsum(np.asarray(document_lengths, dtype=np.int64))
-    starts = ends - document_lengths
-    first = starts[windows.document] + windows.start
-    stop = first + windows.length
-    last = np.searchsorted(ends, stop, side="left")
-    parts = last - windows.document + 1
-    window = np.repeat(np.arange(len(windows)), parts)
-    document = (
-        windows.document[window] + np.arange(len(window)) - (np.cumsum(parts) - parts)[window]
-    )
-    begin = np.maximum(first[window], starts[document])
-    length = np.minimum(stop[window], ends[document]) - begin
+    edges = np.append(0, np.cumsum(document_lengths, dtype=np.int64))
+    starts = edges[windows.document] + windows.start
+    return split_at_edges(edges, starts, windows.length)[1]
+
+
+def split_at_edges(
+    edges: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], Windows]:
+    """Split ranges of tokens at the edges of documents.
+
+    Args:
+        edges: [d + 1] first token of each document, and the end.
+        starts: [r] first token of each range.
+        lengths: [r] tokens of each range, at least 1.
+
+    Returns:
+        The range of each part, [p], and the parts, each in one document, in the order of the
+        ranges.
+    """
+    stops = starts + lengths
+    first = np.searchsorted(edges, starts, side="right") - 1
+    counts = np.searchsorted(edges, stops, side="left") - first
+    index = np.repeat(np.arange(len(starts)), counts)
+    document = first[index] + numbers_within(counts)
+    begin = np.maximum(starts[index], edges[document])
+    length = np.minimum(stops[index], edges[document + 1]) - begin
     kept = length > 0  # leave out documents without tokens
-    return Windows(document[kept], (begin - starts[document])[kept], length[kept])
+    return index[kept], Windows(document[kept], (begin - edges[document])[kept], length[kept])
 
 
 def spread_windows(document_lengths: NDArray[np.integer], window_length: int, most: int) -> Windows:
@@ -131,8 +145,12 @@ def spread_windows(document_lengths: NDArray[np.integer], window_length: int, mo
     num_windows = -(-lengths // window_length)
     taken = np.minimum(num_windows, most)
     document = np.repeat(np.arange(len(lengths)), taken)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(taken) - taken, taken)
-    part = (2 * number + 1) * num_windows[document] // (2 * taken[document])
+    part = (2 * numbers_within(taken) + 1) * num_windows[document] // (2 * taken[document])
     start = lengths[document] * part // num_windows[document]
     end = lengths[document] * (part + 1) // num_windows[document]
     return Windows(document, start, end - start)
+
+
+def numbers_within(counts: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the numbers from 0 to count - 1 of every count in ``counts`` [n], concatenated."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Protocol
 from megatron_chameleon.corpus.domains import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens
+from megatron_chameleon.corpus.windows import numbers_within
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.flops import forward_flops
 
@@ -67,7 +68,7 @@ def cut_windows(
     stride = window_length - overlap
     counts = np.where(sizes > 0, 1 + -(-np.maximum(sizes - window_length, 0) // stride), 0)
     source = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    number = numbers_within(counts)
     begin = first[source] + number * stride
     return ScoredWindows(
         begin=begin,
@@ -145,9 +146,7 @@ class HeldOutText:
         labels, tokens = (
             # Clipping changes no result: a clipped position is padding, or eod_id replaces its
             # token below.
-            np.where(is_inside, self.stream[np.clip(at, 0, len(self.stream) - 1)], 0).astype(
-                np.int64
-            )
+            np.where(is_inside, self.stream[np.clip(at, 0, end - 1)], 0).astype(np.int64)
             for at in (positions, positions - 1)
         )
         if self.after_eod is not None:
@@ -188,9 +187,11 @@ def choose_windows(
         window_length: tokens predicted per window.
         max_tokens: maximum predicted tokens, at least ``window_length``; None for all.
         overlap: see :func:`cut_windows`.
-        tokens: positions that windows may read; default: the whole stream.
+        tokens: positions that windows may read; default: the whole stream, unless it is a domain.
     """
-    tokens = range(len(stream)) if tokens is None else tokens
+    if tokens is None:
+        assert not isinstance(stream, DomainTokens), "its .bin may hold other text"
+        tokens = range(len(stream))
     size = max(len(tokens) - 1, 0)
     windows = cut_windows(np.array([tokens.start + 1]), np.array([size]), window_length, overlap)
     if max_tokens is not None and size > max_tokens:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_chameleon.blend.boundaries import document_boundaries
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.checkpoint.state import random_states, set_random_states
 from megatron_chameleon.errors import UserError
@@ -138,4 +139,5 @@ def _random_batches(plan: TrainingPlan, count: int) -> Iterator[Batch]:
         )
         tokens, labels = text[:, :-1], text[:, 1:]
         domain = torch.zeros(rows, dtype=torch.int64)
-        yield {"tokens": tokens, "labels": labels, **plan.boundaries(tokens), "domain": domain}
+        made = document_boundaries(tokens, plan.data.tokenizer.eod_id, options.boundaries)
+        yield {"tokens": tokens, "labels": labels, **made, "domain": domain}

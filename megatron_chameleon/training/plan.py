@@ -19,7 +19,6 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.files import require_writable, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.blend.boundaries import DocumentBoundaries
 from megatron_chameleon.blend.dataset import BlendedTokens, check_enough_tokens, check_weights
 from megatron_chameleon.blend.schedule import MixtureSchedule, check_changes, check_ramps
 from megatron_chameleon.checkpoint.model import Model
@@ -107,11 +106,6 @@ class TrainingPlan:
             return corpus_tokenizer(Corpus.load(self.options.corpus))
         return load_tokenizer(data.tokenizer_model, data.eod_token, data.tiktoken_pattern)
 
-    @property
-    def boundaries(self) -> DocumentBoundaries:
-        """Masks and positions for samples that contain several documents."""
-        return DocumentBoundaries(self.data.tokenizer.eod_id, self.options.boundaries)
-
     def samples(self, schedule: MixtureSchedule) -> BlendedTokens:
         """The training samples of the whole run, in order, with the weights of ``schedule``."""
         return BlendedTokens(
@@ -121,7 +115,7 @@ class TrainingPlan:
             seq_length=self.options.seq_length,
             seed=self.options.seed,
             permutation=self.options.data.permutation,
-            boundaries=self.boundaries,
+            boundaries=self.options.boundaries,
             cache=self.options.data.data_cache_path,
             by_size=self.by_size,
         )

@@ -294,7 +294,7 @@ def held_out_mix(
         seq_length=plan.options.seq_length,
         seed=plan.options.seed,
         permutation="epoch",
-        boundaries=plan.boundaries,
+        boundaries=plan.options.boundaries,
     )
 
 

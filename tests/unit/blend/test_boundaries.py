@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
-from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_mask
+from megatron_chameleon.blend.boundaries import document_boundaries, document_mask
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
 
 EOD = 3
@@ -38,7 +38,7 @@ def test_positions_and_masks_match_megatron(options, data):
     rows = st.lists(st.integers(0, EOD), min_size=length + 1, max_size=length + 1)
     windows = torch.tensor(data.draw(st.lists(rows, min_size=batch, max_size=batch)))
     tokens, kept = windows[:, :-1], windows.clone()
-    made = DocumentBoundaries(EOD, options)(tokens)
+    made = document_boundaries(tokens, EOD, options)
     assert torch.equal(windows, kept)
     mask, losses, positions = reference(tokens, options)
     starts = made.get("document_starts")

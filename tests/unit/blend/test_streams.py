@@ -107,11 +107,13 @@ def test_everything_that_determines_the_indices_has_its_own_entry(make_corpus, t
         (domain, 0, 20, 3, 1),
         (domain, 0, 20, 4, 2),
     ]
-    for found_in, first, samples, length, seed in cases:
+    for found_in, first, num_samples, length, seed in cases:
         source = dataclasses.replace(found_in, first=first, stop=first + 2, tokens=18)
-        expected = megatron_view(source, source.open(), samples, length, seed)
+        expected = megatron_view(source, source.open(), num_samples, length, seed)
         for _ in range(2):  # the second call reads the cache
-            found = megatron_view(source, source.open(), samples, length, seed, folder)
-            assert all(map(np.array_equal, found.order, expected.order))
+            found = megatron_view(source, source.open(), num_samples, length, seed, folder)
+            assert np.array_equal(found.documents, expected.documents)
+            samples = np.arange(found.num_samples)
+            assert np.array_equal(found.find(samples), expected.find(samples))
     # The indices depend on the lengths of the sequences, not on their place in the file.
     assert len(list(folder.iterdir())) == len(cases) - 1

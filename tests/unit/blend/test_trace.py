@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -22,7 +20,7 @@ from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import BatchLayout
 from megatron_chameleon.blend import trace as trace_module
 from megatron_chameleon.blend.options import DataOptions, TraceOptions
-from megatron_chameleon.blend.trace import DocumentIndex, RunTrace, trace_samples
+from megatron_chameleon.blend.trace import RunTrace, trace_samples
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.options import (
     EncoderOptions,
@@ -271,26 +269,3 @@ def test_user_errors(corpus, run_dir, tmp_path):
     for steps, text in ((None, None), ("3:2", None), ("0:2", None), ("a", None), ("1", "")):
         with pytest.raises(UserError):
             TraceOptions(run=run_dir, steps=steps, find=text)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.data())
-def test_ranges_are_split_at_documents(lengths, data):
-    edges = np.cumsum([0, *lengths])
-    starts, sizes = [], []
-    for _ in range(data.draw(st.integers(0, 5)) if edges[-1] else 0):
-        starts.append(data.draw(st.integers(0, int(edges[-1]) - 1)))
-        sizes.append(data.draw(st.integers(1, int(edges[-1]) - starts[-1])))
-    index = DocumentIndex(None, edges)  # type: ignore[arg-type]
-    found = index.split(np.array(starts, np.int64), np.array(sizes, np.int64))
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    tokens = [
-        (number, owner[token], token - edges[owner[token]])
-        for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
-        for token in range(start, start + size)
-    ]
-    assert tokens == [
-        (number, document, token)
-        for number, document, first, stop in zip(*found, strict=True)
-        for token in range(first, stop)
-    ]
-    assert len(found[0]) == len({token[:2] for token in tokens})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -76,6 +77,17 @@ def test_samples_equal_those_of_local_files(permutation, files, url, tmp_path):
         assert (remote.hash, remote.names) == (local.hash, local.names)
         assert np.array_equal(samples_of(remote, permutation), samples_of(local, permutation))
     assert not (tmp_path / "default").exists()
+
+
+def test_samples_of_a_file_system_that_reads_one_range_at_a_time(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "_CHUNK_BYTES", CHUNK)
+    system = fsspec.filesystem("memory")
+    for path in files.iterdir():
+        system.pipe(f"/tokens/{path.name}", path.read_bytes())
+    local = open_data_path(data_path(files), SPLIT, TOKENIZER)
+    remote = open_data_path(data_path("memory://tokens"), SPLIT, TOKENIZER, tmp_path / "cache")
+    assert np.array_equal(samples_of(remote, "epoch"), samples_of(local, "epoch"))
+    system.rm("/tokens", recursive=True)
 
 
 @pytest.mark.parametrize("name", FILES)

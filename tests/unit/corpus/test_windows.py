@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.corpus.domains import load_windows, open_data_path, open_domains
-from megatron_chameleon.corpus.windows import draw_windows, split_at_documents, spread_windows
+from megatron_chameleon.corpus.windows import (
+    draw_windows,
+    split_at_documents,
+    split_at_edges,
+    spread_windows,
+)
 from megatron_chameleon.errors import UserError
 
 documents = st.lists(st.integers(0, 200), max_size=30)
@@ -64,6 +69,28 @@ def test_windows_are_split_at_the_ends_of_documents(document_lengths, window_len
     text = [(d, t) for d, tokens in enumerate(document_lengths) for t in range(tokens)]
     assert tokens == text[: int(windows.length.sum())]
     assert (parts.length > 0).all()
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.data())
+def test_ranges_are_split_at_the_edges_of_documents(lengths, data):
+    edges = np.cumsum([0, *lengths])
+    starts, sizes = [], []
+    for _ in range(data.draw(st.integers(0, 5)) if edges[-1] else 0):
+        starts.append(data.draw(st.integers(0, int(edges[-1]) - 1)))
+        sizes.append(data.draw(st.integers(1, int(edges[-1]) - starts[-1])))
+    index, parts = split_at_edges(edges, np.array(starts, np.int64), np.array(sizes, np.int64))
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    tokens = [
+        (number, owner[token], token - edges[owner[token]])
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
+        for token in range(start, start + size)
+    ]
+    assert tokens == [
+        (number, document, token)
+        for number, (document, first, end) in zip(index, ranges_of(parts), strict=True)
+        for token in range(first, end)
+    ]
+    assert len(parts) == len({token[:2] for token in tokens})
 
 
 def test_the_length_of_documents_does_not_change_the_positions_of_windows():

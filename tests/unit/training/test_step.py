@@ -19,7 +19,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm
 from packaging.version import Version
 from torch.nn.functional import cross_entropy
 
-from megatron_chameleon.blend.boundaries import DocumentBoundaries, document_mask
+from megatron_chameleon.blend.boundaries import document_boundaries, document_mask
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, build_model_chunks, unwrap
@@ -224,7 +224,7 @@ def test_separated_documents_have_the_losses_of_each_document_alone(one_rank, fa
     window[:, [4, 5, 20]] = eod
     tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
     options = DocumentBoundaryOptions(not config.is_rotary, reset_attention_mask=True)
-    made = DocumentBoundaries(eod, options)(tokens)
+    made = document_boundaries(tokens, eod, options)
     mask = document_mask(made["document_starts"])
     found = model(tokens, made["position_ids"], mask, labels=labels)
     alone = []
@@ -258,7 +258,8 @@ def test_masked_tokens_are_in_neither_gradients_nor_sums(one_rank, options):
         windows = torch.randint(eod, (2, 17), generator=generator)
         for window, places in zip(windows, ends, strict=True):
             window[list(places)] = eod
-        tokens, masks = windows[:, :-1], DocumentBoundaries(eod, options)(windows[:, :-1])
+        tokens = windows[:, :-1]
+        masks = document_boundaries(tokens, eod, options)
         domain = torch.tensor(domains)
         batches.append({"tokens": tokens, "labels": windows[:, 1:], **masks, "domain": domain})
     training = RandomTraining(SHAPE, one_rank, bf16=False, optimizer=FROZEN, per_token_loss=True)
