@@ -176,6 +176,8 @@ class Corpus(HashedFolderRecord):
         not_written: domain -> counts of documents and lines that were left out.
         held_out: domains that are validated, evaluated and embedded, but never trained on. Their
             train splits are empty.
+        max_tokens: for a subset, domain -> train tokens that were wanted; a domain has fewer if its
+            text ended before.
     """
 
     KIND = "corpus"
@@ -190,6 +192,7 @@ class Corpus(HashedFolderRecord):
     cost: Cost
     not_written: dict[str, NotWritten] = dataclasses.field(default_factory=dict)
     held_out: dict[str, Domain] = dataclasses.field(default_factory=dict)
+    max_tokens: dict[str, Count] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a held-out domain that has training text or a name of another."""

@@ -221,6 +221,14 @@ class PreprocessOptions(CheckedOptions):
     drop_duplicates: bool = True
     """Drop all but the first of a domain's documents with identical text; with
     --no-drop-duplicates, duplicates are only counted."""
+    max_tokens: LargeCount | None = None
+    """Write a subset with about this many train tokens: each domain ends with the document that
+    reaches its share of them, and its other text is not read. Documents have the splits that they
+    have without this option. Validation and test text that a source defines, and --held-out, are
+    not limited."""
+    mixture: str | None = None
+    """A mixture (.json) whose weights are the domains' shares of --max-tokens; a domain with a
+    weight of 0 is left out. Default: 'uniform', equal shares."""
     min_tokens_per_split: int = 1
     """Fail if a domain has fewer tokens than this in train, valid or test. Domains of --held-out
     have no train split."""
@@ -247,6 +255,13 @@ class PreprocessOptions(CheckedOptions):
         for flag, value in (("--workers", self.workers), ("--shard", self.shard)):
             if self.ray and value is not None:
                 raise UserError(f"{flag} has no effect with --ray; leave out one of the two")
+        if self.max_tokens is None:
+            self.reject_changed(["mixture"], "has no effect without --max-tokens")
+        elif self.shard is not None:
+            raise UserError(
+                f"--shard {self.shard}: a machine cannot know how much of --max-tokens the others "
+                "have; leave it out, and use --workers or --ray"
+            )
 
     @functools.cached_property
     def split_shares(self) -> tuple[float, float, float]:
