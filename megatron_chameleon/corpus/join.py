@@ -26,7 +26,15 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, DomainSplit, NotWritten, Split
+from megatron_chameleon.artifacts import (
+    SPLITS,
+    Corpus,
+    Domain,
+    DomainSplit,
+    NotWritten,
+    Repeats,
+    Split,
+)
 from megatron_chameleon.artifacts.corpus import file_name_of, hash_range
 from megatron_chameleon.artifacts.files import link_or_copy, writing
 from megatron_chameleon.corpus.domains import open_domains
@@ -163,6 +171,7 @@ class Joined:
     domains: dict[str, Domain]
     not_written: dict[str, NotWritten]
     malformed: MalformedLines
+    repeats: dict[str, Repeats]
     unfilled: list[set[str]]
 
 
@@ -198,7 +207,7 @@ def join_shards(
         (folder / TOKENS_NAME).mkdir()
     writer = CorpusWriter(folder, list(numbers), shards[0].dtype, on_bytes)
     malformed, by_domain = MalformedLines(), Counter[str]()
-    counts = np.zeros((len(REASONS), len(numbers)), np.int64)
+    counts, tokens_of = np.zeros((2, len(REASONS), len(numbers)), np.int64)
     budgets = budgets or {}
     unfilled = [set(numbers)]
     blocks = examine(shards, numbers, folder / "left-out", drop_duplicates, budgets)
@@ -212,6 +221,7 @@ def join_shards(
                 lengths = documents["tokens"]
                 writer.copy(files, lengths, documents["text_bytes"], read, start)
                 np.add.at(counts, (reasons, domains), 1)
+                np.add.at(tokens_of, (reasons, domains), lengths)
                 start += int(lengths.sum(dtype=np.int64)) * np.dtype(shard.dtype).itemsize
         malformed.add(shard.malformed)
         by_domain.update({n: shard.malformed.by_domain.get(n, 0) for n in unfilled[-1]})
@@ -227,7 +237,17 @@ def join_shards(
         )
         for name, number in numbers.items()
     }
-    return Joined(writer.finish(), not_written, malformed, unfilled)
+    both = [KEPT, DUPLICATE]
+    repeats = {
+        name: Repeats(
+            documents=int(counts[both, number].sum()),
+            tokens=int(tokens_of[both, number].sum()),
+            exact_documents=int(counts[DUPLICATE, number]),
+            exact_tokens=int(tokens_of[DUPLICATE, number]),
+        )
+        for name, number in numbers.items()
+    }
+    return Joined(writer.finish(), not_written, malformed, repeats, unfilled)
 
 
 class Block(NamedTuple):
@@ -485,6 +505,7 @@ def link_domains(
     }
     kept = {name: n for name, n in corpus.not_written.items() if name in domains | held}
     budgets = {name: n for name, n in corpus.max_tokens.items() if name in domains}
+    repeats = {name: n for name, n in corpus.repeats.items() if name in domains}
     return dataclasses.replace(
         corpus,
         root=folder,
@@ -492,6 +513,7 @@ def link_domains(
         held_out=held,
         not_written=kept,
         max_tokens=budgets,
+        repeats=repeats,
     )
 
 

@@ -29,6 +29,7 @@ from megatron_chameleon.ranges import (
 
 Inputs = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 EncoderChoice = Literal["auto", "own", "gigatoken"]
+Repetition = Literal["exact", "near"]
 # A longer domain name is probably the text of another field, and too long for a file name.
 MAX_DOMAIN_BYTES = 80
 ALL_OTHERS = "*"
@@ -221,6 +222,10 @@ class PreprocessOptions(CheckedOptions):
     drop_duplicates: bool = True
     """Drop all but the first of a domain's documents with identical text; with
     --no-drop-duplicates, duplicates are only counted."""
+    find_repeats: Repetition = "exact"
+    """Which repeated documents of a domain are counted. 'near' also counts documents that are
+    written but nearly repeat an earlier one, by MinHash of their tokens; it reads all tokens once
+    more. It removes nothing."""
     max_tokens: LargeCount | None = None
     """Write a subset with about this many train tokens: each domain ends with the document that
     reaches its share of them, and its other text is not read. Documents have the splits that they
@@ -324,6 +329,9 @@ class ImportOptions(CheckedOptions):
     tiktoken_pattern: str | None = None
     """The pattern that splits text into words, for a tiktoken file, as in
     preprocess_data."""
+    find_repeats: Repetition | None = None
+    """Count the documents of each domain that repeat an earlier one: 'exact', with the same tokens,
+    or 'near', also those that are nearly the same, by MinHash. Both read all tokens."""
     overwrite: bool = False
     """Replace the corpus in the output folder."""
 
@@ -338,7 +346,7 @@ class ImportOptions(CheckedOptions):
         elif self.held_out is None:
             raise UserError(f"--corpus {self.corpus}: pass --held-out, the domains to hold out")
         else:
-            settings = ("tokenizer_model", "split", "eod_token", "tiktoken_pattern")
+            settings = ("tokenizer_model", "split", "eod_token", "tiktoken_pattern", "find_repeats")
             self.reject_changed(settings, "does not apply to --corpus, which keeps its own")
 
 

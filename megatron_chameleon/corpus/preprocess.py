@@ -36,6 +36,7 @@ from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import DocumentReader, MalformedLines
+from megatron_chameleon.corpus.repeats import find_repeats, repeats_table, require_minhash
 from megatron_chameleon.corpus.shards import Shard, make_shard
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
@@ -62,6 +63,8 @@ def preprocess_data(options: PreprocessOptions) -> None:
             only one.
     """
     stopwatch = Stopwatch()
+    if options.find_repeats == "near":
+        require_minhash()
     tokenizer = _load_tokenizer(options)
     sources = find_sources(options.source, options.domains)
     budgets = token_budgets(options, sources)
@@ -103,6 +106,8 @@ def preprocess_data(options: PreprocessOptions) -> None:
             raise
     corpus = Corpus.load(options.output)
     print(_summary(corpus, joined.malformed))
+    if options.find_repeats == "near":
+        print(repeats_table(corpus))
     reused = f"; {len(found)} of {total} shards were finished before" if found else ""
     print(
         f"wrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{reused}\n"
@@ -267,7 +272,7 @@ class _Run:
         # These options are not recorded, since the corpus does not depend on them.
         options = dataclasses.replace(self.options, workers=None, shard=None, ray=False)
         inputs = {"tokenizer": tokenizer.sha256, "sources": sources_hash}
-        Corpus(
+        corpus = Corpus(
             root=made,
             tokenizer=tokenizer.identity,
             dtype=tokenizer.token_type,
@@ -276,8 +281,21 @@ class _Run:
             cost=cost,
             not_written=joined.not_written,
             max_tokens=budgets or {},
+            repeats=joined.repeats,
             held_out={n: d for n, d in joined.domains.items() if n in held_out},
-        ).save()
+        )
+        if self.options.find_repeats == "near":
+            near = find_repeats(corpus, near=True, folder=self.folder.staging)
+            repeats = {
+                name: dataclasses.replace(
+                    exact,
+                    near_documents=near[name].near_documents,
+                    near_tokens=near[name].near_tokens,
+                )
+                for name, exact in joined.repeats.items()
+            }
+            corpus = dataclasses.replace(corpus, repeats=repeats)
+        corpus.save()
         self.folder.publish(made)
         return joined
 
