@@ -30,7 +30,6 @@ from typing import Any
 from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.corpus import table_label
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
-from megatron_chameleon.artifacts.provenance import without_credentials
 from megatron_chameleon.artifacts.record import FileRecord
 from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
@@ -364,8 +363,7 @@ def _write_sources(
     for number, pairs in itertools.groupby(hashes.items(), key=lambda pair: pair[0].source):
         source = all_sources[number]
         read = [{"start": c.start, "stop": c.stop, "sha256": sha256} for c, sha256 in pairs]
-        name = without_credentials(source.name)
-        sources.append({"name": name, "bytes": source.bytes, "pieces": read})
+        sources.append({"name": source.name, "bytes": source.bytes, "pieces": read})
     _SourceHashes(sources).save(path)
     return sha256_of_json(list(hashes.values()))
 

@@ -40,7 +40,7 @@ from megatron_chameleon.artifacts.files import (
     sha256_of_json,
     writing,
 )
-from megatron_chameleon.artifacts.provenance import package_versions
+from megatron_chameleon.artifacts.provenance import package_versions, without_credentials
 from megatron_chameleon.artifacts.record import FolderRecord, json_values, require_kind
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import row_group_bytes
@@ -241,11 +241,21 @@ class CorpusFolder:
     def agree(self, plan: ShardPlan) -> ShardPlan:
         """Write ``plan`` if the folder has none; return the plan of the folder.
 
+        The plan of the folder has no credentials of URLs, so they may change before it is resumed.
+
         Raises:
             UserError: naming the difference, if the folder has another plan with shards that are
                 finished or in progress.
         """
-        dataclasses.replace(plan, root=self.staging).save()
+        plan = dataclasses.replace(
+            plan,
+            root=self.staging,
+            sources=[
+                dataclasses.replace(source, path=without_credentials(source.path))
+                for source in plan.sources
+            ],
+        )
+        plan.save()
         draft, path = self.staging / ShardPlan.FILE_NAME, self.partial / ShardPlan.FILE_NAME
         try:
             os.link(draft, path)
