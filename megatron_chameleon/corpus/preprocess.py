@@ -87,9 +87,11 @@ def preprocess_data(options: PreprocessOptions) -> None:
                     "are finished\nnext: join them with the same command without --shard"
                 )
                 return
-            numbers = range(total) if budgets is None else run.make_subset(tokenizer, budgets)
+            numbers: Sequence[int] = range(total)
             if budgets is None:
                 run.make_shards(numbers, tokenizer)
+            else:
+                numbers = run.make_subset(tokenizer, budgets)
             joined = run.join(numbers, found, tokenizer, stopwatch)
         except BaseException:
             finished = len(folder.finished())
