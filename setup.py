@@ -89,8 +89,9 @@ setup(
         "tensorboard>=2.16",
     ],
     extras_require={
-        # Parquet, Hugging Face datasets by name, tiktoken files, and gigatoken, a fast encoder.
-        "data": ["pyarrow>=17", "datasets>=4", "tiktoken>=0.8", "gigatoken>=0.10"],
+        # Parquet, Hugging Face datasets by name, tiktoken files, gigatoken, a fast encoder, and
+        # rensa, for MinHash.
+        "data": ["pyarrow>=17", "datasets>=4", "tiktoken>=0.8", "gigatoken>=0.10", "rensa>=0.5"],
         # Our code that loads tasks follows lm-eval 0.4.13.
         "eval": ["lm-eval>=0.4.13,<0.5"],
         # Loads proxies in Hugging Face format, and the folders that tools/convert_checkpoint.py

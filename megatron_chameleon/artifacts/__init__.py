@@ -8,6 +8,7 @@ from megatron_chameleon.artifacts.corpus import (
     DomainSplit,
     ImportedFile,
     NotWritten,
+    Repeats,
     Split,
     TokenizerIdentity,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "NotWritten",
     "Protocol",
     "Provenance",
+    "Repeats",
     "SampledTokens",
     "SettingValue",
     "Split",

@@ -140,6 +140,35 @@ class NotWritten:
 
 
 @dataclasses.dataclass(frozen=True)
+class Repeats:
+    """A domain's documents that repeat an earlier document of it.
+
+    Attributes:
+        documents: number of documents that were compared. They include the duplicates that were not
+            written.
+        tokens: number of their tokens.
+        exact_documents: documents that repeat an earlier one exactly.
+        exact_tokens: number of their tokens.
+        near_documents: other documents that nearly repeat an earlier one; None if not counted.
+        near_tokens: number of their tokens.
+    """
+
+    documents: Count
+    tokens: Count
+    exact_documents: Count
+    exact_tokens: Count
+    near_documents: Count | None = None
+    near_tokens: Count | None = None
+
+    def kinds(self) -> list[tuple[str, int, int]]:
+        """(kind, documents, tokens) for each kind of repetition that was counted."""
+        found = [("exact", self.exact_documents, self.exact_tokens)]
+        if self.near_documents is not None:
+            found.append(("near", self.near_documents, self.near_tokens or 0))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
 class Domain:
     """The three splits of a domain; no document is in two of them.
 
@@ -176,6 +205,9 @@ class Corpus(HashedFolderRecord):
         not_written: domain -> counts of documents and lines that were left out.
         held_out: domains that are validated, evaluated and embedded, but never trained on. Their
             train splits are empty.
+        max_tokens: for a subset, domain -> train tokens that were wanted; a domain has fewer if its
+            text ended before.
+        repeats: domain -> repeated documents; empty if not counted.
     """
 
     KIND = "corpus"
@@ -190,6 +222,8 @@ class Corpus(HashedFolderRecord):
     cost: Cost
     not_written: dict[str, NotWritten] = dataclasses.field(default_factory=dict)
     held_out: dict[str, Domain] = dataclasses.field(default_factory=dict)
+    max_tokens: dict[str, Count] = dataclasses.field(default_factory=dict)
+    repeats: dict[str, Repeats] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a held-out domain that has training text or a name of another."""

@@ -177,6 +177,8 @@ class Mixture(FileRecord):
     ) -> list[float]:
         """Return the weights in the order of ``names``; a missing weight is 0, with a warning.
 
+        A domain with a weight of 0 need not be among ``names``.
+
         Args:
             names: the domains of a corpus.
             where: the corpus, for messages.
@@ -186,12 +188,13 @@ class Mixture(FileRecord):
             UserError: for a weight on a held-out or an unknown domain.
         """
         known = set(names)
-        if never := [name for name in self.weights if name in held_out]:
+        positive = [name for name, weight in self.weights.items() if weight > 0]
+        if never := [name for name in positive if name in held_out]:
             raise UserError(
                 f"the mixture has a weight for {quoted(never)}, held out from training in "
                 f"{where}; remove it from the weights"
             )
-        unknown = [name for name in self.weights if name not in known]
+        unknown = [name for name in positive if name not in known]
         if unknown:
             problem = "is not a domain" if len(unknown) == 1 else "are not domains"
             raise UserError(

@@ -38,6 +38,7 @@ from megatron_chameleon.corpus.data_path import (
 from megatron_chameleon.corpus.indexed import TokenFile, open_token_file, require_token_type
 from megatron_chameleon.corpus.join import link_domains
 from megatron_chameleon.corpus.options import ImportOptions
+from megatron_chameleon.corpus.repeats import find_repeats, repeats_table, require_minhash
 from megatron_chameleon.corpus.staging import TOKENS_NAME, WEIGHTS_NAME, corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, quoted
@@ -59,6 +60,8 @@ def import_corpus(options: ImportOptions) -> None:
         hold_out(options, Corpus.load(options.corpus))
         return
     stopwatch = Stopwatch()
+    if options.find_repeats == "near":
+        require_minhash()
     path = DataPath.read(options.data_path, options.data_args_path)
     assert options.tokenizer_model is not None
     tokenizer = load_tokenizer(options.tokenizer_model, options.eod_token, options.tiktoken_pattern)
@@ -100,6 +103,10 @@ def import_corpus(options: ImportOptions) -> None:
             cost=stopwatch.cost(),
             held_out={n: file.domain for n, file in found.items() if n in held_out},
         )
+        if options.find_repeats is not None:
+            near = options.find_repeats == "near"
+            repeats = find_repeats(corpus, near=near, folder=folder.staging)
+            corpus = dataclasses.replace(corpus, repeats=repeats, cost=stopwatch.cost())
         corpus.save()
         if path.weights is not None:
             total, by_name = math.fsum(weights), dict(zip(path.names, weights, strict=True))
@@ -306,6 +313,7 @@ def _summary(corpus: Corpus, options: ImportOptions, *, has_weights: bool) -> st
         files = f"its token files are those of {options.corpus}"
     lines = [
         table.to_string(formatters=dict.fromkeys(table.columns, "{:,}".format)),
+        *([repeats_table(corpus)] if corpus.repeats else []),
         f"wrote {options.output}; {files}",
     ]
     if has_weights:

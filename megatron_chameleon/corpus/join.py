@@ -21,12 +21,20 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Domain, DomainSplit, NotWritten, Split
+from megatron_chameleon.artifacts import (
+    SPLITS,
+    Corpus,
+    Domain,
+    DomainSplit,
+    NotWritten,
+    Repeats,
+    Split,
+)
 from megatron_chameleon.artifacts.corpus import file_name_of, hash_range
 from megatron_chameleon.artifacts.files import link_or_copy, writing
 from megatron_chameleon.corpus.domains import open_domains
@@ -48,7 +56,8 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer
 
 Labels = Mapping[tuple[str, Split], NDArray[np.integer]]
 
-KEPT, DUPLICATE, HELD_OUT = 0, 1, 2
+# Why documents are left out. BEYOND: after the document that reaches its domain's token budget.
+REASONS = KEPT, DUPLICATE, HELD_OUT, EMPTY, BEYOND = range(5)
 # A TEXT record holds a document's text digest, number in the corpus, domain number and split.
 TEXT = np.dtype(
     [
@@ -136,6 +145,10 @@ class CorpusWriter:
             self._on_bytes(stop - start)
             start = stop
 
+    def train_tokens(self, domain: str) -> int:
+        """Number of train tokens of ``domain`` that were appended so far."""
+        return self._writers[len(SPLITS) * self._domains.index(domain)].tokens
+
     def finish(self) -> dict[str, Domain]:
         """Complete all files; return their records for corpus.json."""
         parts = (
@@ -149,11 +162,17 @@ class CorpusWriter:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Written documents and counts of dropped documents, by domain; counts of malformed lines."""
+    """Written documents and counts of dropped documents, by domain; counts of malformed lines.
+
+    ``unfilled`` has, for each shard and for the end, the domains whose budgets were not reached
+    before, those without a budget included.
+    """
 
     domains: dict[str, Domain]
     not_written: dict[str, NotWritten]
     malformed: MalformedLines
+    repeats: dict[str, Repeats]
+    unfilled: list[set[str]]
 
 
 def join_shards(
@@ -162,6 +181,7 @@ def join_shards(
     folder: Path,
     drop_duplicates: bool,
     on_bytes: Callable[[int], object],
+    budgets: Mapping[str, int] | None = None,
 ) -> Joined:
     """Write the .bin/.idx files of every domain and split.
 
@@ -175,6 +195,7 @@ def join_shards(
         folder: an existing, empty folder.
         drop_duplicates: whether repeated texts in a domain are left out.
         on_bytes: called with the number of bytes of tokens just copied.
+        budgets: as in :func:`examine`.
 
     Raises:
         UserError: if there are too many domains, or the disk is full.
@@ -182,89 +203,133 @@ def join_shards(
     numbers: dict[str, int] = {}
     for name in [*first_domains, *(name for shard in shards for name in shard.domains)]:
         domain_number(numbers, name)
-    domain_numbers = [
-        np.array([numbers[name] for name in shard.domains], dtype=np.int64) for shard in shards
-    ]
     with writing(folder):
         (folder / TOKENS_NAME).mkdir()
-    left_out = find_left_out(shards, domain_numbers, folder / "left-out")
     writer = CorpusWriter(folder, list(numbers), shards[0].dtype, on_bytes)
-    malformed = MalformedLines()
-    empty: Counter[int] = Counter()
-    first = 0
-    for shard, own_numbers in zip(shards, domain_numbers, strict=True):
+    malformed, by_domain = MalformedLines(), Counter[str]()
+    counts, tokens_of = np.zeros((2, len(REASONS), len(numbers)), np.int64)
+    budgets = budgets or {}
+    unfilled = [set(numbers)]
+    blocks = examine(shards, numbers, folder / "left-out", drop_duplicates, budgets)
+    for shard, of_shard in zip(shards, blocks, strict=True):
         start = 0
         with (shard.root / SHARD_TOKENS_NAME).open("rb") as tokens:
-            for documents in shard.blocks(DOCUMENTS_NAME, DOCUMENT, _BLOCK_DOCUMENTS):
-                files = own_numbers[documents["domain"]] * len(SPLITS) + documents["split"]
-                here = left_out.reasons(first, documents.size)
-                files[here != KEPT if drop_duplicates else here == HELD_OUT] = -1
+            read = functools.partial(_read_file, tokens)
+            for documents, domains, reasons in of_shard:
+                files = domains * len(SPLITS) + documents["split"]
+                files[~is_written(reasons, drop_duplicates)] = -1
                 lengths = documents["tokens"]
-                read = functools.partial(_read_file, tokens)
                 writer.copy(files, lengths, documents["text_bytes"], read, start)
-                first += documents.size
+                np.add.at(counts, (reasons, domains), 1)
+                np.add.at(tokens_of, (reasons, domains), lengths)
                 start += int(lengths.sum(dtype=np.int64)) * np.dtype(shard.dtype).itemsize
         malformed.add(shard.malformed)
-        for domain, count in zip(own_numbers.tolist(), shard.empty, strict=True):
-            empty[domain] += count
-    left_out.path.unlink()
+        by_domain.update({n: shard.malformed.by_domain.get(n, 0) for n in unfilled[-1]})
+        unfilled.append(
+            {n for n in numbers if n not in budgets or writer.train_tokens(n) < budgets[n]}
+        )
     not_written = {
         name: NotWritten(
-            duplicates=left_out.duplicates[number],
-            held_out=left_out.held_out[number],
-            empty=empty[number],
-            malformed=malformed.by_domain.get(name, 0),
+            duplicates=int(counts[DUPLICATE, number]),
+            held_out=int(counts[HELD_OUT, number]),
+            empty=int(counts[EMPTY, number]),
+            malformed=by_domain[name],
         )
         for name, number in numbers.items()
     }
-    return Joined(writer.finish(), not_written, malformed)
+    both = [KEPT, DUPLICATE]
+    repeats = {
+        name: Repeats(
+            documents=int(counts[both, number].sum()),
+            tokens=int(tokens_of[both, number].sum()),
+            exact_documents=int(counts[DUPLICATE, number]),
+            exact_tokens=int(tokens_of[DUPLICATE, number]),
+        )
+        for name, number in numbers.items()
+    }
+    return Joined(writer.finish(), not_written, malformed, repeats, unfilled)
 
 
-@dataclasses.dataclass(frozen=True)
-class LeftOut:
-    """Duplicates and held-out documents of a corpus.
+class Block(NamedTuple):
+    """Consecutive documents of a shard.
 
-    Attributes:
-        path: file with one byte per document of the corpus: KEPT, DUPLICATE or HELD_OUT.
-        duplicates: domain number -> number of duplicates, counted even if duplicates are kept.
-        held_out: domain number -> number of documents whose text belongs to another split.
+    ``documents`` are DOCUMENT records [n], ``domains`` [n] int64 the corpus's numbers of their
+    domains, and ``reasons`` [n] uint8 are numbers of ``REASONS``.
     """
 
-    path: Path
-    duplicates: Counter[int] = dataclasses.field(default_factory=Counter)
-    held_out: Counter[int] = dataclasses.field(default_factory=Counter)
+    documents: NDArray[np.void]
+    domains: NDArray[np.int64]
+    reasons: NDArray[np.uint8]
 
-    def reasons(self, first: int, count: int) -> NDArray[np.uint8]:
-        """Return one uint8 (KEPT, DUPLICATE or HELD_OUT) for each of ``count`` documents."""
-        return _read_records(self.path, np.dtype(np.uint8), first, count)
 
-    def add(
-        self,
-        documents: NDArray[np.integer],
-        reasons: NDArray[np.uint8],
-        domains: NDArray[np.integer],
-    ) -> None:
-        """Write ``reasons`` [n] for ``documents`` [n], and count those that are left out."""
-        if documents.size:
-            np.memmap(self.path, np.uint8, "r+")[documents] = reasons
-            self.duplicates.update(domains[reasons == DUPLICATE].tolist())
-            self.held_out.update(domains[reasons == HELD_OUT].tolist())
+def is_written(reasons: NDArray[np.uint8], drop_duplicates: bool) -> NDArray[np.bool_]:
+    """Whether documents with these ``reasons`` are written to the corpus."""
+    return (reasons == KEPT) | ((reasons == DUPLICATE) & (not drop_duplicates))
+
+
+def examine(
+    shards: Sequence[Shard],
+    numbers: Mapping[str, int],
+    path: Path,
+    drop_duplicates: bool,
+    budgets: Mapping[str, int] | None,
+) -> Iterator[Iterator[Block]]:
+    """Yield the blocks of each shard, with the reason to leave out each document.
+
+    Args:
+        shards: shards in the order of the corpus.
+        numbers: domain -> its number in the corpus.
+        path: temporary file with one byte per document.
+        drop_duplicates: whether repeated texts in a domain are left out.
+        budgets: domain -> train tokens after which the domain ends. The document that reaches them
+            is the last one. Validation and test text that a source defines is not limited, nor are
+            domains without a budget.
+
+    Raises:
+        UserError: if the disk is full.
+    """
+    of_shards = [np.array([numbers[n] for n in s.domains], dtype=np.int64) for s in shards]
+    find_left_out(shards, of_shards, path)
+    left = np.full(len(numbers), -1)
+    for name in numbers.keys() & (budgets or {}).keys():
+        left[numbers[name]] = (budgets or {})[name]
+    is_limited, first = left >= 0, 0
+
+    def blocks(shard: Shard, own_numbers: NDArray[np.int64]) -> Iterator[Block]:
+        nonlocal first
+        for documents in shard.blocks(DOCUMENTS_NAME, DOCUMENT, _BLOCK_DOCUMENTS):
+            domains = own_numbers[documents["domain"]]
+            reasons = read_reasons(path, first, documents.size)
+            first += documents.size
+            reasons[documents["tokens"] == 0] = EMPTY
+            by_source = (documents["by_source"] > 0) & (documents["split"] > 0)
+            counted = is_written(reasons, drop_duplicates) & (documents["split"] == 0)
+            tokens = np.where(counted, documents["tokens"], 0).astype(np.int64)
+            for domain in np.unique(domains[is_limited[domains]]).tolist():
+                own = np.flatnonzero((domains == domain) & ~by_source)
+                ends = np.cumsum(tokens[own])
+                reasons[own[ends - tokens[own] >= left[domain]]] = BEYOND
+                left[domain] = max(0, left[domain] - int(tokens[own].sum()))
+            yield Block(documents, domains, reasons)
+
+    yield from map(blocks, shards, of_shards)
+    path.unlink()
 
 
 def find_left_out(
     shards: Sequence[Shard], domain_numbers: Sequence[NDArray[np.int64]], path: Path
-) -> LeftOut:
+) -> None:
     """Find duplicates and held-out documents by the digests of all texts.
 
     Args:
         shards: all shards, in the order of the corpus.
         domain_numbers: for each shard, the corpus's number of each of the shard's domains.
-        path: file to write, with one byte per document (see :class:`LeftOut`).
+        path: file to write, with one byte per document: KEPT, DUPLICATE or HELD_OUT. An empty
+            document is KEPT.
 
     Raises:
         UserError: if the disk is full.
     """
-    found = LeftOut(path)
     bases = np.cumsum([0, *(shard.documents for shard in shards)])
     with writing(path), path.open("xb") as stream:
         # Allocating the file detects a full disk; later, a write through the memory map would kill
@@ -273,15 +338,20 @@ def find_left_out(
     for texts in _ranges(shards, domain_numbers, bases):
         reasons = reasons_to_leave_out(texts)
         left = np.flatnonzero(reasons)
-        found.add(texts["order"][left], reasons[left], texts["domain"][left])
+        if left.size:
+            np.memmap(path, np.uint8, "r+")[texts["order"][left]] = reasons[left]
     # TEXT records hold each text of a sorted run once; add the documents that repeat such a text.
     for number, shard in enumerate(shards):
         for copies in shard.blocks(COPIES_NAME, COPY, _COPIES):
-            of_first = np.memmap(path, np.uint8, "r")[bases[number] + copies["first"]]
+            found = np.memmap(path, np.uint8, "r+")
+            of_first = found[bases[number] + copies["first"]]
             reasons = np.where(of_first == HELD_OUT, HELD_OUT, DUPLICATE).astype(np.uint8)
-            domains = domain_numbers[number][copies["domain"]]
-            found.add(bases[number] + copies["document"], reasons, domains)
-    return found
+            found[bases[number] + copies["document"]] = reasons
+
+
+def read_reasons(path: Path, first: int, count: int) -> NDArray[np.uint8]:
+    """Read the reasons of ``count`` documents from the file of :func:`find_left_out`."""
+    return _read_records(path, np.dtype(np.uint8), first, count).copy()
 
 
 def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
@@ -434,8 +504,16 @@ def link_domains(
         for name in held_out
     }
     kept = {name: n for name, n in corpus.not_written.items() if name in domains | held}
+    budgets = {name: n for name, n in corpus.max_tokens.items() if name in domains}
+    repeats = {name: n for name, n in corpus.repeats.items() if name in domains}
     return dataclasses.replace(
-        corpus, root=folder, domains=domains, held_out=held, not_written=kept
+        corpus,
+        root=folder,
+        domains=domains,
+        held_out=held,
+        not_written=kept,
+        max_tokens=budgets,
+        repeats=repeats,
     )
 
 

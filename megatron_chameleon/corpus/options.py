@@ -29,6 +29,7 @@ from megatron_chameleon.ranges import (
 
 Inputs = Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction]
 EncoderChoice = Literal["auto", "own", "gigatoken"]
+Repetition = Literal["exact", "near"]
 # A longer domain name is probably the text of another field, and too long for a file name.
 MAX_DOMAIN_BYTES = 80
 ALL_OTHERS = "*"
@@ -221,6 +222,18 @@ class PreprocessOptions(CheckedOptions):
     drop_duplicates: bool = True
     """Drop all but the first of a domain's documents with identical text; with
     --no-drop-duplicates, duplicates are only counted."""
+    find_repeats: Repetition = "exact"
+    """Which repeated documents of a domain are counted. 'near' also counts documents that are
+    written but nearly repeat an earlier one, by MinHash of their tokens; it reads all tokens once
+    more. It removes nothing."""
+    max_tokens: LargeCount | None = None
+    """Write a subset with about this many train tokens: each domain ends with the document that
+    reaches its share of them, and its other text is not read. Documents have the splits that they
+    have without this option. Validation and test text that a source defines, and --held-out, are
+    not limited."""
+    mixture: str | None = None
+    """A mixture (.json) whose weights are the domains' shares of --max-tokens; a domain with a
+    weight of 0 is left out. Default: 'uniform', equal shares."""
     min_tokens_per_split: int = 1
     """Fail if a domain has fewer tokens than this in train, valid or test. Domains of --held-out
     have no train split."""
@@ -247,6 +260,13 @@ class PreprocessOptions(CheckedOptions):
         for flag, value in (("--workers", self.workers), ("--shard", self.shard)):
             if self.ray and value is not None:
                 raise UserError(f"{flag} has no effect with --ray; leave out one of the two")
+        if self.max_tokens is None:
+            self.reject_changed(["mixture"], "has no effect without --max-tokens")
+        elif self.shard is not None:
+            raise UserError(
+                f"--shard {self.shard}: a machine cannot know how much of --max-tokens the others "
+                "have; leave it out, and use --workers or --ray"
+            )
 
     @functools.cached_property
     def split_shares(self) -> tuple[float, float, float]:
@@ -309,6 +329,9 @@ class ImportOptions(CheckedOptions):
     tiktoken_pattern: str | None = None
     """The pattern that splits text into words, for a tiktoken file, as in
     preprocess_data."""
+    find_repeats: Repetition | None = None
+    """Count the documents of each domain that repeat an earlier one: 'exact', with the same tokens,
+    or 'near', also those that are nearly the same, by MinHash. Both read all tokens."""
     overwrite: bool = False
     """Replace the corpus in the output folder."""
 
@@ -323,7 +346,7 @@ class ImportOptions(CheckedOptions):
         elif self.held_out is None:
             raise UserError(f"--corpus {self.corpus}: pass --held-out, the domains to hold out")
         else:
-            settings = ("tokenizer_model", "split", "eod_token", "tiktoken_pattern")
+            settings = ("tokenizer_model", "split", "eod_token", "tiktoken_pattern", "find_repeats")
             self.reject_changed(settings, "does not apply to --corpus, which keeps its own")
 
 

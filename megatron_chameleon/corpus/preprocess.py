@@ -30,12 +30,12 @@ from typing import Any
 from megatron_chameleon.artifacts import SPLITS, Corpus, Cost, Domain, Stopwatch, provenance
 from megatron_chameleon.artifacts.corpus import table_label
 from megatron_chameleon.artifacts.files import sha256_of_json, writing
-from megatron_chameleon.artifacts.provenance import without_credentials
 from megatron_chameleon.artifacts.record import FileRecord
 from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import DocumentReader, MalformedLines
+from megatron_chameleon.corpus.repeats import find_repeats, repeats_table, require_minhash
 from megatron_chameleon.corpus.shards import Shard, make_shard
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
@@ -45,6 +45,7 @@ from megatron_chameleon.corpus.staging import (
     corpus_folder,
     plan_shards,
 )
+from megatron_chameleon.corpus.subset import next_shards, token_budgets, warn_short_domains
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
@@ -61,9 +62,14 @@ def preprocess_data(options: PreprocessOptions) -> None:
             only one.
     """
     stopwatch = Stopwatch()
+    if options.find_repeats == "near":
+        require_minhash()
     tokenizer = _load_tokenizer(options)
     sources = find_sources(options.source, options.domains)
-    plan = plan_shards(options, tokenizer, sources)
+    budgets = token_budgets(options, sources)
+    if budgets is not None:
+        sources = [s for s in sources if s.split == "held_out" or s.domain in (None, *budgets)]
+    plan = plan_shards(options, tokenizer, sources, budgets)
     total = len(plan.shards)
     with corpus_folder(
         options.output, options.overwrite, shared=options.shard is not None
@@ -81,8 +87,12 @@ def preprocess_data(options: PreprocessOptions) -> None:
                     "are finished\nnext: join them with the same command without --shard"
                 )
                 return
-            run.make_shards(range(total), tokenizer)
-            joined = run.join(found, tokenizer, stopwatch)
+            numbers: Sequence[int] = range(total)
+            if budgets is None:
+                run.make_shards(numbers, tokenizer)
+            else:
+                numbers = run.make_subset(tokenizer, budgets)
+            joined = run.join(numbers, found, tokenizer, stopwatch)
         except BaseException:
             finished = len(folder.finished())
             if total == 1 and options.shard is None and not folder.is_publishing:
@@ -97,11 +107,13 @@ def preprocess_data(options: PreprocessOptions) -> None:
             raise
     corpus = Corpus.load(options.output)
     print(_summary(corpus, joined.malformed))
+    if options.find_repeats == "near":
+        print(repeats_table(corpus))
     reused = f"; {len(found)} of {total} shards were finished before" if found else ""
     print(
         f"wrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{reused}\n"
-        f"next: megatron-chameleon pretrain_gpt --corpus "
-        f"{shlex.quote(str(corpus.root))} --run-dir RUN --model MODEL --mixture uniform"
+        f"next: megatron-chameleon pretrain_gpt --corpus {shlex.quote(str(corpus.root))} --run-dir "
+        f"RUN --model MODEL --mixture {shlex.quote(options.mixture or 'uniform')}"
     )
 
 
@@ -120,6 +132,7 @@ class _Run:
         plan_hash: hash of the plan that all processes have agreed on.
         folder: corpus folder.
         gigatoken: whether workers encode with gigatoken.
+        budgets: shard -> the budgets with which it is made; empty if everything is read.
     """
 
     options: PreprocessOptions
@@ -127,6 +140,7 @@ class _Run:
     plan_hash: str
     folder: CorpusFolder
     gigatoken: bool = False
+    budgets: Mapping[int, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
     def make_shard(
         self, tokenizer: Tokenizer, number: int, on_bytes: OnBytes | None = None
@@ -137,20 +151,27 @@ class _Run:
         with writing(folder):
             folder.mkdir()
         chunks, shares = self.plan.shards[number], self.options.split_shares
-        make_shard(self._reader(on_bytes), chunks, shares, tokenizer, self.plan_hash, folder)
+        reader, budgets = self._reader(on_bytes), self.budgets.get(number)
+        make_shard(reader, chunks, shares, tokenizer, self.plan_hash, folder, budgets)
         self.folder.put_shard(folder, number)
 
     def check_sources(self, finished: Sequence[int], existing: ShardPlan) -> None:
         """Check that sources with another time or ETag match the hashes of finished shards.
 
+        A shard that was not read to its end has no hash, and is removed.
+
         Raises:
             UserError: naming the first source whose content has changed.
         """
         before = [source.state for source in existing.sources]
-        hashes: dict[Chunk, str] = {}
+        hashes: dict[Chunk, str | None] = {}
         if before != [source.state for source in self.plan.sources]:
             for number in finished:
-                hashes |= zip(self.plan.shards[number], self._load(number).hashes, strict=True)
+                found = dict(zip(self.plan.shards[number], self._load(number).hashes, strict=True))
+                if all(found.values()):
+                    hashes |= found
+                else:
+                    self.folder.remove_shard(number)
         for chunk, sha256 in hashes.items():
             source = self.plan.sources[chunk.source]
             if source.state != before[chunk.source]:
@@ -191,17 +212,38 @@ class _Run:
             for number in missing:
                 self.make_shard(tokenizer, number, bar.update)
 
-    def join(self, found: Sequence[int], tokenizer: Tokenizer, stopwatch: Stopwatch) -> Joined:
-        """Join all shards into the corpus; ``found`` were finished before this run."""
-        shards = [self._load(number) for number in range(len(self.plan.shards))]
+    def make_subset(self, tokenizer: Tokenizer, budgets: Mapping[str, int]) -> list[int]:
+        """Write the shards that fill the ``budgets``; return their numbers."""
+        shards: dict[int, Shard] = {}
+        scratch, drop = self.folder.staging / "left-out", self.options.drop_duplicates
+        while True:
+            shards |= {n: self._load(n) for n in self.folder.finished() - shards.keys()}
+            used, missing = next_shards(self.plan, budgets, shards, scratch, drop)
+            if not missing:
+                return used
+            for number in missing.keys() & shards.keys():
+                del shards[number]
+                self.folder.remove_shard(number)
+            run = dataclasses.replace(self, budgets=missing)
+            run.make_shards(sorted(missing), tokenizer)
+
+    def join(
+        self,
+        numbers: Sequence[int],
+        found: Sequence[int],
+        tokenizer: Tokenizer,
+        stopwatch: Stopwatch,
+    ) -> Joined:
+        """Join the shards ``numbers``, of which ``found`` were finished before this run."""
+        shards = [self._load(number) for number in numbers]
         joining = Stopwatch()
         made = self.folder.staging / "corpus"
         with writing(made):
             made.mkdir()
         first_domains = [source.domain for source in self.plan.sources if source.domain is not None]
-        drop = self.options.drop_duplicates
+        drop, budgets = self.options.drop_duplicates, self.plan.budgets
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
-            joined = join_shards(shards, first_domains, made, drop, bar.update)
+            joined = join_shards(shards, first_domains, made, drop, bar.update, budgets)
         joined.malformed.check(self.options.source.max_malformed_share)
         # Without a domain key, find_sources has already reported the renames.
         if self.options.domains.domain_key is not None:
@@ -209,17 +251,29 @@ class _Run:
         sources = self.plan.sources
         never_trained = {source.domain for source in sources if source.split == "held_out"}
         held_out = [name for name in joined.domains if name in never_trained]
+        if budgets is not None:
+            warn_short_domains(joined.domains, budgets)
         check_domains(joined.domains, held_out, sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
         cost = Cost(
             device_seconds=sum(shard.seconds for shard in shards) + joining.seconds(),
-            wall_seconds=stopwatch.seconds() + sum(shards[number].seconds for number in found),
+            wall_seconds=stopwatch.seconds()
+            + sum(shard.seconds for n, shard in zip(numbers, shards, strict=True) if n in found),
         )
-        sources_hash = _write_sources(made / SOURCES_NAME, self.plan, shards)
+        hashes: dict[Chunk, str | None] = {}
+        for place, (number, shard) in enumerate(zip(numbers, shards, strict=True)):
+            for chunk, sha256 in zip(self.plan.shards[number], shard.hashes, strict=True):
+                domain = sources[chunk.source].domain
+                # How far the text after the last budget is read depends on interruptions.
+                if domain is None and not joined.unfilled[place + 1]:
+                    sha256 = None
+                if domain is None or domain in joined.unfilled[place]:
+                    hashes[chunk] = sha256
+        sources_hash = _write_sources(made / SOURCES_NAME, sources, hashes)
         # These options are not recorded, since the corpus does not depend on them.
         options = dataclasses.replace(self.options, workers=None, shard=None, ray=False)
         inputs = {"tokenizer": tokenizer.sha256, "sources": sources_hash}
-        Corpus(
+        corpus = Corpus(
             root=made,
             tokenizer=tokenizer.identity,
             dtype=tokenizer.token_type,
@@ -227,8 +281,22 @@ class _Run:
             provenance=provenance(options, inputs),
             cost=cost,
             not_written=joined.not_written,
+            max_tokens=budgets or {},
+            repeats=joined.repeats,
             held_out={n: d for n, d in joined.domains.items() if n in held_out},
-        ).save()
+        )
+        if self.options.find_repeats == "near":
+            near = find_repeats(corpus, near=True, folder=self.folder.staging)
+            repeats = {
+                name: dataclasses.replace(
+                    exact,
+                    near_documents=near[name].near_documents,
+                    near_tokens=near[name].near_tokens,
+                )
+                for name, exact in joined.repeats.items()
+            }
+            corpus = dataclasses.replace(corpus, repeats=repeats)
+        corpus.save()
         self.folder.publish(made)
         return joined
 
@@ -271,7 +339,7 @@ def check_domains(
                 raise UserError(
                     f"domain '{name}' has {part.documents} documents in {split} with {part.tokens} "
                     f"tokens, fewer than --min-tokens-per-split {min_tokens} (from "
-                    f"{' or '.join(names[:3])}); add text, or change --split"
+                    f"{' or '.join(names[:3])}); add text, or change --split or --max-tokens"
                 )
 
 
@@ -285,20 +353,21 @@ class _SourceHashes(FileRecord):
     sources: list[dict[str, Any]]
 
 
-def _write_sources(path: Path, plan: ShardPlan, shards: Sequence[Shard]) -> str:
-    """Record every source and the hash of each of its chunks; return one hash of all contents."""
-    chunks = itertools.chain.from_iterable(plan.shards)  # sorted by source
-    hashes = [sha256 for shard in shards for sha256 in shard.hashes]
+def _write_sources(
+    path: Path, all_sources: Sequence[Source], hashes: Mapping[Chunk, str | None]
+) -> str:
+    """Record each source with the ``hashes`` of its chunks, sorted by source.
+
+    Returns:
+        One hash of all contents.
+    """
     sources = []
-    for number, pairs in itertools.groupby(
-        zip(chunks, hashes, strict=True), key=lambda pair: pair[0].source
-    ):
-        source = plan.sources[number]
+    for number, pairs in itertools.groupby(hashes.items(), key=lambda pair: pair[0].source):
+        source = all_sources[number]
         read = [{"start": c.start, "stop": c.stop, "sha256": sha256} for c, sha256 in pairs]
-        name = without_credentials(source.name)
-        sources.append({"name": name, "bytes": source.bytes, "pieces": read})
+        sources.append({"name": source.name, "bytes": source.bytes, "pieces": read})
     _SourceHashes(sources).save(path)
-    return sha256_of_json(hashes)
+    return sha256_of_json(list(hashes.values()))
 
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:

@@ -154,6 +154,7 @@ class DocumentReader:
 
     Attributes:
         malformed: how many lines of all chunks so far were read, and how many were malformed.
+        sources: list of sources that chunks refer to.
         hashes: SHA-256 of each chunk that was read completely. The hash covers the bytes of JSON
             lines, and the documents of parquet and data sets.
 
@@ -179,7 +180,7 @@ class DocumentReader:
         self.malformed = MalformedLines()
         self.hashes: dict[Chunk, str] = {}
         self._on_bytes = on_bytes or (lambda num_bytes: None)
-        self._options, self._sources, self._domains = options, sources, domains
+        self._options, self.sources, self._domains = options, sources, domains
         self._held_out = {source.domain for source in sources if source.split == "held_out"}
 
     def read(self, chunk: Chunk) -> Iterator[Document]:
@@ -192,17 +193,17 @@ class DocumentReader:
 
         Lines are counted from the beginning of the chunk, and rows from that of the source.
         """
-        source = self._sources[chunk.source]
+        source = self.sources[chunk.source]
         parser = _Parser(source, self._options, self._domains, self.malformed, self._held_out)
         digest = hashlib.sha256()
-        _check_unchanged(source)
+        check_unchanged(source)
         read = {"lines": self._from_lines, "text": self._from_text}
         for documents in read.get(source.kind, self._from_tables)(source, chunk, parser, digest):
             yield from documents
         # If the chunk is the whole source, no later line can have the keys.
         if (chunk.start, chunk.stop) == (0, None):
             parser.check_keys(1)
-        _check_unchanged(source)
+        check_unchanged(source)
         self.hashes[chunk] = digest.hexdigest()
 
     def _from_lines(
@@ -303,7 +304,7 @@ class DocumentReader:
                 self._on_bytes(sizes[group])
 
 
-def _check_unchanged(source: Source) -> None:
+def check_unchanged(source: Source) -> None:
     """Check by its state that ``source`` has not changed since it was found.
 
     Files of data sets on the hub cannot change: their addresses hold the revision.

@@ -18,7 +18,7 @@ import hashlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -32,11 +32,17 @@ from megatron_chameleon.artifacts import SPLITS, Stopwatch
 from megatron_chameleon.artifacts.files import flush_to_disk, writing
 from megatron_chameleon.artifacts.record import FolderRecord, InnerPath
 from megatron_chameleon.corpus.indexed import TokenType, append_to
-from megatron_chameleon.corpus.readers import Document, DocumentReader, MalformedLines
+from megatron_chameleon.corpus.readers import (
+    Document,
+    DocumentReader,
+    MalformedLines,
+    check_unchanged,
+)
 from megatron_chameleon.corpus.sources import Chunk
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 
+# tokens: with the end-of-document token; 0 for an empty document, without text or without tokens.
 DOCUMENT = np.dtype(
     [
         ("tokens", "<i4"),
@@ -57,7 +63,7 @@ DIGEST = np.dtype(
         ("by_source", "u1"),
     ]
 )
-COPY = np.dtype([("document", "<u4"), ("first", "<u4"), ("domain", "<u2")])
+COPY = np.dtype([("document", "<u4"), ("first", "<u4")])
 
 TOKENS_NAME, DOCUMENTS_NAME = "tokens.bin", "documents.bin"
 DIGESTS_NAME, COPIES_NAME = "digests.bin", "copies.bin"
@@ -72,6 +78,8 @@ _RUN_DOCUMENTS = 1 << 18
 _BATCH_CHARACTERS = 2_000_000
 _BATCH_DOCUMENTS = 1 << 14
 _SWITCH_SECONDS = 5e-4
+# Characters that are encoded at once per token that is left of a domain's budget.
+_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,35 +90,37 @@ class Shard(FolderRecord):
         plan: hash of the plan it belongs to.
         domains: names of the domains, in order of first occurrence; records hold positions in this
             list.
-        empty: documents without text or without tokens, by domain.
-        documents: number of documents written.
+        documents: number of DOCUMENT records.
         tokens: number of tokens written, end-of-document tokens included.
         runs: number of digests in each sorted run.
         copies: documents that repeat a text of the same run.
-        hashes: SHA-256 of what was read, for each chunk.
+        hashes: SHA-256 of what was read, for each chunk; None if it was not read to its end.
         checksums: file name -> hex XXH3 (128 bits) of the file.
         malformed: counts of the lines read and skipped.
         seconds: wall time.
+        budgets: domain -> train tokens after which reading stopped; None if everything was read.
+        stopped: domains of which some text was not read, because their budget was reached.
     """
 
     KIND = "preprocessed shard"
     FILE_NAME = "shard.json"
-    # Version 5 changed the counts in `malformed`.
-    FORMAT_VERSION = 5
+    # Version 6 records empty documents in documents.bin, and no domain in copies.bin.
+    FORMAT_VERSION = 6
     MADE_BY = "remove the folder, and run megatron-chameleon preprocess_data again"
 
     plan: str
     dtype: TokenType
     domains: list[str]
-    empty: list[int]
     documents: int
     tokens: int
     runs: list[int]
     copies: int
-    hashes: list[str]
+    hashes: list[str | None]
     checksums: dict[InnerPath, str]
     malformed: MalformedLines
     seconds: float
+    budgets: dict[str, int] | None = None
+    stopped: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def token_bytes(self) -> int:
@@ -173,7 +183,8 @@ class ShardWriter:
         """Append documents.
 
         Args:
-            tokens: [num_tokens] tokens of all documents, end-of-document tokens included.
+            tokens: [num_tokens] tokens of all documents that are not empty, end-of-document tokens
+                included.
             documents: [num_documents] DOCUMENT records.
             digests: [num_documents, 2] the two halves of each text's digest.
 
@@ -187,10 +198,11 @@ class ShardWriter:
         records["document"] = np.arange(self.documents, self.documents + documents.size)
         for name in ("domain", "split", "by_source"):
             records[name] = documents[name]
+        records = records[documents["tokens"] > 0]
         self.documents += documents.size
         self.tokens += tokens.size
         self._waiting.append(records)
-        self._waiting_digests += documents.size
+        self._waiting_digests += records.size
         if self._waiting_digests >= _RUN_DOCUMENTS:
             self._write_run()
 
@@ -240,7 +252,7 @@ def sorted_digests(
         same[1:] &= ordered[name][1:] == ordered[name][:-1]
     firsts = np.maximum.accumulate(np.where(same, 0, np.arange(ordered.size)))
     copies = np.zeros(int(same.sum()), COPY)
-    copies["document"], copies["domain"] = ordered["document"][same], ordered["domain"][same]
+    copies["document"] = ordered["document"][same]
     copies["first"] = ordered["document"][firsts[same]]
     return ordered[~same], copies
 
@@ -266,6 +278,7 @@ def make_shard(
     tokenizer: Tokenizer,
     plan_hash: str,
     folder: Path,
+    budgets: Mapping[str, int] | None = None,
 ) -> None:
     """Read, split, tokenize and write the documents of one shard.
 
@@ -279,15 +292,17 @@ def make_shard(
         tokenizer: tokenizer of the corpus.
         plan_hash: hash of the plan that all processes have agreed on.
         folder: existing, empty folder to write into.
+        budgets: domain -> number of train tokens, repeated texts included, after which its text is
+            not read any more. Validation and test text that a source defines, and held-out domains,
+            are read completely; other domains without a budget are not read. None reads everything.
 
     Raises:
         UserError: if a source cannot be read or has changed, or the disk is full.
     """
     stopwatch = Stopwatch()
-    documents = (document for chunk in chunks for document in reader.read(chunk))
+    limits = None if budgets is None else _Limits(budgets)
     domains: dict[str, int] = {}
-    without_text, without_tokens = Counter[int](), Counter[int]()  # each thread updates one
-    unread = _batches(documents, split_shares, domains, without_text)
+    unread = _batches(_documents(reader, chunks, limits), split_shares, domains, limits)
     writer = ShardWriter(folder, tokenizer.token_type)
     switch_interval = sys.getswitchinterval()
     # After each batch the encoder waits for the GIL while the reader parses. Python's default
@@ -299,36 +314,93 @@ def make_shard(
         ahead = _next_in_thread(unread)
         written = writing_thread.submit(lambda: None)
         while (batch := ahead.result()) is not None:
+            if limits:
+                limits.update()
             ahead = _next_in_thread(unread)
             tokens, lengths = tokenizer.encode_documents(batch.texts)
-            batch.documents["tokens"] = lengths
-            # Drop documents that have no token but the end-of-document token.
-            kept = lengths > 1
-            if not kept.all():
-                without_tokens.update(batch.documents["domain"][~kept].tolist())
-                tokens = tokens[np.repeat(kept, lengths)]
+            # A document that has no token but the end-of-document token is empty.
+            is_empty = lengths == 1
+            if is_empty.any():
+                tokens = tokens[np.repeat(~is_empty, lengths)]
+            batch.documents["tokens"] = np.where(is_empty, 0, lengths)
+            if limits:
+                limits.add(batch.documents, list(domains))
             written.result()
-            written = writing_thread.submit(
-                writer.add, tokens, batch.documents[kept], batch.digests[kept]
-            )
+            written = writing_thread.submit(writer.add, tokens, batch.documents, batch.digests)
         written.result()
     checksums = writer.finish()
-    empty = without_text + without_tokens
     Shard(
         root=folder,
         plan=plan_hash,
         dtype=tokenizer.token_type,
         domains=list(domains),
-        empty=[empty[number] for number in domains.values()],
         documents=writer.documents,
         tokens=writer.tokens,
         runs=writer.runs,
         copies=writer.copies,
-        hashes=[reader.hashes[chunk] for chunk in chunks],
+        hashes=[reader.hashes.get(chunk) for chunk in chunks],
         checksums=checksums,
         malformed=reader.malformed,
         seconds=stopwatch.seconds(),
+        budgets=None if budgets is None else dict(budgets),
+        stopped=[] if limits is None else sorted(limits.stopped),
     ).save()
+
+
+class _Limits:
+    """Train tokens that a shard still wants of each domain.
+
+    What the reading thread sees changes only between two batches, so that it reads the same
+    documents every time.
+
+    Attributes:
+        left: domain -> tokens, 0 or less if its budget is reached.
+        stopped: domains of which some text was not read.
+    """
+
+    def __init__(self, budgets: Mapping[str, int]) -> None:
+        self.left, self.stopped = dict(budgets), set[str]()
+        self._encoded: Counter[str] = Counter()
+
+    def add(self, documents: NDArray[np.void], names: Sequence[str]) -> None:
+        """Count the train tokens of an encoded batch; :meth:`update` makes them visible."""
+        train = documents[documents["split"] == 0]
+        tokens = np.bincount(train["domain"], train["tokens"], minlength=len(names))
+        self._encoded.update(dict(zip(names, tokens.astype(np.int64).tolist(), strict=True)))
+
+    def update(self) -> None:
+        """Subtract what was counted."""
+        for name in self.left:
+            self.left[name] -= self._encoded.pop(name, 0)
+
+    def stop(self, domain: str | None) -> bool:
+        """Whether no more text of a domain is read, None for all domains; record that it stops."""
+        names = self.left.keys() if domain is None else self.left.keys() & {domain}
+        is_reached = all(self.left[name] <= 0 for name in names)
+        if is_reached:
+            self.stopped.update(names)
+        return is_reached
+
+
+def _documents(
+    reader: DocumentReader, chunks: Sequence[Chunk], limits: _Limits | None
+) -> Iterator[Document]:
+    """Yield the documents of ``chunks``; stop each domain at its limit."""
+    for chunk in chunks:
+        source = reader.sources[chunk.source]
+        if limits is None or source.split == "held_out":
+            yield from reader.read(chunk)
+            continue
+        is_limited = source.split in (None, "train")
+        if is_limited and limits.stop(source.domain):
+            continue
+        for document in reader.read(chunk):
+            if is_limited and limits.stop(document.domain):
+                if limits.stop(source.domain):
+                    check_unchanged(source)
+                    break
+            elif document.domain in limits.left:
+                yield document
 
 
 def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:
@@ -350,7 +422,7 @@ def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:
 
 
 class _Batch(NamedTuple):
-    """Documents to encode, sorted by domain and split.
+    """Documents to encode, sorted by domain, and by split unless their order is kept.
 
     ``documents`` are DOCUMENT records [num_documents] whose number of tokens is not yet set.
     ``digests`` [num_documents, 2] uint64 holds the two halves of each text's digest.
@@ -365,27 +437,40 @@ def _batches(
     documents: Iterable[Document],
     shares: tuple[float, float, float],
     domains: dict[str, int],
-    empty: Counter[int],
+    limits: _Limits | None,
 ) -> Iterator[_Batch]:
-    """Group documents into batches; update ``domains``, and count empty documents in ``empty``."""
+    """Group documents into batches, and add their domains to ``domains``.
+
+    With ``limits``, documents keep their order, and a batch ends when a domain has probably reached
+    its limit.
+    """
     waiting: list[Document] = []
     characters = 0
+    # Characters of the batch, and of the batch before, which is not encoded yet.
+    of_domain, not_encoded = Counter[str](), Counter[str]()
     for document in documents:
-        if not document.text:
-            empty[domain_number(domains, document.domain)] += 1
-            continue
         waiting.append(document)
         characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS or len(waiting) == _BATCH_DOCUMENTS:
+        is_full = characters >= _BATCH_CHARACTERS or len(waiting) == _BATCH_DOCUMENTS
+        if limits:
+            of_domain[document.domain] += len(document.text)
+            left = _CHARACTERS_PER_TOKEN * limits.left.get(document.domain, 0)
+            is_full |= 0 < left < of_domain[document.domain] + not_encoded[document.domain]
+        if is_full:
             del document
-            yield _batch(waiting, shares, domains)
+            yield _batch(waiting, shares, domains, in_order=limits is not None)
             waiting, characters = [], 0
+            not_encoded, of_domain = of_domain, Counter()
     if waiting:
-        yield _batch(waiting, shares, domains)
+        yield _batch(waiting, shares, domains, in_order=limits is not None)
 
 
 def _batch(
-    waiting: list[Document], shares: tuple[float, float, float], domains: dict[str, int]
+    waiting: list[Document],
+    shares: tuple[float, float, float],
+    domains: dict[str, int],
+    *,
+    in_order: bool,
 ) -> _Batch:
     names, texts, splits = zip(*waiting, strict=True)
     text_digests, sizes = [], []
@@ -405,7 +490,8 @@ def _batch(
         from_source = np.array([SPLITS.index(s) if s in SPLITS else -1 for s in splits])
         documents["by_source"] = from_source >= 0
         documents["split"] = np.where(from_source >= 0, from_source, documents["split"])
-    order = np.lexsort((documents["split"], documents["domain"]))
+    by_split = np.zeros(len(texts)) if in_order else documents["split"]
+    order = np.lexsort((by_split, documents["domain"]))
     ordered = [texts[position] for position in order.tolist()]
     return _Batch(ordered, documents[order], digests[order])
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_chameleon.artifacts import Split
 from megatron_chameleon.artifacts.files import read_foreign_json
+from megatron_chameleon.artifacts.provenance import without_credentials
 from megatron_chameleon.corpus.options import (
     MAX_DOMAIN_BYTES,
     DomainOptions,
@@ -80,7 +81,7 @@ class Source:
     """A file, or a shard of a data set, from which documents are read.
 
     Attributes:
-        name: name in messages, unique in a list of sources.
+        name: name in messages, unique in a list of sources; without the credentials of a URL.
         kind: format of the source: "lines" (JSON lines), "parquet", "text" (one document), or
             "dataset" for formats that are read through ``datasets``.
         path: path on this machine, URL, or name of the data set.
@@ -234,7 +235,7 @@ def _file_source(path: str, split: Split | None) -> Source:
         state = file_state(path)
     cuttable = kind == "parquet" or (kind == "lines" and not is_compressed(path))
     known = state.bytes, state.modified_ns, state.etag
-    return Source(path, kind, path, None, split, *known, cuttable)
+    return Source(without_credentials(path), kind, path, None, split, *known, cuttable)
 
 
 def _domain_of(source: Source, domains: DomainOptions, flag: str) -> str | None:
@@ -630,5 +631,5 @@ def source_identity(source: Source) -> list[Any]:
         stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         return [source.name, *stats]
     # The address of a file without a known time may hold the revision.
-    name = Path(source.path).name if source.modified_ns else source.name
+    name = Path(without_credentials(source.path)).name if source.modified_ns else source.name
     return [name, source.bytes, source.modified_ns, source.etag]

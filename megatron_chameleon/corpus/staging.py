@@ -40,7 +40,7 @@ from megatron_chameleon.artifacts.files import (
     sha256_of_json,
     writing,
 )
-from megatron_chameleon.artifacts.provenance import package_versions
+from megatron_chameleon.artifacts.provenance import package_versions, without_credentials
 from megatron_chameleon.artifacts.record import FolderRecord, json_values, require_kind
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import row_group_bytes
@@ -105,6 +105,12 @@ class ShardPlan(FolderRecord):
         del body["root"]
         return sha256_of_json(body)
 
+    @property
+    def budgets(self) -> dict[str, int] | None:
+        """Domain -> train tokens of a subset; None for a corpus of all text."""
+        budgets: dict[str, int] | None = self.options.get("max_tokens")
+        return budgets
+
     def shard_bytes(self, number: int) -> int:
         """Bytes on disk of shard ``number``; sources of unknown size count as 0."""
         return sum(chunk.bytes for chunk in self.shards[number])
@@ -138,9 +144,12 @@ class ShardPlan(FolderRecord):
 
 
 def plan_shards(
-    options: PreprocessOptions, tokenizer: Tokenizer, sources: Sequence[Source]
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    budgets: dict[str, int] | None = None,
 ) -> ShardPlan:
-    """Plan the shards for ``options``.
+    """Plan the shards for ``options``, with the ``budgets`` of a subset.
 
     Raises:
         UserError: if there are too many shards, or a source that has to be divided cannot be read.
@@ -156,6 +165,7 @@ def plan_shards(
         "eod_token": tokenizer.eod_token,
         "split": options.split,
         "shard_bytes": options.shard_bytes,
+        "max_tokens": budgets,
     }
     return ShardPlan(
         root=options.output,
@@ -231,11 +241,21 @@ class CorpusFolder:
     def agree(self, plan: ShardPlan) -> ShardPlan:
         """Write ``plan`` if the folder has none; return the plan of the folder.
 
+        The plan of the folder has no credentials of URLs, so they may change before it is resumed.
+
         Raises:
             UserError: naming the difference, if the folder has another plan with shards that are
                 finished or in progress.
         """
-        dataclasses.replace(plan, root=self.staging).save()
+        plan = dataclasses.replace(
+            plan,
+            root=self.staging,
+            sources=[
+                dataclasses.replace(source, path=without_credentials(source.path))
+                for source in plan.sources
+            ],
+        )
+        plan.save()
         draft, path = self.staging / ShardPlan.FILE_NAME, self.partial / ShardPlan.FILE_NAME
         try:
             os.link(draft, path)
@@ -279,6 +299,13 @@ class CorpusFolder:
                     raise
                 shutil.rmtree(written)
             flush_to_disk(target.parent)
+
+    def remove_shard(self, number: int) -> None:
+        """Remove the finished shard ``number``, so that it is made again."""
+        removed = self.staging / f"removed-{secrets.token_hex(4)}"
+        with writing(removed):
+            os.rename(self.shard_folder(number), removed)
+            shutil.rmtree(removed)
 
     def publish(self, made: Path) -> None:
         """Move all files of the folder ``made`` into place, corpus.json last.

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts import MixtureWarning, TargetShares
 from megatron_chameleon.artifacts.files import sha256_of_json
+from megatron_chameleon.artifacts.provenance import without_credentials
 from megatron_chameleon.corpus.encode import TextEncoder, encoded_documents
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.options import SourceOptions, is_domain_name
@@ -144,7 +145,8 @@ def parse_target(
         raise UserError(f"--target {value}: names nothing; pass {SYNTAX}")
     total = math.fsum(shares.values())
     reading = (source.text_key, source.max_document_bytes) if texts else ()
-    return Target(value, {name: s / total for name, s in shares.items()}, texts, reading)
+    named = {name: share / total for name, share in shares.items()}
+    return Target(without_credentials(value), named, texts, reading)
 
 
 def read_target_text(

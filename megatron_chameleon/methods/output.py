@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_chameleon.artifacts import Corpus, Cost, Mixture, MixtureWarning
+from megatron_chameleon.artifacts.provenance import without_credentials
 from megatron_chameleon.console import align_columns
+from megatron_chameleon.corpus.options import SourceOptions, flat
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.interchange import write_blend
 from megatron_chameleon.methods.options import OutputOptions
 from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.ranges import flag_of
 
 # With more than MAX_ROWS domains, a table shows only the heaviest and the lightest.
 MAX_ROWS = 40
@@ -87,7 +91,12 @@ def cost_totals(cost: Cost) -> dict[str, float]:
 
 
 def write_and_print(
-    mixture: Mixture, options: OutputOptions, corpus: Corpus | None, heading: str, *closing: str
+    mixture: Mixture,
+    options: OutputOptions,
+    corpus: Corpus | None,
+    heading: str,
+    *closing: str,
+    source: SourceOptions | None = None,
 ) -> None:
     """Write ``mixture`` to ``--output``; print its table and the next command. Called on one rank.
 
@@ -100,6 +109,7 @@ def write_and_print(
         corpus: corpus with the mixture's domains; None for raw text.
         heading: the line above the table: the method and its main settings.
         closing: lines under the table.
+        source: the raw text, without a corpus.
     """
     mixture.save(options.output)
     lines = [heading, mixture_table(mixture)]
@@ -107,14 +117,24 @@ def write_and_print(
         capped = format_names(mixture.capped or ["none"])
         lines.append(f"capped at {mixture.max_epochs:g} epochs: {capped}")
     print("\n".join([*lines, *closing, *write_blend(options.output, mixture, corpus)]))
-    if corpus is None:
-        print(f"written to {options.output}")
-        return
-    folder, file = shlex.quote(str(corpus.root)), shlex.quote(str(options.output))
-    print(
-        f"written to {options.output}; next: megatron-chameleon pretrain_gpt --corpus {folder} "
-        f"--mixture {file} --run-dir RUN"
+    folder = "CORPUS" if corpus is None else shlex.quote(str(corpus.root))
+    train = (
+        f"megatron-chameleon pretrain_gpt --corpus {folder} --mixture "
+        f"{shlex.quote(str(options.output))} --run-dir RUN"
     )
+    if corpus is not None:
+        print(f"written to {options.output}; next: {train}")
+        return
+    print(f"written to {options.output}")
+    if source is not None:
+        words = ["--input", *map(without_credentials, flat(source.input))]
+        for field in dataclasses.fields(source)[1:]:
+            if (value := getattr(source, field.name)) != field.default:
+                words += [flag_of(field.name), str(value)]
+        print(
+            f"next: megatron-chameleon preprocess_data {shlex.join(words)} --tokenizer-model "
+            f"TOKENIZER --output CORPUS\nthen: {train} --model MODEL"
+        )
 
 
 def format_weight(weight: float) -> str:

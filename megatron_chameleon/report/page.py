@@ -83,6 +83,10 @@ SECTIONS = {
         "Target and actual tokens",
         "Target tokens by weight, and tokens sampled in training.",
     ),
+    "repeats": (
+        "Repeated text",
+        "Documents that repeat an earlier document of their domain; training reads them again.",
+    ),
     "affinity": ("Affinity", "Similarity of the domains' embeddings."),
     "stability": ("Stability", "Change of the weights over the hyperparameters of the sweep."),
     "windows": ("Map of windows", "Embeddings of windows of text, projected to two dimensions."),
@@ -210,6 +214,7 @@ def load_report(
         "downstream": downstream.downstream_tables(downstream.compare_downstream(folder, baseline)),
         "cost": cost.cost_tables(folder),
         "tokens": weights.token_tables(folder),
+        "repeats": [weights.repeats_table(folder.corpus)],
         "stability": [weights.sweep_table(axis) for axis in swept],
         "paper": paper.paper_tables(folder, compared, baseline),
     }

@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from megatron_chameleon.artifacts import Mixture, Sweep
+from megatron_chameleon.artifacts import Corpus, Mixture, Sweep
+from megatron_chameleon.artifacts.corpus import table_label
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.run_folder import RunFolder, distinct_runs, run_labels
 from megatron_chameleon.report.tables import MISSING, Table, format_epochs, formatted, four_decimals
@@ -152,6 +153,41 @@ def token_tables(folder: RunFolder) -> list[Table]:
     notes += [f"Training has not finished: {', '.join(unfinished)}."] if unfinished else []
     header = ["run", "target tokens", "largest difference", "most epochs"]
     return [Table.of("Sampled tokens", header, extremes, notes=notes)]
+
+
+def repeats_table(corpus: Corpus | None) -> Table | None:
+    """Table of the documents that repeat an earlier document of their domain.
+
+    The result is None if no domain has any, unless near repetition was counted.
+    """
+    if corpus is None or not any(
+        documents or kind == "near"
+        for repeats in corpus.repeats.values()
+        for kind, documents, _ in repeats.kinds()
+    ):
+        return None
+    frame = pd.DataFrame(
+        {
+            table_label(name, corpus.held_out): {"documents": f"{repeats.documents:,}"}
+            | {
+                column: cell
+                for kind, documents, tokens in repeats.kinds()
+                for column, cell in (
+                    (f"repeated ({kind})", f"{documents:,}"),
+                    (f"share of tokens ({kind})", f"{tokens / max(1, repeats.tokens):.2%}"),
+                )
+            }
+            for name, repeats in corpus.repeats.items()
+        }
+    ).T
+    dropped = sum(counts.duplicates for counts in corpus.not_written.values())
+    notes = [
+        "Repeated documents have the text of an earlier document of the domain (exact), or nearly "
+        "the same tokens (near, by MinHash)."
+    ]
+    if dropped and corpus.provenance.options.get("drop_duplicates"):
+        notes.append("Exact repetitions were dropped, and are not in the corpus.")
+    return Table.by_row("Repeated documents", "domain", frame, notes=notes)
 
 
 def _largest(values: pd.Series[float]) -> str | None:

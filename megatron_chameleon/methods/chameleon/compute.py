@@ -205,9 +205,9 @@ def compute_mixture(options: ChameleonOptions) -> None:
                 lines.append(f"text read: {format_names(read)}")
             lines.append(
                 f"embedding {len(missing)} domains took {spent.flops:.2e} FLOPs and "
-                f"{spent.wall_seconds:.1f} s"
+                f"{spent.wall_seconds:.1f} s; the embeddings are kept in {plan.store}"
             )
-            write_and_print(mixture, options, plan.corpus, heading, *lines)
+            write_and_print(mixture, options, plan.corpus, heading, *lines, source=options.source)
 
 
 def mix(

@@ -579,7 +579,9 @@ def write(
         cost=own,
     )
     lines = [*describe_estimate(plan, text, estimate), *decision(plan, estimate, takes_estimate)]
-    write_and_print(mixture, options, plan.corpus, "\n".join(lines))
+    closing = [] if plan.corpus else [f"the samples are kept in {options.samples_folder}"]
+    heading = "\n".join(lines)
+    write_and_print(mixture, options, plan.corpus, heading, *closing, source=options.source)
 
 
 def describe_estimate(plan: Plan, text: TargetText, estimate: Estimate) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron_chameleon.corpus.join import (
     CorpusWriter,
     document_bytes,
     find_left_out,
+    read_reasons,
     reasons_to_leave_out,
     regroup,
     token_bytes,
@@ -48,7 +48,7 @@ def write_shard(folder, blocks, domains):
         writer.add(*block)
     counts: dict[str, Any] = {"checksums": writer.finish()}
     counts |= {name: getattr(writer, name) for name in ("documents", "tokens", "runs", "copies")}
-    counts |= {"domains": list(domains), "empty": [], "malformed": MalformedLines()}
+    counts |= {"domains": list(domains), "malformed": MalformedLines()}
     Shard(folder, "0" * 64, dtype="uint16", hashes=[], seconds=0.0, **counts).save()
     return Shard.load(folder)
 
@@ -128,13 +128,11 @@ def test_reasons_do_not_depend_on_shards_runs_and_ranges(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "_RUN_DOCUMENTS", run_documents)
         patch.setattr(join, "_RANGE_TEXTS", range_texts)
-        left_out = find_left_out(*shards_of(tmp_path_factory.mktemp("shards"), rows_of_each))
+        made = shards_of(tmp_path_factory.mktemp("shards"), rows_of_each)
+        find_left_out(*made)
     rows = [row for rows in rows_of_each for row in rows]
     expected = reasons_reference(rows)
-    assert left_out.reasons(0, len(rows)).tolist() == expected
-    for counted, reason in ((left_out.duplicates, DUPLICATE), (left_out.held_out, HELD_OUT)):
-        domains = [row[2] for row, why in zip(rows, expected, strict=True) if why == reason]
-        assert counted == Counter(domains)
+    assert read_reasons(made[-1], 0, len(rows)).tolist() == expected
 
 
 def test_memory_holds_one_range_however_often_a_text_occurs(tmp_path, monkeypatch):
@@ -150,7 +148,9 @@ def test_memory_holds_one_range_however_often_a_text_occurs(tmp_path, monkeypatc
     monkeypatch.setattr(join, "_RANGE_TEXTS", 10)
     monkeypatch.setattr(join, "reasons_to_leave_out", counting)
     rows = [often[:250] + once[:50], often[250:] + once[50:]]
-    assert find_left_out(*shards_of(tmp_path, rows)).duplicates == {0: 499}
+    made = shards_of(tmp_path, rows)
+    find_left_out(*made)
+    assert np.sum(read_reasons(made[-1], 0, 600) == DUPLICATE) == 499
     assert sum(sizes) == 102
     assert max(sizes) <= 20
 
@@ -158,12 +158,12 @@ def test_memory_holds_one_range_however_often_a_text_occurs(tmp_path, monkeypatc
 def test_a_failed_read_of_digests_or_reasons_is_an_error(tmp_path):
     (shard,), numbers, path = shards_of(tmp_path, [[(1, 1, 0, 0, 0)] * 2])
     unreadable = Path("/proc/self/mem")  # reading its first page fails with EIO
-    left_out = find_left_out([shard], numbers, path)
-    for file in (left_out.path, shard.root / shards.DIGESTS_NAME):
+    find_left_out([shard], numbers, path)
+    for file in (path, shard.root / shards.DIGESTS_NAME):
         file.unlink()
         file.symlink_to(unreadable)
     with pytest.raises(OSError, match="Input/output"):
-        left_out.reasons(0, 2)
+        read_reasons(path, 0, 2)
     with pytest.raises(OSError, match="Input/output"):
         find_left_out([shard], numbers, tmp_path / "again")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,22 @@ def test_a_corpus_from_s3_equals_that_of_local_files(folder, options, object_sto
         f"{url}/{name}"
         for name in ("a.jsonl", "deep/b.jsonl.gz", "deep/c.jsonl.zst", "deep/d.parquet")
     }
+
+
+def test_credentials_in_urls_are_not_stored_and_may_change(folder, options, object_store):
+    object_store.put(folder, "text")
+    address = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
+    inputs = [f"web=http://user:{word}@{address}/data/text/a.jsonl" for word in ("SECRET", "NEW")]
+    preprocess_data(options("remote", inputs[0], shard="1/2"))
+    stored = [path for path in (folder.parent / "remote").rglob("*") if path.is_file()]
+    assert len(stored) > 5
+    assert not [path for path in stored if b"SECRET" in path.read_bytes()]
+    with pytest.warns(UserWarning, match="malformed"):
+        remote = make_corpus(options("remote", inputs[1]))
+    with pytest.warns(UserWarning, match="malformed"):
+        assert_equal(remote, make_corpus(options("local", f"web={folder}/a.jsonl")))
+    stored = [path for path in remote.root.rglob("*") if path.is_file()]
+    assert not [path for path in stored if b"NEW@" in path.read_bytes()]
 
 
 def test_reads_that_fail_twice_succeed(folder, options, object_store):

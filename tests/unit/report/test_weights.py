@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import Mixture, SampledTokens
+from megatron_chameleon.artifacts import Mixture, Repeats, SampledTokens
 from megatron_chameleon.report.page import report_stability
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.weights import (
     MOST_TABLES,
+    repeats_table,
     swept_axes,
     token_tables,
     weight_tables,
@@ -55,6 +58,21 @@ def test_token_tables_show_targets_actual_tokens_and_epochs(root):
     assert found["a|b_<x>"] == ["2,000", "1,900", "-5.00%", "12.3"]
     assert found["prose"] == ["0", "0", "-", "0"]
     assert found["total"] == ["3,000", "2,910", "-3.01%", ""]
+
+
+def test_repeated_documents_are_shown_with_their_share_of_the_tokens(root):
+    corpus = RunFolder.load(root).corpus
+    assert corpus is not None
+    none = Repeats(documents=10, tokens=1000, exact_documents=0, exact_tokens=0)
+    some = replace(none, exact_documents=2, exact_tokens=125)
+    near = replace(none, near_documents=3, near_tokens=500)
+    for found, expected in (
+        (none, None),
+        (some, ["10", "2", "12.50%"]),
+        (near, ["10", "0", "0.00%", "3", "50.00%"]),
+    ):
+        table = repeats_table(replace(corpus, repeats=dict.fromkeys(NAMES, found)))
+        assert (table and rows_of(table)["code"]) == expected
 
 
 def test_many_runs_share_one_table(root):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 
 import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from megatron_chameleon.artifacts import EmbeddingStore, Mixture
+from megatron_chameleon.artifacts import SPLITS, Corpus, EmbeddingStore, Mixture
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus import domains as domains_module
 from megatron_chameleon.corpus import sample as sample_module
@@ -145,6 +146,29 @@ def test_a_sample_gives_the_vectors_of_the_corpus_of_the_sampled_text(
     output = tmp_path / "corpus-out" / "mixture.json"
     compute(files, corpus=corpus, source=SourceOptions(()), output=output)
     assert_equal(vectors(store), vectors(EmbeddingStore.load(output.parent / "embeddings")))
+
+
+def test_the_printed_command_makes_a_corpus_of_folders_of_text(compute, proxy, tmp_path, capsys):
+    inputs = {name: tmp_path / f"my {name}" for name in ("web", "code")}
+    for name, folder in inputs.items():
+        text = Words(name)
+        for number in range(80):
+            file = folder / "below" / f"{number}{('.txt', '.md', '.py', '.rst', '.c')[number % 5]}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text.text(8))
+    mixture, _ = compute(inputs)
+    printed = capsys.readouterr().out
+    assert str(tmp_path / "out" / "embeddings") in printed
+    (line,) = (line for line in printed.splitlines() if line.startswith("next: "))
+    words = shlex.split(line)
+    assert words[1:3] == ["megatron-chameleon", "preprocess_data"]
+    values = {"TOKENIZER": str(proxy.tokenizer), "CORPUS": str(tmp_path / "corpus")}
+    options = parse_options(PreprocessOptions, [values.get(word, word) for word in words[3:]])
+    preprocess_data(dataclasses.replace(options, workers=1, split="60,20,20"))
+    corpus = Corpus.load(tmp_path / "corpus")
+    assert corpus.names == list(mixture.weights)
+    documents = [sum(d.split(s).documents for s in SPLITS) for d in corpus.domains.values()]
+    assert documents == [80, 80]
 
 
 def test_only_new_and_changed_text_is_read(compute, files, tmp_path, monkeypatch):
