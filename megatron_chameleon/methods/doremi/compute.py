@@ -99,7 +99,9 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         for chunk in model:
             chunk.eval().requires_grad_(False)
         shape = BatchShape.of(options, layout.data_size)
-        self._passes = Passes(model, shape, len(self.names))
+        self._passes = Passes(
+            model, shape, len(self.names), document_attention=options.document_attention
+        )
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
         """Update the weights by the excess losses of ``batch``; return the loss weight per domain.
