@@ -107,10 +107,11 @@ class TransformersProxy(Proxy):
                 is_causal=any(getattr(module, "is_causal", False) for module in model.modules()),
                 special_tokens=encoder.special_tokens,
             )
-        if encoder.vocab_size > rows:
+        # Other tokens without an embedding are rejected where they occur in text.
+        if (largest := max(sum(encoder.special_tokens, ()), default=-1)) >= rows:
             raise UserError(
-                f"{folder}: the tokenizer has ids up to {encoder.vocab_size - 1}, but the model "
-                f"has only {rows} embeddings; save the model's own tokenizer in the folder"
+                f"{folder}: the tokenizer adds token {largest} to every text, but the model has "
+                f"only {rows} embeddings; save the model's own tokenizer in the folder"
             )
         return proxy
 
@@ -226,6 +227,11 @@ class TransformersReader:
     def max_sequence_length(self) -> int:
         """Maximum tokens per window, without special tokens."""
         return self.proxy.max_sequence_length
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids that the model has an embedding for."""
+        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
 
     @torch.no_grad()
     def hidden_states(

@@ -23,6 +23,7 @@ from megatron_chameleon.blend.sampler import (
     check_batch_sizes,
     micro_batches,
 )
+from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.training.options import DocumentAttention, ModelOptions
 
@@ -102,6 +103,11 @@ class Passes:
     def device(self) -> torch.device:
         """Device of the model."""
         return next(self.model[0].parameters()).device
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids that the model has an embedding for."""
+        return unwrap(self.model[0]).real_vocab_size
 
     def forward_backward(
         self,

@@ -214,6 +214,12 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
             )
         model = open_model(folder, name).for_corpus(self.corpus)
         config = model.config
+        if config.vocab_size < self.corpus.tokenizer.vocab_size:
+            raise UserError(
+                f"{model.where} has {config.vocab_size} embeddings, and the tokenizer of "
+                f"{self.corpus.root} {self.corpus.tokenizer.vocab_size} tokens, all of which the "
+                "proxy has; use another --reference"
+            )
         if not config.is_rotary and config.max_sequence_length != self.run.seq_length:
             raise UserError(
                 f"{model.where} was trained with --seq-length {config.max_sequence_length}, but "

@@ -18,7 +18,7 @@ from megatron_chameleon.artifacts import EmbeddingRecipe
 from megatron_chameleon.corpus import encode
 from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.tokenizer import LONGEST_PART
-from megatron_chameleon.corpus.windows import draw_windows
+from megatron_chameleon.corpus.windows import Windows, draw_windows
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import open_proxy
 from megatron_chameleon.embedding.transformers_proxy import TransformersProxy
@@ -203,10 +203,6 @@ def without_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
-def larger_tokenizer(folder: Path) -> None:
-    write_tokenizer(folder, [f"w{number}" for number in range(300)])
-
-
 def encoder_decoder(folder: Path) -> None:
     config = transformers.T5Config(vocab_size=251, d_model=32, num_layers=2, d_ff=32)
     config.save_pretrained(folder)
@@ -227,7 +223,6 @@ def without_layers(folder: Path) -> None:
         (without_a_tensor, "layers.1.mlp.up_proj.weight"),
         (with_code, "--trust-remote-code"),
         (without_tokenizer, "tokenizer"),
-        (larger_tokenizer, "300"),
         (encoder_decoder, "t5"),
     ],
 )
@@ -238,6 +233,24 @@ def test_a_folder_that_cannot_be_a_proxy(one_rank, tmp_path, damage, named):
         open_proxy(folder).open_reader(one_rank, RECIPE)
     assert "\n" not in str(error.value)
     assert str(folder) in str(error.value)
+
+
+def test_only_text_with_tokens_beyond_the_embeddings_is_rejected(one_rank, tmp_path):
+    folder = write_folder(tmp_path / "model", "llama", vocab_size=251)
+    write_tokenizer(folder, [*WORDS, "image", "audio"])
+    reader = opened(folder).open_reader(one_rank, RECIPE)
+    windows = Windows(np.arange(5), np.zeros(5, np.int64), LENGTHS.astype(np.int64))
+
+    def embedded(tokens):
+        text = in_memory(Path("text"), tokens, LENGTHS)
+        with tqdm(total=5, disable=True) as progress:
+            return embed_windows(reader, text, windows, LAYER, 2, progress, "text")
+
+    assert np.isfinite(embedded(TOKENS)).all()
+    tokens = TOKENS.copy()
+    tokens[LENGTHS[:2].sum() + 3] = 251
+    with pytest.raises(UserError, match="token id 251 in document 2 of domain 'text'"):
+        embedded(tokens)
 
 
 def test_code_runs_only_if_it_is_trusted(one_rank, tmp_path, monkeypatch):
