@@ -12,7 +12,7 @@ import tokenizers
 import torch
 import transformers
 
-from megatron_chameleon.artifacts import Corpus, TrainingRun
+from megatron_chameleon.artifacts import Corpus, Split, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
@@ -183,7 +183,7 @@ def test_only_text_with_tokens_beyond_the_embeddings_is_rejected(options_for, tm
             tokens[::5] = VOCAB_SIZE
         return tokens
 
-    counts = {"train": 8, "valid": 4, "test": 1}
+    counts: dict[Split, int] = {"train": 8, "valid": 4, "test": 1}
     corpus = write_small_corpus(
         tmp_path / "corpus", ("news", "code"), document=document, counts=counts
     )
