@@ -53,7 +53,7 @@ help:
 	echo "make test-numeric the numeric tests under another processor's rounding, with two threads"
 	echo "make test-slow    the long tests that 'make test' leaves out"
 	echo "make test-gpu     the tests that need a CUDA device"
-	echo "make measure-gpu  the GPU tests and benchmarks: 45 minutes, resumable"
+	echo "make measure-gpu  the GPU tests and benchmarks: 55 minutes, resumable"
 	echo "make install-matrix  the wheel in fresh environments: Python 3.11 to 3.13, pip and uv"
 	echo "make lint         ruff, mypy and the import rules"
 	echo "make format       ruff format and ruff's fixes"

@@ -33,7 +33,7 @@ PARTS = {
     ),
     "methods": ("test_methods_on_a_gpu.py",),
 }
-"""Parts of the tests for one GPU; each part takes less than 4 minutes."""
+"""Parts of the tests for one GPU; each part takes less than 6 minutes."""
 SEVERAL_GPUS = "several-gpus"
 
 

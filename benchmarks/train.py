@@ -1,13 +1,15 @@
 """Compare our training speed on this device with that of a plain torch model of equal size.
 
     python benchmarks/train.py [--size 82m ...] [--peak-tflops T] [--seconds 540] [--compiled]
-                               [--resume FILE]
+                               [--documents] [--resume FILE]
 
 On a GPU, GPT-2 sizes 82m, 124m, 684m and 1.2b are timed in bf16 at sequence lengths 512 and 1024,
 and llama-130m, llama-350m and llama-1b at 1024, each contestant at its fastest micro-batch size;
 kernels of attention and loss are timed separately. On a CPU, a few interleaved steps are timed in
 fp32 and bf16: 82m at sequence length 512 and llama-130m at 256. Memory is not measured there, and
-the plain model runs eagerly; with --compiled, it is timed compiled as well. Results are written to
+the plain model runs eagerly; with --compiled, it is timed compiled as well. With --documents, on a
+GPU, our models are timed at sequence length 4096 instead, with documents of 1,024 tokens on average
+that are not separated, or are separated by each --document-attention. Results are written to
 benchmarks/results/train-DEVICE.json after every row; other rows there are kept, with their dates.
 The exit status is 75 if rows were skipped for lack of time.
 
@@ -59,6 +61,7 @@ from megatron_chameleon.model.flops import (
 from megatron_chameleon.model.layers import SDPACoreAttention
 from megatron_chameleon.parallel.layout import Layout, device_name, distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
+from megatron_chameleon.training.options import DocumentAttention
 from tests.random_training import RandomTraining, random_batches
 
 VOCAB_SIZE = 50_257  # the vocabulary size of GPT-2's tokenizer
@@ -68,6 +71,7 @@ GPU_LENGTHS = {
 }
 """Sequence lengths by model size."""
 CPU_LENGTHS = {"82m": 512, "llama-130m": 256}
+DOCUMENT_SIZES, DOCUMENTS_LENGTH, DOCUMENT_LENGTH = ("124m", "llama-1b"), 4096, 1024
 LEAST_REPEATS = 5
 CPU_MICRO_BATCH = 2
 MICRO_BATCH_TOKENS = (8_192, 16_384, 32_768, 65_536)
@@ -113,9 +117,15 @@ class Ours:
     """Training as tools/pretrain_gpt.py does it, without logs and checkpoints."""
 
     def __init__(
-        self, case: Case, layout: Layout, *, compiled: bool = False, head_dim_multiple: int = 0
+        self,
+        case: Case,
+        layout: Layout,
+        *,
+        compiled: bool = False,
+        head_dim_multiple: int = 0,
+        documents: DocumentAttention | None = None,
     ) -> None:
-        self._case = case
+        self._case, self._documents = case, documents
         backend = "inductor" if compiled else None
         self._training = RandomTraining(
             case.config,
@@ -131,8 +141,15 @@ class Ours:
     def run(self, micro_batch_size: int, steps: int, each: Callable[[], object]) -> None:
         """See :class:`Contestant`."""
         case, training = self._case, self._training
-        passes = training.passes(case.num_microbatches(micro_batch_size), micro_batch_size)
-        random = random_batches(VOCAB_SIZE, micro_batch_size, case.seq_length)
+        passes = training.passes(
+            case.num_microbatches(micro_batch_size),
+            micro_batch_size,
+            document_attention=self._documents or "dense",
+        )
+        document_length = DOCUMENT_LENGTH if self._documents else 0
+        random = random_batches(
+            VOCAB_SIZE, micro_batch_size, case.seq_length, document_length=document_length
+        )
         with read_ahead(random, training.layout.device) as batches:
             for _ in range(steps):
                 training.step(lambda: passes.forward_backward(batches))
@@ -171,6 +188,8 @@ def main() -> int:
     on_gpu = torch.cuda.is_available()
     if arguments.compiled and on_gpu:
         sys.exit("--compiled is for CPUs: on a GPU the plain model is always compiled")
+    if arguments.documents and not on_gpu:
+        sys.exit("--documents is for GPUs: a CPU always uses the dense mask")
     with distributed(TrainingParallelOptions(), seed=0) as layout:
         name = device_name(layout.device)
         # The version is recorded because attention may run in a kernel of cuDNN.
@@ -180,6 +199,8 @@ def main() -> int:
         tflops = arguments.peak_tflops
         arguments.peak = tflops * 1e12 if tflops else DENSE_BF16_PEAK.get(name)
         rows = (gpu_rows if on_gpu else cpu_rows)(layout, arguments)
+        if arguments.documents:
+            rows = document_rows(layout, arguments)
         save = partial(put_row, device_file("train", name), on)
         return measure_rows(rows, save, arguments.seconds, arguments.resume)
 
@@ -198,6 +219,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="file of rows to skip; measured rows are added")
     parser.add_argument(
         "--compiled", action="store_true", help="on a CPU, also time the compiled plain model"
+    )
+    parser.add_argument(
+        "--documents", action="store_true", help="on a GPU, time attention within documents"
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed steps, 5 or more")
     arguments = parser.parse_args()
@@ -266,6 +290,30 @@ def gpu_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
         if size in sizes and length in lengths
     ]
     return kernel_rows() | {str(case): partial(row, case) for case in cases}
+
+
+def document_rows(layout: Layout, arguments: argparse.Namespace) -> Rows:
+    """Measure our training with packed documents, separated or not.
+
+    Model FLOPs and MFU are those of causal attention over whole sequences.
+    """
+
+    def row(case: Case) -> Row:
+        what, found = f"{case}, documents", {}
+        for compiled in (False, True):
+            for documents in (None, "dense", "flex"):
+                name = f"ours{compiled * ' compiled'}, {documents or 'not separated'}"
+                make = partial(Ours, case, layout, compiled=compiled, documents=documents)
+                found[name] = time_at_best(make, case, arguments)
+                print(f"{what} | {name:34} | {format_figures(found[name])}", flush=True)
+        return {"what": what, "contestants": found}
+
+    cases = [
+        Case(size, DOCUMENTS_LENGTH, True, 65_536)
+        for size in DOCUMENT_SIZES
+        if size in (arguments.size or DOCUMENT_SIZES)
+    ]
+    return {f"{case}, documents": partial(row, case) for case in cases}
 
 
 def time_at_best(

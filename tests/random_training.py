@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_chameleon.blend.boundaries import document_starts
 from megatron_chameleon.blend.sampler import Batch
 from megatron_chameleon.model.compiled_layers import compile_layers
 from megatron_chameleon.model.config import ModelConfig
@@ -19,27 +20,34 @@ from megatron_chameleon.training.optimizer import (
     build_scheduler,
     data_parallel,
 )
-from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.options import DocumentAttention, OptimizerOptions
 from megatron_chameleon.training.step import BatchShape, Passes, StepResult
 
 OPTIMIZER = OptimizerOptions(lr=1e-4, min_lr=1e-5, lr_warmup_iters=0)
 
 
 def random_batches(
-    vocab_size: int, rows: int, length: int, num_domains: int = 1
+    vocab_size: int, rows: int, length: int, num_domains: int = 1, document_length: int = 0
 ) -> Iterator[Batch]:
-    """Yield random micro-batches [rows, length] endlessly; samples cycle through the domains."""
+    """Yield random micro-batches [rows, length] endlessly; samples cycle through the domains.
+
+    With ``document_length``, the mean number of tokens of a document, documents are separated.
+    """
     generator = torch.Generator().manual_seed(0)
     first = 0
     while True:
         text = torch.randint(vocab_size, (rows, length + 1), generator=generator)
-        yield {
+        batch = {
             "tokens": text[:, :-1].contiguous(),
             "labels": text[:, 1:].contiguous(),
             "loss_mask": torch.ones(rows, length),
             "position_ids": torch.arange(length).repeat(rows, 1),
             "domain": torch.arange(first, first + rows) % num_domains,
         }
+        if document_length:
+            ends = torch.rand(rows, length, generator=generator) < 1 / document_length
+            batch["document_starts"] = document_starts(ends)
+        yield batch
         first += rows
 
 
@@ -78,14 +86,19 @@ class RandomTraining:
         self.model = TrainedModel(self.chunks, self.optimizer, scheduler, self.passes(1, 1))
 
     def passes(
-        self, num_microbatches: int, rows: int, num_domains: int = 1, length: int = 0
+        self,
+        num_microbatches: int,
+        rows: int,
+        num_domains: int = 1,
+        length: int = 0,
+        document_attention: DocumentAttention = "dense",
     ) -> Passes:
         """Run the forward and backward passes of one step on this rank.
 
         Sequences have ``length`` tokens, or by default the maximum of the model.
         """
         shape = BatchShape(num_microbatches, rows, length or self.shape.max_sequence_length)
-        return Passes(self.chunks, shape, num_domains)
+        return Passes(self.chunks, shape, num_domains, document_attention=document_attention)
 
     def step(self, forward_backward: Callable[[], torch.Tensor]) -> StepResult:
         """Take one optimizer step, and assert that the gradient norm is finite."""

@@ -71,7 +71,8 @@ class DocumentBoundaryOptions(CheckedOptions):
     """Count positions from 0 again after every end-of-document token; not for rotary positions,
     which are relative."""
     reset_attention_mask: bool = False
-    """Mask attention across documents; slower, since it needs a mask per sample."""
+    """Mask attention across documents. A mask per sample makes it slower, except with
+    --document-attention flex."""
     eod_mask_loss: bool = False
     """Mask the loss of predictions from an end-of-document token."""
 

@@ -86,6 +86,41 @@ def micro_batches(
             yield dataset.batch(range(start, start + micro_batch_size))
 
 
+def require_embeddings(
+    batches: Iterator[Batch], num_embeddings: int, names: Sequence[str] = ()
+) -> Iterator[Batch]:
+    """Yield ``batches``, which are on the host, and check their tokens and labels.
+
+    A tokenizer may have more tokens than the model has embeddings, such as special tokens that text
+    does not contain.
+
+    Args:
+        batches: batches with tokens [b, s], and possibly labels [b, s] and domain [b].
+        num_embeddings: number of the model's embeddings, without padding.
+        names: names of the domains, for messages.
+
+    Raises:
+        UserError: for a token without an embedding.
+    """
+    for batch in batches:
+        for name in ("tokens", "labels"):
+            ids = batch.get(name)
+            if ids is None or not ids.numel() or int(ids.max()) < num_embeddings:
+                continue
+            row, *_ = (ids >= num_embeddings).nonzero()[0].tolist()
+            where = f" of domain '{names[int(batch['domain'][row])]}'" if names else ""
+            raise UserError(no_embedding(int(ids[row].max()), num_embeddings, where))
+        yield batch
+
+
+def no_embedding(token: int, num_embeddings: int, where: str) -> str:
+    """Return the message for a token id without an embedding; ``where`` is its text."""
+    return (
+        f"token id {token}{where} has no embedding: the model has {num_embeddings:,} embeddings, "
+        "and its tokenizer more tokens; leave out documents with such tokens, or pass another model"
+    )
+
+
 def place_in_step(
     positions: NDArray[np.int64], micro_batch_size: int, data_parallel_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

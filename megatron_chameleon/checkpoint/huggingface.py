@@ -15,7 +15,7 @@ import huggingface_hub
 import torch
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from megatron_chameleon.artifacts import CheckpointRecord, Provenance
@@ -108,6 +108,24 @@ def read_tensors(files: Sequence[Path]) -> Tensors:
             raise UserError(f"{path} holds more than named tensors; pass a model's weights")
         tensors |= found
     return tensors
+
+
+def stored_types(files: Sequence[Path]) -> dict[str, str]:
+    """Read the type of every tensor in safetensors files, such as BF16, without its values.
+
+    Raises:
+        UserError: if a file is damaged.
+    """
+    types: dict[str, str] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                types |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"cannot read {path} ({first_line(error)}): it is damaged; download the model again"
+            ) from error
+    return types
 
 
 def find_weights(folder: Path, *, allow_pickle: bool) -> list[Path]:

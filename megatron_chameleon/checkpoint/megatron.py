@@ -131,14 +131,10 @@ def megatron_record(folder: Path, tokenizer: TokenizerChoice) -> CheckpointRecor
     arguments = check_values(str(where), Arguments, body, hint, "args")
     choice, file = _find_tokenizer(arguments, tokenizer, where)
     index = read_index(folder)
-    vocab_size = file.open().vocab_size
     rows = _rows(index, WORD_EMBEDDINGS)
-    if vocab_size > rows:
-        raise UserError(
-            f"{folder} has {rows} embeddings, but {file.path} has ids up to {vocab_size - 1}; pass "
-            "the model's own tokenizer with --tokenizer-model"
-        )
-    config = arguments.model_config(vocab_size, where)
+    if not rows:
+        raise UserError(f"{folder} has no embeddings; this model is not supported, use another")
+    config = arguments.model_config(min(rows, file.open().vocab_size), where)
     _check_parameters(index, config, folder)
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:

@@ -159,18 +159,32 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def with_vocabulary(self, size: int, where: object) -> Self:
-        """Return the model with a vocabulary of ``size`` tokens.
+    def with_vocabulary(
+        self, tokenizer: TokenizerIdentity, where: object, *, is_own: bool = True
+    ) -> Self:
+        """Return the model with the vocabulary of ``tokenizer``, as far as it has embeddings.
 
-        The embeddings of public models are padded beyond the vocabulary of their tokenizer.
+        The embeddings of public models are padded beyond the vocabulary of their tokenizer. Others
+        have fewer embeddings than tokens; :func:`require_embeddings` then rejects text with them.
 
         Args:
-            size: number of ids of the tokenizer.
+            tokenizer: the tokenizer of the tokens to read.
             where: what has this tokenizer, for messages.
+            is_own: whether this is known to be the model's tokenizer. If it is not, every token
+                must have an embedding.
 
         Raises:
             UserError: if the model's vocabulary does not fit.
         """
+
+    def _require_eod(self, rows: int, tokenizer: TokenizerIdentity, where: object) -> None:
+        """Raise UserError if the end-of-document token is not among the model's ``rows``."""
+        if tokenizer.eod_id >= rows:
+            raise UserError(
+                f"{self.where} has {rows} embeddings, but the end-of-document token of the "
+                f"tokenizer of {where} is {tokenizer.eod_id}; use the model's own tokenizer "
+                f"(--tokenizer-model) and end-of-document token, or pass another {self.flag}"
+            )
 
     def for_tokens(self, tokenizer: TokenizerIdentity, path: Path, where: object) -> Self:
         """Return the model with the vocabulary of ``tokenizer``; the arguments are as above.
@@ -178,13 +192,14 @@ class Model(ABC):
         Raises:
             UserError: if an id of ``tokenizer`` has another meaning to the model.
         """
-        if self.has_ids_of(tokenizer, path) is False:
+        has_ids = self.has_ids_of(tokenizer, path)
+        if has_ids is False:
             raise UserError(
                 f"{self.where} was trained with another tokenizer than that of {where}, and the "
                 "token ids differ; preprocess the text again with the model's tokenizer "
                 f"(--tokenizer-model), or pass another {self.flag}"
             )
-        return self.with_vocabulary(tokenizer.vocab_size, where)
+        return self.with_vocabulary(tokenizer, where, is_own=has_ids is True)
 
     def for_corpus(self, corpus: Corpus) -> Self:
         """Return the model with the vocabulary of ``corpus``; see :meth:`for_tokens`."""
@@ -195,10 +210,10 @@ class Model(ABC):
         """Return the model with the vocabulary of its own tokenizer, and this tokenizer.
 
         Raises:
-            UserError: if there is no tokenizer, or the model's vocabulary is smaller.
+            UserError: if there is no tokenizer, or the model's vocabulary does not fit.
         """
         tokenizer = self.tokenizer()
-        return self.with_vocabulary(tokenizer.vocab_size, tokenizer.path), tokenizer
+        return self.with_vocabulary(tokenizer.identity, tokenizer.path), tokenizer
 
     @abstractmethod
     def load(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -320,12 +335,15 @@ class CheckpointModel(Model):
         """Return whether ``tokenizer`` is that of the training data."""
         return self.record.tokenizer_hash == tokenizer.sha256
 
-    def with_vocabulary(self, size: int, where: object) -> Self:
-        """Check the vocabulary, which is that of the tokenizer."""
-        if self.config.vocab_size != size:
+    def with_vocabulary(
+        self, tokenizer: TokenizerIdentity, where: object, *, is_own: bool = True
+    ) -> Self:
+        """Check the vocabulary, which is that of the tokenizer if there are enough embeddings."""
+        self._require_eod(self.config.vocab_size, tokenizer, where)
+        if self.config.vocab_size > tokenizer.vocab_size:
             raise UserError(
                 f"{self.where} has a vocabulary of {self.config.vocab_size} tokens, but the "
-                f"tokenizer of {where} has {size}; pass another {self.flag}"
+                f"tokenizer of {where} has {tokenizer.vocab_size}; pass another {self.flag}"
             )
         return self
 
@@ -408,16 +426,19 @@ class HuggingFaceModel(Model):
         """Compare with the tokenizer in the folder; None if the folder has none."""
         return same_ids(tokenizer, path, self.where)
 
-    def with_vocabulary(self, size: int, where: object) -> Self:
+    def with_vocabulary(
+        self, tokenizer: TokenizerIdentity, where: object, *, is_own: bool = True
+    ) -> Self:
         """Load only the embeddings of the tokenizer."""
-        rows = self.found.config.vocab_size
-        if rows < size:
+        rows, size = self.found.config.vocab_size, tokenizer.vocab_size
+        if rows < size and not is_own:
             raise UserError(
                 f"{self.where / CONFIG_NAME}: a vocabulary of {rows} is too small for {where}, "
                 f"whose tokenizer has {size} tokens; use the model's own tokenizer "
                 f"(--tokenizer-model), or pass another {self.flag}"
             )
-        return dataclasses.replace(self, vocab_size=size)
+        self._require_eod(rows, tokenizer, where)
+        return dataclasses.replace(self, vocab_size=min(rows, size))
 
     def read(self) -> Tensors:
         """Read the tensors into CPU memory, under their Hugging Face names.

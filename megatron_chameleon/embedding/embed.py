@@ -20,7 +20,7 @@ from megatron_chameleon.artifacts import (
     Stopwatch,
 )
 from megatron_chameleon.artifacts.provenance import Provenance
-from megatron_chameleon.blend.sampler import Batch, read_ahead
+from megatron_chameleon.blend.sampler import Batch, no_embedding, read_ahead
 from megatron_chameleon.corpus.domains import Domains, RawText
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.windows import Windows, draw_windows, spread_windows
@@ -74,7 +74,7 @@ def embed_windows(
     firsts = range(0, len(windows), batch_size)
     batches = [range(first, min(first + batch_size, len(windows))) for first in firsts]
     own = batches[layout.data_rank :: layout.data_size]
-    padded = (_padded(reader, tokens, windows, rows) for rows in own)
+    padded = (_padded(reader, tokens, windows, rows, name) for rows in own)
     with read_ahead(padded, layout.device) as ahead:
         for number, rows in enumerate(batches):
             progress.update(len(rows))
@@ -102,8 +102,14 @@ def embed_windows(
     return result
 
 
-def _padded(reader: ProxyReader, tokens: TokenFile, windows: Windows, rows: range) -> Batch:
-    """Return tokens [b, s], padded with zeros at the end, and lengths [b]."""
+def _padded(
+    reader: ProxyReader, tokens: TokenFile, windows: Windows, rows: range, name: str
+) -> Batch:
+    """Return tokens [b, s], padded with zeros at the end, and lengths [b].
+
+    Raises:
+        UserError: for a token that the proxy has no embedding for.
+    """
     batch_rows = slice(rows.start, rows.stop)
     lengths = windows.length[batch_rows]
     multiple, longest = length_multiple(reader.layout), reader.max_sequence_length
@@ -112,6 +118,10 @@ def _padded(reader: ProxyReader, tokens: TokenFile, windows: Windows, rows: rang
     firsts = tokens.starts[windows.document[batch_rows]] + windows.start[batch_rows]
     for row, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
         batch[row, :length] = tokens.tokens[first : first + length]
+    if (largest := int(batch.max())) >= reader.num_embeddings:
+        document = int(windows.document[rows.start + batch.max(axis=1).argmax()])
+        where = f" in document {document} of domain '{name}', counted from 0,"
+        raise UserError(no_embedding(largest, reader.num_embeddings, where))
     return {"tokens": torch.from_numpy(batch), "lengths": torch.from_numpy(lengths)}
 
 

@@ -35,6 +35,10 @@ class ProxyReader(Protocol):
     def max_sequence_length(self) -> int:
         """Maximum tokens per window."""
 
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids that the proxy has an embedding for."""
+
     def hidden_states(
         self, tokens: torch.Tensor, layer: int, lengths: torch.Tensor | None = None
     ) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe
 from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
-from megatron_chameleon.checkpoint.huggingface import CODE
+from megatron_chameleon.checkpoint.huggingface import CODE, stored_types
 from megatron_chameleon.checkpoint.model import HuggingFaceModel
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.indexed import token_type
@@ -41,6 +42,12 @@ from megatron_chameleon.parallel.options import ParallelOptions
 
 # Window length of a model without a maximum: the most tokens of a sequence in an .idx.
 _UNLIMITED = 2**31 - 1
+# Types of safetensors that are not quantized.
+_UNQUANTIZED = {"F64", "F32", "F16", "BF16"}
+# Names of tensors that scale quantized weights or activations.
+_SCALE = re.compile(r"(.*[._])?(scales?|scale_inv|q?zeros|zero_points?|absmax|quant_map|SCB|g_idx)")
+# Older folders store masks, positions or rotary frequencies, which transformers computes.
+_CONSTANT = re.compile(r".*(attn\.bias|masked_bias|position_ids|inv_freq)")
 # Files that configure the model and its tokenizer.
 _CONFIGURES = (CONFIG_NAME, "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
@@ -76,6 +83,9 @@ class TransformersProxy(Proxy):
         """
         folder = found.where
         config = _read_config(folder, trust_remote_code=trust_remote_code)
+        # transformers scales the weights if the config describes how they are quantized.
+        if getattr(config, "quantization_config", None) is None:
+            _reject_quantized(found)
         if config.is_encoder_decoder or config.get_text_config() is not config:
             raise UserError(
                 f"{folder} ({config.model_type}): an encoder-decoder or multimodal model cannot "
@@ -107,10 +117,11 @@ class TransformersProxy(Proxy):
                 is_causal=any(getattr(module, "is_causal", False) for module in model.modules()),
                 special_tokens=encoder.special_tokens,
             )
-        if encoder.vocab_size > rows:
+        # Other tokens without an embedding are rejected where they occur in text.
+        if (largest := max(sum(encoder.special_tokens, ()), default=-1)) >= rows:
             raise UserError(
-                f"{folder}: the tokenizer has ids up to {encoder.vocab_size - 1}, but the model "
-                f"has only {rows} embeddings; save the model's own tokenizer in the folder"
+                f"{folder}: the tokenizer adds token {largest} to every text, but the model has "
+                f"only {rows} embeddings; save the model's own tokenizer in the folder"
             )
         return proxy
 
@@ -176,6 +187,13 @@ class TransformersProxy(Proxy):
                 f"{self.where}: its weights lack {len(missing)} tensors of its config, such as "
                 f"{missing[0]}; download the model again"
             )
+        unused = _unused_tensors(model, report["unexpected_keys"], self.where)
+        if unused and layout.is_main:
+            warnings.warn(
+                f"{self.where}: {len(unused)} tensor(s) of its weights are not used, such as "
+                f"{', '.join(unused[:3])}: the model of its config.json does not have them",
+                stacklevel=2,
+            )
         layers = find_layers(model, self.where)
         del layers[recipe.layer :]
         layers[-1].register_forward_hook(_end_forward_pass)
@@ -226,6 +244,11 @@ class TransformersReader:
     def max_sequence_length(self) -> int:
         """Maximum tokens per window, without special tokens."""
         return self.proxy.max_sequence_length
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids that the model has an embedding for."""
+        return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
 
     @torch.no_grad()
     def hidden_states(
@@ -295,6 +318,46 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         for field in ("transformers_weights", "_attn_implementation", "_experts_implementation"):
             setattr(config, field, None)
         return config
+
+
+def _reject_quantized(model: HuggingFaceModel) -> None:
+    """Check that the weights are stored in floating-point types of 16 bits or more.
+
+    Raises:
+        UserError: if they are not.
+    """
+    for name, kind in stored_types(model.files).items():
+        if kind not in _UNQUANTIZED and "weight" in name.rpartition(".")[2]:
+            raise UserError(
+                f"{model.where}: tensor {name} is stored as {kind}, and its config.json does not "
+                "describe how to scale it (quantization_config); use an unquantized copy"
+            )
+
+
+def _unused_tensors(model: torch.nn.Module, unexpected: Iterable[str], where: Path) -> list[str]:
+    """List the tensors that transformers did not load, without those of the output layer.
+
+    Args:
+        model: the model without its output layer, whose tensors may have a prefix in the files.
+        unexpected: names that transformers reports.
+        where: folder of the model, for messages.
+
+    Raises:
+        UserError: if some of them scale the weights.
+    """
+    prefix, children = f"{model.base_model_prefix}.", {name for name, _ in model.named_children()}
+    unused = [
+        name
+        for name in sorted(unexpected)
+        if (name.startswith(prefix) or name.partition(".")[0] in children)
+        and not _CONSTANT.fullmatch(name)
+    ]
+    if scales := [name for name in unused if _SCALE.fullmatch(name)]:
+        raise UserError(
+            f"{where}: its weights are quantized with {len(scales)} scales, such as {scales[0]}, "
+            "which its config.json does not describe (quantization_config); use an unquantized copy"
+        )
+    return unused
 
 
 def find_layers(model: torch.nn.Module, where: Path) -> torch.nn.ModuleList:

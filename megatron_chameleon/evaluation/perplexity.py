@@ -30,7 +30,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.blend.sampler import Batch, read_ahead
+from megatron_chameleon.blend.sampler import Batch, read_ahead, require_embeddings
 from megatron_chameleon.checkpoint.model import Model, open_model
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.domains import Domains, open_domains
@@ -355,7 +355,8 @@ def cluster_losses(
     # The additional last element collects labels that are not scored.
     sums = torch.zeros(count + 1, dtype=torch.float64, device=layout.device)
     own = (read_batch(*each) for each in all_batches[layout.data_rank :: layout.data_size])
-    with read_ahead(own, layout.device) as ahead:
+    checked = require_embeddings(own, reader.config.vocab_size)
+    with read_ahead(checked, layout.device) as ahead:
         for number, (first, last, _) in enumerate(all_batches):
             progress.update(int(text.windows.num_scored[first:last].sum()))
             if number % layout.data_size != layout.data_rank:

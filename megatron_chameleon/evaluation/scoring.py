@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from numpy.typing import NDArray
 from torch.nn.functional import linear
 
-from megatron_chameleon.blend.sampler import Batch, read_ahead, to_device
+from megatron_chameleon.blend.sampler import Batch, read_ahead, require_embeddings, to_device
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.flops import forward_flops, head_forward_flops, layer_forward_flops
@@ -302,7 +302,8 @@ class Scorer:
         sums, flops = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device), 0.0
         is_quiet = not layout.is_main
         bar = progress_bar(len(questions), " requests", description, quiet=is_quiet, delay=2.0)
-        with bar, read_ahead(own, layout.device) as ahead:
+        checked = require_embeddings(own, shape.vocab_size)
+        with bar, read_ahead(checked, layout.device) as ahead:
             for number, (first, last, width) in enumerate(all_batches):
                 # Attention is computed over whole rows, at twice the cost of their causal half. The
                 # output layer runs once for every place that predicts a label.
@@ -396,7 +397,9 @@ class Scorer:
         lengths = [len(sequence) for sequence in sequences]
         width = min(padded_length(max(lengths), length_multiple(layout)), self.max_length)
         rows = [Row([(n, 0, np.arange(length))], length) for n, length in enumerate(lengths)]
-        batch = batch_tensors(rows, sequences, width)
+        (batch,) = require_embeddings(
+            iter([batch_tensors(rows, sequences, width)]), self.reader.config.vocab_size
+        )
         batch["places"] = torch.arange(len(rows)) * width + torch.tensor(lengths) - 1
         states = self._states({key: to_device(each, layout.device) for key, each in batch.items()})
         found = torch.zeros(len(sequences), dtype=torch.int64, device=layout.device)

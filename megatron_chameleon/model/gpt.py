@@ -26,6 +26,7 @@ from megatron_chameleon.model.compiled_layers import (
 )
 from megatron_chameleon.model.config import MUP_RELEASE, Activation, ModelConfig
 from megatron_chameleon.model.cross_entropy import chunked_cross_entropy
+from megatron_chameleon.model.document_attention import document_blocks
 from megatron_chameleon.model.initialization import initialize_weights
 from megatron_chameleon.model.layers import (
     NORMS,
@@ -80,10 +81,15 @@ class GPT(GPTModel):
     ) -> Any:
         """Return losses [b, s] if ``labels`` are passed, otherwise logits [b, s, v].
 
-        A boolean ``attention_mask`` is converted to an additive mask once, for all layers.
+        ``attention_mask`` is None for causal attention, a boolean mask [b, 1, s, s] (True is
+        masked), or, for flex attention within documents, the document starts [b, s] int64 of
+        :func:`~megatron_chameleon.blend.boundaries.document_starts`. It is converted once, for all
+        layers.
         """
-        if attention_mask is not None:
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = additive_mask(attention_mask, self.config.params_dtype)
+        elif attention_mask is not None:
+            attention_mask = document_blocks(attention_mask)
         return super().forward(input_ids, position_ids, attention_mask, **more)
 
     def compute_language_model_loss(

@@ -32,6 +32,7 @@ Tensors = dict[str, torch.Tensor]
 Part = tuple[str, tuple[int, ...]]
 """Name and shape of a Hugging Face tensor."""
 
+_UNQUANTIZED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _HEAD = "lm_head.weight"
 # Older folders store the causal mask, or the rotary frequencies, as tensors.
 _CONSTANT = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\..*\.inv_freq")
@@ -209,7 +210,7 @@ def checked_tensors(
         problem = None
         if tuple(tensor.shape) != shape:
             problem = f"has shape {list(tensor.shape)}, its config.json requires {list(shape)}"
-        elif not tensor.is_floating_point():
+        elif tensor.dtype not in _UNQUANTIZED:
             problem = f"is {tensor.dtype}: quantized weights are not supported"
         elif not torch.isfinite(tensor).all():
             problem = "has NaN or infinite values; use another copy or model"

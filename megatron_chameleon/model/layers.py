@@ -26,6 +26,7 @@ from megatron_chameleon.model.compiled_layers import (
     TraceableColumnParallelLinear,
 )
 from megatron_chameleon.model.config import ModelConfig, Normalization
+from megatron_chameleon.model.document_attention import document_attention
 
 # Flash attention needs head dimensions that are a multiple of 8. torch pads other dimensions, but
 # only for one of its kernels.
@@ -74,6 +75,7 @@ class SDPACoreAttention(MegatronModule):
 
     Replaces megatron's unfused DotProductAttention. The s x s scores are materialized only for
     dropout on the CPU, whose fast kernel does not support it. Dropout is active in training mode.
+    Attention within documents may also use flex attention, see :func:`document_blocks`.
     Unsupported settings and arguments raise AssertionError.
     """
 
@@ -117,7 +119,8 @@ class SDPACoreAttention(MegatronModule):
             attention_mask: None for the mask of ``attn_mask_type``; otherwise a mask that replaces
                 it, broadcastable to [b, heads, s, s]: boolean, True where attention is NOT allowed
                 (megatron's convention), or the :func:`additive_mask` of a boolean mask in the dtype
-                of ``query``, which is faster if several layers use the mask.
+                of ``query``, which is faster if several layers use the mask; or int32 [n], from
+                :func:`~megatron_chameleon.model.document_attention.document_blocks`.
             attn_mask_type: overrides the constructor's mask type.
             attention_bias: must be None.
             packed_seq_params: must be None.
@@ -134,11 +137,15 @@ class SDPACoreAttention(MegatronModule):
             for t in (query, key, value)
         )
         mask_type = attn_mask_type or self.attn_mask_type
+        dropout = self.dropout if self.training else 0.0
         if attention_mask is None:
             assert mask_type in (AttnMaskType.causal, AttnMaskType.no_mask), mask_type
+        elif attention_mask.dtype == torch.int32:
+            assert dropout == 0.0, "flex attention has no dropout"
+            context = document_attention(q, k, v, attention_mask, self.softmax_scale)
+            return self._flat(context, query)
         elif attention_mask.dtype == torch.bool:
             attention_mask = ~attention_mask
-        dropout = self.dropout if self.training else 0.0
         # Tensor-parallel ranks have different heads, so they sample different masks. Under sequence
         # parallelism, megatron runs the whole layer with the tracked generator.
         is_forked = dropout > 0.0 and not self.config.sequence_parallel
@@ -153,8 +160,13 @@ class SDPACoreAttention(MegatronModule):
                 scale=self.softmax_scale,
                 enable_gqa=q.size(1) != k.size(1),
             )
-        context = context[..., : query.size(-1)]
-        return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+        return self._flat(context, query)
+
+    @staticmethod
+    def _flat(context: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Return ``context`` [b, n, s, d] as [s, b, heads * head_dim], without padding."""
+        unpadded = context[..., : query.size(-1)]
+        return unpadded.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -57,6 +57,11 @@ class Reader:
         """Maximum tokens of a sequence."""
         return self.config.max_positions
 
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids that the model has an embedding for."""
+        return self.config.vocab_size
+
     def embedding_flops(self, layer: int, tokens: int, seq_length: int) -> float:
         """Count FLOPs of the first ``layer`` layers on sequences of ``seq_length`` tokens."""
         return embedding_flops(self.config, layer, tokens, seq_length)

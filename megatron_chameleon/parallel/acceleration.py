@@ -76,7 +76,7 @@ def acceleration_report(root: Path) -> AccelerationReport:
         nccl = "unused", "fewer than two CUDA devices here"
         if count > 1:
             nccl = "active", ".".join(map(str, torch.cuda.nccl.version()))
-    triton = _package("triton", "the cross entropy, pooling, --compile-layers")
+    triton = _package("triton", "the cross entropy, pooling, compiled layers and attention")
     if triton[0] == "available" and (problem := triton_problem()):
         triton = "broken", problem
     apex = nvidia_apex()

@@ -73,8 +73,9 @@ PRINTED = "printed-"
 # Options of a base run that may differ between compared runs: paths, the compared settings, and
 # options that do not change results.
 MAY_DIFFER = {"run_dir", "mixture", "seed", "micro_batch_size", "compile_layers", "parallel"}
-MAY_DIFFER |= {"dry_first_step", "log_interval", "save_interval", "overwrite", "checkpointing"}
-MAY_DIFFER |= {"stopping", "validation", "target", "logging", "profiling", "online"}
+MAY_DIFFER |= {"document_attention", "dry_first_step", "log_interval", "save_interval", "overwrite"}
+MAY_DIFFER |= {"checkpointing", "stopping", "validation", "target", "logging", "profiling"}
+MAY_DIFFER |= {"online"}
 # Each seed may fine-tune its own weights, but all mixtures of a seed must start from the same ones.
 SAME_WITHIN_A_SEED = "pretrained_checkpoint"
 # Values of --online, and the end of the names of their columns: odm, chameleon-online, ...

@@ -323,5 +323,6 @@ def build_trained_model(
         BatchShape.of(options, layout.data_size),
         len(plan.data.names),
         None if weights is None else torch.tensor(weights, device=layout.device),
+        options.document_attention,
     )
     return TrainedModel(wrapped, optimizer, scheduler, passes)

@@ -214,6 +214,7 @@ class TargetOptions(CheckedOptions):
 
 
 Optimizer = Literal["adam", "muon"]
+DocumentAttention = Literal["dense", "flex"]
 DryFirstStep = Literal["auto", "on", "off"]
 
 
@@ -323,6 +324,11 @@ class TrainingOptions(ModelOptions):
     save_interval: Count = 500
     """Steps between two checkpoints; a checkpoint is always written after the last step."""
     boundaries: DocumentBoundaryOptions = dataclasses.field(default_factory=DocumentBoundaryOptions)
+    document_attention: DocumentAttention = "dense"
+    """How a GPU separates the documents of --reset-attention-mask. dense: with a mask of every pair
+    of tokens. flex: with torch's flex attention, which needs no such mask and skips masked blocks;
+    its kernels are compiled at the first step. Losses differ by rounding only. A CPU always uses
+    the dense mask."""
     optimizer: OptimizerOptions = dataclasses.field(default_factory=OptimizerOptions)
     checkpointing: CheckpointingOptions = dataclasses.field(default_factory=CheckpointingOptions)
     guards: GuardOptions = dataclasses.field(default_factory=GuardOptions)
@@ -331,8 +337,14 @@ class TrainingOptions(ModelOptions):
     logging: LoggingOptions = dataclasses.field(default_factory=LoggingOptions)
 
     def __post_init__(self) -> None:
-        """Raise UserError for options that --compile-layers excludes."""
+        """Raise UserError for options that contradict each other or have no effect."""
         super().__post_init__()
+        if not self.boundaries.reset_attention_mask:
+            without = "has no effect without --reset-attention-mask"
+            self.reject_changed(["document_attention"], without)
+        if self.document_attention == "flex":
+            why = "is not supported with --document-attention flex"
+            self.reject_changed(["attention_dropout"], why)
         if self.compile_layers:
             why = "is not supported with --compile-layers"
             self.reject_changed(["hidden_dropout", "attention_dropout"], why)

@@ -134,9 +134,7 @@ def _random_batches(plan: TrainingPlan, count: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(options.seed)
     rows, length = options.micro_batch_size, options.seq_length
     for _ in range(count):
-        text = torch.randint(
-            plan.data.tokenizer.vocab_size, (rows, length + 1), generator=generator
-        )
+        text = torch.randint(plan.config.vocab_size, (rows, length + 1), generator=generator)
         tokens, labels = text[:, :-1], text[:, 1:]
         domain = torch.zeros(rows, dtype=torch.int64)
         made = document_boundaries(tokens, plan.data.tokenizer.eod_id, options.boundaries)

@@ -30,6 +30,7 @@ from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, loa
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
 from megatron_chameleon.model.config import DEFAULT_MODEL, PRESETS, ModelConfig, name_of
+from megatron_chameleon.model.document_attention import check_document_attention
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.ranges import parse_named_numbers
@@ -144,6 +145,8 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     config = resolve_model(model, options.architecture, 1, options.seq_length)
     if options.compile_layers:
         check_compile()
+    if options.document_attention == "flex":
+        check_document_attention()
     tokenizer = None
     if options.data.tokenizer_model is not None:
         opened = load_tokenizer(

@@ -23,8 +23,9 @@ from megatron_chameleon.blend.sampler import (
     check_batch_sizes,
     micro_batches,
 )
+from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.parallel.layout import Layout
-from megatron_chameleon.training.options import ModelOptions
+from megatron_chameleon.training.options import DocumentAttention, ModelOptions
 
 # Return value of a loss function in Megatron's schedules: (loss, logged tensors) for a mean,
 # (loss, number of tokens, logged tensors) for a sum over tokens.
@@ -89,17 +90,24 @@ class Passes:
         num_domains: number of domains (k).
         loss_weights: [k] weights of the domains' token losses (``--loss-weights``), which multiply
             those of a hook; None if all are 1.
+        document_attention: how a GPU separates documents, if batches have document_starts.
     """
 
     model: Sequence[torch.nn.Module]
     shape: BatchShape
     num_domains: int
     loss_weights: torch.Tensor | None = None
+    document_attention: DocumentAttention = "dense"
 
     @property
     def device(self) -> torch.device:
         """Device of the model."""
         return next(self.model[0].parameters()).device
+
+    @property
+    def num_embeddings(self) -> int:
+        """Number of token ids that the model has an embedding for."""
+        return unwrap(self.model[0]).real_vocab_size
 
     def forward_backward(
         self,
@@ -169,12 +177,13 @@ class Passes:
         forward_only: bool,
         micro_batch_size: int | None = None,
     ) -> list[Any]:
+        flex_attention = self.document_attention == "flex" and self.device.type == "cuda"
         # Megatron's schedules need one iterator over the same micro-batches for each model chunk.
         # Every chunk reads all micro-batches of a step, so the next step may call ``tee`` on
         # ``batches`` again.
         chunks = len(self.model)
         outputs: list[Any] = get_forward_backward_func()(
-            forward_step_func=functools.partial(_forward_step, loss),
+            forward_step_func=functools.partial(_forward_step, loss, flex_attention),
             data_iterator=batches if chunks == 1 else list(itertools.tee(batches, chunks)),
             model=list(self.model),
             num_microbatches=num_microbatches or self.shape.num_microbatches,
@@ -187,13 +196,13 @@ class Passes:
 
 
 def _forward_step(
-    loss: Callable[..., Any], batches: Iterator[Batch], model: torch.nn.Module
+    loss: Callable[..., Any], flex_attention: bool, batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """``forward_step_func`` of Megatron's schedules: the model's output and its loss function."""
     device = next(model.parameters()).device
     batch = {name: part.to(device, non_blocking=True) for name, part in next(batches).items()}
     starts = batch.get("document_starts")
-    mask = None if starts is None else document_mask(starts)
+    mask = starts if starts is None or flex_attention else document_mask(starts)
     token_losses = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     return token_losses, functools.partial(loss, batch)
 

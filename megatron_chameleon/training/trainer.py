@@ -13,7 +13,7 @@ import torch
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.checkpoint import BestTarget
-from megatron_chameleon.blend.sampler import read_ahead, steps_between_changes
+from megatron_chameleon.blend.sampler import read_ahead, require_embeddings, steps_between_changes
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.parallel.layout import distributed, from_main, seed_dropout
 from megatron_chameleon.training.checkpointing import (
@@ -119,7 +119,11 @@ class Trainer:
         )
         self.hook = HookRunner(hook, self.model.passes, plan.config, layout)
         shape = self.model.passes.shape
-        self.batches = shape.micro_batches(self.samples, layout, progress.step)
+        self.batches = require_embeddings(
+            shape.micro_batches(self.samples, layout, progress.step),
+            self.model.passes.num_embeddings,
+            plan.data.names,
+        )
         # Prefetch batches, but not across a step at which a hook may change the mixture.
         steps = steps_between_changes(progress.step, options.train_iters, hook.mixture_interval)
         self.prefetched = [count * shape.num_microbatches for count in steps]

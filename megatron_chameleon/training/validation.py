@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from megatron_chameleon.blend.sampler import Batch, read_ahead
+from megatron_chameleon.blend.sampler import Batch, read_ahead, require_embeddings
 from megatron_chameleon.corpus.data_path import split_range
 from megatron_chameleon.corpus.domains import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile
@@ -91,10 +91,13 @@ class Validation:
         """
         passes, layout = self._passes, self._layout
         sums = torch.zeros(len(self._names), 3, dtype=torch.float64, device=passes.device)
-        with read_ahead(passes.shape.micro_batches(self, layout), passes.device) as ahead:
-            while batches := list(itertools.islice(ahead, passes.shape.num_microbatches)):
-                losses = passes.token_losses(batches)  # empty except on the last stage
-                for batch, token_losses in zip(batches, losses, strict=bool(losses)):
+        batches = require_embeddings(
+            passes.shape.micro_batches(self, layout), passes.num_embeddings, self._names
+        )
+        with read_ahead(batches, passes.device) as ahead:
+            while step := list(itertools.islice(ahead, passes.shape.num_microbatches)):
+                losses = passes.token_losses(step)  # empty except on the last stage
+                for batch, token_losses in zip(step, losses, strict=bool(losses)):
                     masked = token_losses * batch["loss_mask"]
                     sums += domain_sums(batch, len(self._names), masked)
         total, tokens, _ = sum_over_ranks(sums, layout).cpu().T.tolist()

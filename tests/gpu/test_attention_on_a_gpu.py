@@ -7,23 +7,23 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_chameleon.blend.boundaries import document_mask, document_starts
+from megatron_chameleon.model.document_attention import document_blocks
 from megatron_chameleon.model.layers import SDPACoreAttention, additive_mask
 
 LENGTH, BATCH, HEADS = 200, 3, 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def document_mask() -> torch.Tensor:
-    """Mask [b, 1, s, s] that is True for later tokens and for tokens of other documents."""
-    documents = torch.randint(3, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    documents = documents.sort(dim=1).values
-    others = documents[:, :, None] != documents[:, None, :]
-    return (others | torch.ones(LENGTH, LENGTH).triu(1).bool())[:, None]
+def starts() -> torch.Tensor:
+    """Document starts [b, s] of samples of several documents."""
+    ends = torch.rand(BATCH, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.02
+    return document_starts(ends)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("head_dim", [48, 50, 64])
-@pytest.mark.parametrize("masked", ["causal", "boolean", "additive"])
+@pytest.mark.parametrize("masked", ["causal", "boolean", "additive", "flex"])
 def test_outputs_and_gradients_are_those_of_the_cpu(
     head_dim: int, masked: str, dtype: torch.dtype
 ) -> None:
@@ -37,14 +37,20 @@ def test_outputs_and_gradients_are_those_of_the_cpu(
     )
     attention = SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
     generator = torch.Generator().manual_seed(0)
-    shape = (4, LENGTH, BATCH, HEADS, head_dim)
-    values = torch.randn(shape, generator=generator).to(dtype)
+    # Flex attention is also tested with grouped queries.
+    groups = HEADS // 2 if masked == "flex" else HEADS
+    values = [
+        torch.randn(LENGTH, BATCH, heads, head_dim, generator=generator).to(dtype)
+        for heads in (HEADS, groups, groups, HEADS)
+    ]
 
     def computed(device: str, precision: torch.dtype) -> list[torch.Tensor]:
         leaves = [part.to(device, precision).requires_grad_() for part in values[:3]]
-        mask = None if masked == "causal" else document_mask().to(device)
+        mask = None if masked == "causal" else document_mask(starts().to(device))
         if masked == "additive" and mask is not None:
             mask = additive_mask(mask, precision)
+        if masked == "flex" and device == "cuda":
+            mask = document_blocks(starts().to(device))
         out = attention(*leaves, mask)
         out.backward(values[3].to(device, precision).view_as(out))
         return [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves if leaf.grad is not None)]

@@ -25,6 +25,7 @@ from tests.peak_memory import training_step
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-4, 2e-2
 
 BF16, MASKS = ("--bf16",), ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
+FLEX = (*MASKS, "--document-attention", "flex")
 OVERLAPPED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 VALIDATION = ("--eval-interval", "6", "--eval-iters", "2")
 EVERY_6 = ("--permutation", "epoch", "--online-interval", "6")
@@ -45,6 +46,13 @@ CASES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "async-save": (("--async-save",), 1, ()),
     "compiled": (("--compile-layers",), 1, ()),
     "masks": (MASKS, 1, MASKS),
+    "flex": (FLEX, 1, MASKS),
+    "flex-compiled": ((*FLEX, "--compile-layers"), 1, MASKS),
+    "flex-recomputation-bf16": (
+        (*BF16, *FLEX, "--recompute-granularity", "full"),
+        1,
+        (*BF16, *MASKS),
+    ),
     "recomputation": (("--recompute-granularity", "full"), 1, ()),
     "selective-recomputation": (("--recompute-granularity", "selective"), 1, ()),
     "validation": (VALIDATION, 1, VALIDATION),
@@ -57,6 +65,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "bf16-overlapped": ((*BF16, *OVERLAPPED), 2, BF16),
     "tensor-sequence": (TENSOR, 2, ()),
     "tensor-masks": ((*TENSOR, *MASKS), 2, MASKS),
+    "tensor-flex": ((*TENSOR, *FLEX), 2, MASKS),
     "pipeline": (PIPELINE, 2, ()),
     "interleaved": (INTERLEAVED, 2, ()),
     "tensor-pipeline": ((*TENSOR, *PIPELINE), 4, ()),

@@ -64,6 +64,8 @@ PIPELINE = ("--pipeline-model-parallel-size", "2")
 INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
 MASKS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 WEIGHTED = (*MASKS, "--loss-weights", "news=0.5,code=2")
+SEPARATED = ("--reset-attention-mask", "--eod-mask-loss")
+FLEX = ("--document-attention", "flex")
 VALIDATION = (
     *("--eval-interval", "3", "--eval-iters", "2", "--eval-first-step"),
     *("--target", "news=3,code"),
@@ -91,6 +93,16 @@ TRAINING = {
     ),
     "masks-weighted-data-parallel": Case(WEIGHTED, ranks=2, reference=WEIGHTED),
     "masks-recomputation-bf16": Case((*BF16, *MASKS, *RECOMPUTATION), reference=(*BF16, *MASKS)),
+    # The option needs Triton, which is hidden unless it is interpreted.
+    "flex-recomputation-bf16": Case(
+        (*BF16, *MASKS, *FLEX, *RECOMPUTATION), reference=(*BF16, *MASKS), environment=INTERPRETED
+    ),
+    "flex-interleaved": Case(
+        (*LLAMA, *SEPARATED, *FLEX, *INTERLEAVED, *FOUR_SAMPLES),
+        ranks=2,
+        reference=(*LLAMA, *SEPARATED),
+        environment=INTERPRETED,
+    ),
     "selective-recomputation": Case(("--recompute-granularity", "selective")),
     "validation-pipeline": Case((*VALIDATION, *PIPELINE), ranks=2, reference=VALIDATION),
     "dropout": Case(DROPOUT, reference=DROPOUT),

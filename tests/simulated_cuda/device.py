@@ -109,6 +109,14 @@ def hide_triton() -> None:
         sys.modules[f"megatron.core.transformer.moe.{name}"] = mock.MagicMock()
 
 
+def replace_flex_attention() -> None:
+    """Compute flex attention with torch's plain operations: the device cannot compile it."""
+    from megatron_chameleon.model import document_attention
+    from tests.block_masks import attention_of_blocks
+
+    document_attention.compiled_flex_attention = attention_of_blocks
+
+
 def _move_parameters_as_new_ones() -> None:
     """Make Module.to() create new parameters: setting ``.data`` would not change their device."""
     apply = torch.nn.Module._apply

@@ -49,11 +49,12 @@ def run_on_device(tool: Path, arguments: Sequence[str], synchronizations: Path |
     Raises:
         SystemExit: with the tool's exit status.
     """
-    from tests.simulated_cuda.device import mark_steps_and_passes
+    from tests.simulated_cuda.device import mark_steps_and_passes, replace_flex_attention
     from tests.simulated_cuda.tensors import DEVICE
 
     DEVICE.count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mark_steps_and_passes()
+    replace_flex_attention()
     try:
         run_as_main(tool, arguments)
     finally:

@@ -99,7 +99,9 @@ class ExcessLossReweighting(MeanWeightsHook[DoremiState]):
         for chunk in model:
             chunk.eval().requires_grad_(False)
         shape = BatchShape.of(options, layout.data_size)
-        self._passes = Passes(model, shape, len(self.names))
+        self._passes = Passes(
+            model, shape, len(self.names), document_attention=options.document_attention
+        )
 
     def loss_weights(self, batch: GlobalBatch) -> torch.Tensor:
         """Update the weights by the excess losses of ``batch``; return the loss weight per domain.
@@ -212,6 +214,12 @@ class Doremi(ProxyMethod[DoremiOptions, DoremiState]):
             )
         model = open_model(folder, name).for_corpus(self.corpus)
         config = model.config
+        if config.vocab_size < self.corpus.tokenizer.vocab_size:
+            raise UserError(
+                f"{model.where} has {config.vocab_size} embeddings, and the tokenizer of "
+                f"{self.corpus.root} {self.corpus.tokenizer.vocab_size} tokens, all of which the "
+                "proxy has; use another --reference"
+            )
         if not config.is_rotary and config.max_sequence_length != self.run.seq_length:
             raise UserError(
                 f"{model.where} was trained with --seq-length {config.max_sequence_length}, but "

@@ -263,8 +263,11 @@ def test_the_tokenizer_must_be_found_and_have_embeddings(saved, tokenizer, tmp_p
     assert (record.tokenizer_hash, record.hash) == (expected.tokenizer_hash, expected.hash)
     large = tmp_path / "large.json"
     Tokenizer(WordLevel({str(n): n for n in range(257)}, unk_token="0")).save(str(large))
-    with pytest.raises(UserError, match="256 embeddings"):
-        open_model(folder, tokenizer=TokenizerChoice(tokenizer_model=large))
+    # Only text with the last token is rejected.
+    model = opened(folder, tokenizer=TokenizerChoice(tokenizer_model=large, eod_token="256"))
+    assert model.config.vocab_size == 256
+    with pytest.raises(UserError, match="256 embeddings, but the end-of-document token"):
+        model.with_own_vocabulary()
 
 
 def test_other_folders_of_megatron_are_rejected(saved, tmp_path):

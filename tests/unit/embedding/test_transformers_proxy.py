@@ -18,7 +18,7 @@ from megatron_chameleon.artifacts import EmbeddingRecipe
 from megatron_chameleon.corpus import encode
 from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.tokenizer import LONGEST_PART
-from megatron_chameleon.corpus.windows import draw_windows
+from megatron_chameleon.corpus.windows import Windows, draw_windows
 from megatron_chameleon.embedding.embed import embed_windows
 from megatron_chameleon.embedding.proxy import open_proxy
 from megatron_chameleon.embedding.transformers_proxy import TransformersProxy
@@ -190,6 +190,25 @@ def without_a_tensor(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def change_tensors(folder: Path, **changes: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **changes}, path, metadata={"format": "pt"})
+
+
+def with_integers(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    change_tensors(folder, **{name: torch.ones(96, 64, dtype=torch.int8)})
+
+
+def with_float8(folder: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    change_tensors(folder, **{name: torch.ones(64, 96, dtype=torch.float8_e4m3fn)})
+
+
+def with_scales(folder: Path) -> None:
+    change_tensors(folder, **{"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)})
+
+
 def with_code(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "model.Config", "AutoModel": "model.Model"}
@@ -201,10 +220,6 @@ def with_code(folder: Path) -> None:
 def without_tokenizer(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()
-
-
-def larger_tokenizer(folder: Path) -> None:
-    write_tokenizer(folder, [f"w{number}" for number in range(300)])
 
 
 def encoder_decoder(folder: Path) -> None:
@@ -225,9 +240,11 @@ def without_layers(folder: Path) -> None:
         (only_pickled, "pickle"),
         (truncated, "download the model again"),
         (without_a_tensor, "layers.1.mlp.up_proj.weight"),
+        (with_integers, "layers.0.mlp.up_proj.weight is stored as I8"),
+        (with_float8, "layers.1.mlp.down_proj.weight is stored as F8_E4M3"),
+        (with_scales, "model.layers.0.mlp.up_proj.weight_scale_inv"),
         (with_code, "--trust-remote-code"),
         (without_tokenizer, "tokenizer"),
-        (larger_tokenizer, "300"),
         (encoder_decoder, "t5"),
     ],
 )
@@ -238,6 +255,34 @@ def test_a_folder_that_cannot_be_a_proxy(one_rank, tmp_path, damage, named):
         open_proxy(folder).open_reader(one_rank, RECIPE)
     assert "\n" not in str(error.value)
     assert str(folder) in str(error.value)
+
+
+def test_unused_tensors_are_named(one_rank, tmp_path):
+    folder = write_folder(tmp_path / "model", "llama")
+    unused = ("model.layers.9.mlp.up_proj.weight", "model.norm_of_nothing.weight")
+    constant = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    names = (*unused, constant, "value_head.weight")
+    change_tensors(folder, **{name: torch.ones(2) for name in names})
+    with pytest.warns(UserWarning, match="2 tensor.*" + ", ".join(unused)):
+        opened(folder).open_reader(one_rank, RECIPE)
+
+
+def test_only_text_with_tokens_beyond_the_embeddings_is_rejected(one_rank, tmp_path):
+    folder = write_folder(tmp_path / "model", "llama", vocab_size=251)
+    write_tokenizer(folder, [*WORDS, "image", "audio"])
+    reader = opened(folder).open_reader(one_rank, RECIPE)
+    windows = Windows(np.arange(5), np.zeros(5, np.int64), LENGTHS.astype(np.int64))
+
+    def embedded(tokens):
+        text = in_memory(Path("text"), tokens, LENGTHS)
+        with tqdm(total=5, disable=True) as progress:
+            return embed_windows(reader, text, windows, LAYER, 2, progress, "text")
+
+    assert np.isfinite(embedded(TOKENS)).all()
+    tokens = TOKENS.copy()
+    tokens[LENGTHS[:2].sum() + 3] = 251
+    with pytest.raises(UserError, match="token id 251 in document 2 of domain 'text'"):
+        embedded(tokens)
 
 
 def test_code_runs_only_if_it_is_trusted(one_rank, tmp_path, monkeypatch):

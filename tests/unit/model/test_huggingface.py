@@ -221,6 +221,7 @@ def test_stored_rotary_frequencies_of_older_folders_are_ignored():
         ("transformer.h.4.ln_1.bias", torch.ones(64)),
         ("transformer.h.0.mlp.c_fc.weight", torch.ones(96, 64)),
         ("transformer.h.1.ln_2.weight", torch.full((64,), torch.nan)),
+        ("transformer.h.1.ln_1.weight", torch.ones(64, dtype=torch.float8_e4m3fn)),
         ("h.1.ln_2.weight", torch.ones(64)),  # duplicate tensor: with and without the prefix
         ("lm_head.weight", torch.ones(250, 64)),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_chameleon.blend.options import DocumentBoundaryOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig, preset
 from megatron_chameleon.model.gpt import check_model_layout
@@ -50,6 +51,20 @@ FOUR_LAYERS = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
             functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
             {"compile_layers": True, "hidden_dropout": 0.1},
             "--hidden-dropout 0.1.*--compile-layers",
+        ),
+        (
+            functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
+            {"document_attention": "flex"},
+            "--document-attention flex.*--reset-attention-mask",
+        ),
+        (
+            functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
+            {
+                "boundaries": DocumentBoundaryOptions(reset_attention_mask=True),
+                "document_attention": "flex",
+                "attention_dropout": 0.1,
+            },
+            "--attention-dropout 0.1.*--document-attention flex",
         ),
     ],
 )

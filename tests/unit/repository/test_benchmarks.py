@@ -64,6 +64,7 @@ def test_the_plain_model_computes_our_losses(one_rank, family):
 def test_contestants_train_on_the_same_number_of_tokens(one_rank):
     contestants: dict[str, Contestant] = {
         "ours": Ours(CASE, one_rank),
+        "ours, documents": Ours(CASE, one_rank, documents="flex"),
         "plain": Plain(CASE, one_rank),
     }
     found = train.time_interleaved(contestants, CASE, ARGUMENTS)

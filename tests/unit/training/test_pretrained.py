@@ -12,22 +12,23 @@ import tokenizers
 import torch
 import transformers
 
-from megatron_chameleon.artifacts import TrainingRun
+from megatron_chameleon.artifacts import Corpus, Split, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.huggingface_config import config_fields
 from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
-from megatron_chameleon.training.options import OptimizerOptions
+from megatron_chameleon.training.options import OptimizerOptions, ValidationOptions
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.trainer import pretrain
 from tests.families import llama
 from tests.rounding import assert_as_near
-from tests.small_corpus import VOCAB_SIZE, word_tokenizer, write_small_corpus
+from tests.small_corpus import VOCAB_SIZE, ring_document, word_tokenizer, write_small_corpus
 from tests.unit.training.runs import losses, progress_of_run, weights_at
 
 POSITIONS = 40
@@ -162,6 +163,43 @@ def test_a_model_with_rotary_positions_starts_at_any_sequence_length(options_for
         plan_training(options_for(folder, model=str(folder), architecture=deeper))
     with pytest.raises(UserError, match=r"--num-layers 5: .*--pretrained-checkpoint"):
         options_for(folder, architecture=deeper)
+
+
+@pytest.mark.parametrize("occurs_in", [None, "train", "valid"])
+def test_only_text_with_tokens_beyond_the_embeddings_is_rejected(options_for, tmp_path, occurs_in):
+    """The model's own tokenizer has one special token more than the model has embeddings."""
+    folder = write_gpt2(tmp_path / "gpt2", **{**NANO, "vocab_size": VOCAB_SIZE})
+    tokenizer = tokenizers.Tokenizer.from_file(str(word_tokenizer(folder / "tokenizer.json")))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    identity = load_tokenizer(folder / "tokenizer.json").identity
+    assert identity.vocab_size == VOCAB_SIZE + 1
+
+    splits = iter([*["train"] * 8, *["valid"] * 4, "test"] * 2)
+
+    def document(number, rng):
+        tokens = ring_document(number, rng)
+        if number == 1 and next(splits) == occurs_in:
+            tokens[::5] = VOCAB_SIZE
+        return tokens
+
+    counts: dict[Split, int] = {"train": 8, "valid": 4, "test": 1}
+    corpus = write_small_corpus(
+        tmp_path / "corpus", ("news", "code"), document=document, counts=counts
+    )
+    dataclasses.replace(corpus, tokenizer=identity).save()
+    options = options_for(
+        folder,
+        corpus=corpus.root,
+        validation=ValidationOptions(eval_interval=1, eval_iters=2, eval_first_step=True),
+    )
+    if occurs_in:
+        with pytest.raises(UserError, match=f"token id {VOCAB_SIZE} of domain 'code'"):
+            pretrain(options)
+        return
+    pretrain(options)
+    model = open_model(options.run_dir).for_corpus(Corpus.load(corpus.root))
+    assert model.config.vocab_size == VOCAB_SIZE
 
 
 def test_another_tokenizer_is_an_error(options_for, finished_run, gpt2, tmp_path):
