@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.ranges import LARGEST_INT32, Between, CheckedOptions, LargeCount
+from megatron_chameleon.ranges import LARGEST_INT32, Between, CheckedOptions, LargeCount, flag_of
 
 FormatName = Literal[
     "json",
@@ -46,8 +46,6 @@ class ConvertOptions(CheckedOptions):
         UserError: for an option that does not apply to the formats, or a number out of range.
     """
 
-    mixture: Path
-    """The file to convert."""
     format: FormatName
     """The format to write.
 
@@ -76,6 +74,13 @@ class ConvertOptions(CheckedOptions):
     'olmix': mix, data and priors of an Olmix configuration.
 
     'regmix': the YAML file with which RegMix trains a model."""
+    mixture: Path | None = None
+    """The file to convert; alternatively, pass --tokens or --epochs."""
+    tokens: str | None = None
+    """Training tokens per domain, such as web=10e9,code=2e9. Their sum is the token budget."""
+    epochs: str | None = None
+    """Epochs of each domain's training text in --corpus, such as web=1,wiki=3. The sum of their
+    tokens is the token budget."""
     mixture_format: FormatName = "json"
     """The format of --mixture."""
     corpus: Path | None = None
@@ -105,13 +110,25 @@ class ConvertOptions(CheckedOptions):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
+        sources = [flag_of(name) for name in ("mixture", "tokens", "epochs") if getattr(self, name)]
+        if len(sources) != 1:
+            raise UserError(
+                f"{' and '.join(sources) or 'there is no mixture'}: pass one of --mixture FILE, "
+                "--tokens web=10e9,code=2e9 and --epochs web=1,wiki=3"
+            )
+        if self.mixture is None:
+            why = f"{sources[0]} sets the amounts of text"
+            self.reject_changed(["mixture_format", "token_budget", "at_step"], why)
+            self.reject_changed(["drop_max_repetition"], f"{sources[0]} has no limits")
+        if self.epochs is not None and self.corpus is None:
+            raise UserError("--epochs needs --corpus, which has the tokens of each domain")
         if self.format not in ONE_SPLIT and self.mixture_format not in PER_SPLIT:
             one, several = ", ".join(ONE_SPLIT), ", ".join(PER_SPLIT)
             reason = f"applies only to --format {one} or --mixture-format {several}"
             self.reject_changed(["split"], reason)
         if self.format not in LIMITED:
             self.reject_changed(["token_budget"], f"applies only to --format {', '.join(LIMITED)}")
-        if self.output is not None and self.output.resolve() == self.mixture.resolve():
+        if self.output and self.mixture and self.output.resolve() == self.mixture.resolve():
             raise UserError(f"--output {self.output} is the mixture itself; choose another name")
 
     @property
