@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -46,12 +48,32 @@ def torchtitan(path: Path) -> Any:
 
 
 def automodel(path: Path) -> Any:
-    """Prefixes and weights of the splits of Automodel's MegatronPretraining."""
-    from nemo_automodel.components.datasets.llm.megatron.megatron_utils import get_blend_from_list
-    from nemo_automodel.components.datasets.llm.megatron_dataset import try_load_blend_from_json
+    """Prefixes and weights of the splits of Automodel's MegatronPretraining, which is built."""
+    import torch
+    from nemo_automodel.components.datasets.llm.megatron_dataset import MegatronPretraining
 
-    paths = try_load_blend_from_json(path)
-    return {split: get_blend_from_list(listed) for split, listed in paths.items()}
+    rendezvous = f"file://{path.parent / 'rendezvous'}"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+    built = MegatronPretraining(
+        paths=path,
+        seq_length=32,
+        tokenizer=SimpleNamespace(name_or_path="none", pad_token_id=None, eos_token_id=250),
+        index_mapping_dir=str(path.parent / "indices"),
+        num_train_samples=1000,
+        num_val_samples=100,
+        num_test_samples=100,
+    )
+    built.build()
+    splits = ("train", "validation", "test")
+    blends = dict(zip(splits, built.build_kwargs["blend_per_split"], strict=True))
+    for split, (prefixes, weights) in blends.items():
+        dataset = built.get_dataset(split)
+        assert [part.dataset.path_prefix for part in dataset.datasets] == prefixes
+        counts = Counter(dataset.dataset_index[: len(dataset)].tolist())
+        for number, weight in enumerate(weights):
+            assert abs(counts[number] - weight * len(dataset)) < 1
+        assert len(dataset[0]["input_ids"]) == 32
+    return blends
 
 
 class TransformerEngine(MetaPathFinder, Loader):
