@@ -38,7 +38,7 @@ PER_SPLIT: tuple[FormatName, ...] = ("megatron-per-split", "megatron-bridge", "a
 LIMITED: tuple[FormatName, ...] = ("olmo-core", "olmix")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertOptions(CheckedOptions):
     """Convert a mixture between the formats of several trainers. Weights are exact.
 
@@ -46,6 +46,13 @@ class ConvertOptions(CheckedOptions):
         UserError: for an option that does not apply to the formats, or a number out of range.
     """
 
+    mixture: Path | None = None
+    """The file to convert; alternatively, pass --tokens or --epochs."""
+    tokens: str | None = None
+    """Training tokens per domain, such as web=10e9,code=2e9. Their sum is the token budget."""
+    epochs: str | None = None
+    """Epochs of each domain's training text in --corpus, such as web=1,wiki=3. The sum of their
+    tokens is the token budget."""
     format: FormatName
     """The format to write.
 
@@ -74,13 +81,6 @@ class ConvertOptions(CheckedOptions):
     'olmix': mix, data and priors of an Olmix configuration.
 
     'regmix': the YAML file with which RegMix trains a model."""
-    mixture: Path | None = None
-    """The file to convert; alternatively, pass --tokens or --epochs."""
-    tokens: str | None = None
-    """Training tokens per domain, such as web=10e9,code=2e9. Their sum is the token budget."""
-    epochs: str | None = None
-    """Epochs of each domain's training text in --corpus, such as web=1,wiki=3. The sum of their
-    tokens is the token budget."""
     mixture_format: FormatName = "json"
     """The format of --mixture."""
     corpus: Path | None = None

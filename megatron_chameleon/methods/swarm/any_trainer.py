@@ -64,7 +64,7 @@ def generate_swarm(options: GenerateOptions) -> None:
             suffix = "csv" if name == "csv" else f"{name}.{SUFFIXES.get(name, 'json')}"
             files.append((path / f"mixture.{suffix}", text))
     with locked_run_folder(folder):
-        open_folder(options.swarm, corpus, mixtures, folder, space.frozen and space.frozen.hash)
+        open_folder(options.swarm, corpus, mixtures, folder, space.frozen_hash)
         for member, weights in enumerate(mixtures.tolist()):
             write_member_mixture(folder, member, corpus.names, weights)
         for path, text in files:

@@ -339,11 +339,12 @@ class FitMethod(abc.ABC, Generic[Options]):
             The runs; None after a stop request.
         """
         options, swarms = self.options, dict[str, SwarmResult]()
-        frozen = self.space.frozen and self.space.frozen.hash
         while True:
             for size, folder in self.folders.items():
                 settings = dataclasses.replace(options.swarm, model=size)
-                result = train_swarm(settings, self.measured, mixtures, folder, frozen)
+                result = train_swarm(
+                    settings, self.measured, mixtures, folder, self.space.frozen_hash
+                )
                 if result is None:
                     return None
                 swarms[size] = result

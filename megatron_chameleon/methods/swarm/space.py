@@ -78,6 +78,11 @@ class SearchSpace:
         ratios = np.concatenate([[weights / weights.sum()], old[1:].astype(np.float64)])
         return cls([label, *new], ratios, old, mixture)
 
+    @property
+    def frozen_hash(self) -> str | None:
+        """Hash of the frozen mixture; None without one."""
+        return self.frozen.hash if self.frozen else None
+
     def expand(self, weights: Array) -> Array:
         """Return the weights [..., k] of the corpus's domains, for weights [..., r]."""
         return weights @ self.ratios

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -185,7 +186,7 @@ def test_a_damaged_file_is_an_error_that_names_the_place(name, text, problem, tm
 
 
 def test_amounts_become_weights_a_budget_and_limits(corpus, tmp_path):
-    options = ConvertOptions("csv", tokens="news=10e9,code=2e9,poems=1", corpus=corpus.root)
+    options = ConvertOptions(format="csv", tokens="news=10e9,code=2e9,poems=1", corpus=corpus.root)
     with pytest.warns(UserWarning, match="no weight for wiki"):
         table = converted_text(options)
     rows = {row["domain"]: row for row in csv.DictReader(io.StringIO(table))}
@@ -226,15 +227,16 @@ def test_a_table_may_have_tokens_or_epochs_instead_of_weights(corpus, tmp_path):
     ):
         with pytest.raises(UserError, match="mixture"):
             read_mixture(written(tmp_path, damaged), "csv")
-    for settings in (
+    mistakes: tuple[dict[str, Any], ...] = (
         {"tokens": "a=1", "epochs": "a=1"},
         {"epochs": "a=1"},  # no corpus
         {"tokens": "a=0"},
         {"tokens": "a=1", "mixture_format": "csv"},
         {},
-    ):
+    )
+    for settings in mistakes:
         with pytest.raises(UserError, match=r"--tokens|--epochs"):
-            converted_text(ConvertOptions("json", **settings))
+            converted_text(ConvertOptions(format="json", **settings))
 
 
 # Names
@@ -243,8 +245,8 @@ def test_a_table_may_have_tokens_or_epochs_instead_of_weights(corpus, tmp_path):
 def test_names_are_matched_with_the_corpus(corpus, tmp_path):
     path = written(tmp_path, "train_weights: {pages: 0.25, code: 0.5, poem: 0.25}")
     options = ConvertOptions(
-        "json",
-        path,
+        format="json",
+        mixture=path,
         mixture_format="levanter",
         corpus=corpus.root,
         rename=(("pages=news",), ("poem=poems",)),
@@ -286,7 +288,7 @@ def test_stages_and_caps_are_converted_by_choice(corpus, tmp_path):
     stages = [MixtureStage(10, {"news": 0.25, "code": 0.75})]
     path = tmp_path / "m.json"
     Mixture(weights, stages=stages, max_repetition={"code": 4.0}, scores=weights).save(path)
-    options = ConvertOptions("litgpt", path)
+    options = ConvertOptions(format="litgpt", mixture=path)
     with pytest.raises(UserError, match="at step 10"):
         converted_text(options)
     options = dataclasses.replace(options, at_step=10)
