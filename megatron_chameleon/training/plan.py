@@ -461,10 +461,14 @@ def limit_repetition(
     try:
         limited = schedule.limited(caps, options.train_iters * options.global_batch_size)
     except ValueError as error:
+        (first, *others), shorter = schedule.phases, "train fewer steps"
+        if not others:
+            samples = sum(cap for cap, weight in zip(caps, first.weights, strict=True) if weight)
+            shorter = f"train at most {samples // options.global_batch_size:,} steps"
         raise UserError(
             f"{flag}: within max_repetition of --mixture {options.mixture}, the weighted domains "
-            f"have too few tokens for {options.train_iters:,} steps; train fewer steps, raise the "
-            "limits, or give weight to a domain without a limit in every stage"
+            f"have too few tokens for {options.train_iters:,} steps; {shorter}, raise the limits, "
+            "or give weight to a domain without a limit in every stage"
         ) from error
     epochs = planned_epochs(options, data, limited)
     return limited, {n: planned[n] for n in data.names if epochs[n] < planned[n] * (1 - ROUNDING)}
@@ -479,7 +483,8 @@ def _most_that_fits(
 ) -> str:
     """Describe the longest run within ``limits``; ``excess`` is the largest epochs / limit."""
     if options.target_tokens is not None:  # epochs are proportional to it
-        return f"at most --target-tokens {math.floor(options.target_tokens / excess)} fits"
+        most = math.floor(options.target_tokens / excess)
+        return f"at most --target-tokens {most} fits" if most >= options.tokens else "train less"
 
     def exceeds(steps: int) -> bool:
         epochs = planned_epochs(options, data, schedule, steps)

@@ -221,6 +221,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         limit.apply(self.project_uniform(), self.caps)
         check_output(options.output, Mixture.KIND)
         if options.ratios is not None and options.metrics is not None:
+            self.require_same_freeze(options.ratios)
             if is_main:
                 runs = existing_runs(options.ratios, options.metrics, corpus)
                 self.target = parse_objective(options, runs.table.metrics)
@@ -249,6 +250,18 @@ class FitMethod(abc.ABC, Generic[Options]):
             warn_untrained(self.target_shares(trained.table), corpus, trained.table)
             self.fit_and_write(trained)
         return trained is not None
+
+    def require_same_freeze(self, ratios: Path) -> None:
+        """Raise UserError if the table is that of a swarm with another ``--freeze``."""
+        if not SwarmRecord.exists(ratios.parent):
+            return
+        frozen = SwarmRecord.load(ratios.parent).frozen_mixture
+        if frozen != self.space.frozen_hash:
+            hint = f"the mixture with SHA-256 {frozen[:8]}..." if frozen else "no mixture"
+            raise UserError(
+                f"--freeze {self.options.freeze}: the swarm in {ratios.parent} was generated with "
+                f"{hint}; pass the same --freeze"
+            )
 
     def target_shares(self, table: MixtureRuns) -> Array:
         """Return the share [m] of each metric of ``table`` in ``--target``."""

@@ -119,6 +119,9 @@ def test_a_swarm_over_a_frozen_mixture_is_generated_trained_and_fitted(
     assert TrainingRun.load(folder / "members" / "00000").domain_tokens.keys() == set(DOMAINS)
     mixture = Mixture.load(options["output"])
     assert mixture.weights["news"] == pytest.approx(3 * mixture.weights["code"], rel=1e-12)
+    tables = {"ratios": folder / "ratios.csv", "metrics": folder / "metrics.csv"}
+    with pytest.raises(UserError, match="--freeze None"):
+        Regmix(RegmixOptions(corpus=corpus.root, output=tmp_path / "n.json", **tables)).compute()
     capsys.readouterr()
     collect_swarm(CollectOptions(swarm_dir=folder))
     assert "--freeze" in capsys.readouterr().out
