@@ -2,10 +2,14 @@
 
 OLMo-core is installed into a virtual environment, and the other packages into a folder, without the
 packages that they require for other purposes. A test is skipped if pip does not find its package.
+levanter takes 1.8 GB, so that its test only runs with an existing environment: LEVANTER_PYTHON is
+the interpreter of one with marin-levanter (a pre-release; 0.2.20.dev202606180959 was tested) and
+gitpython.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -18,7 +22,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import SPLITS
+from megatron_chameleon.artifacts import SPLITS, Mixture, MixtureStage
+from megatron_chameleon.interchange import write_mixture
 from megatron_chameleon.interchange.options import PER_SPLIT
 from tests.small_corpus import EOD, STATES
 
@@ -92,6 +97,27 @@ def test_olmo_core_samples_with_the_exported_weights(python, export, corpus, sam
         ).tolist()
     }
     assert all(tuple(sample) in windows for sample in samples)
+
+
+def test_levanter_samples_with_the_exported_weights(corpus, weights, mixture_file, tmp_path):
+    if not (python := os.environ.get("LEVANTER_PYTHON")):
+        pytest.skip("LEVANTER_PYTHON is not set")
+    later = dict(zip(weights, [0.25, 0.5, 0.25, 0.0], strict=True))
+    mixture = dataclasses.replace(Mixture.load(mixture_file), stages=[MixtureStage(2000, later)])
+    for each, blocks in ((mixture.at_step(0), 1), (mixture, 4)):
+        path = tmp_path / "levanter.yaml"
+        path.write_text(write_mixture(each, "levanter"))
+        command = [python, READERS / "levanter_reads.py", path, "1000", str(blocks)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment.pop("PYTHONPATH", None)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+        read = json.loads(done.stdout.splitlines()[-1])
+        stages = [weights] * min(blocks, 2) + [later] * max(blocks - 2, 0)
+        for name in weights:  # a block has whole sequences
+            expected = sum(1000 * stage[name] for stage in stages)
+            assert read["counts"].get(name, 0) == pytest.approx(expected, abs=blocks)
+    assert read["weights"] == [[0, weights], [2000, later]]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
