@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import sys
 from collections import Counter
 from importlib.abc import Loader, MetaPathFinder
@@ -22,7 +24,7 @@ def litgpt(path: Path) -> Any:
     names = arguments["datasets"]
     for number in range(len(names)):
         cache = Cache(str(path.parent / f"chunks{number}"), chunk_size=64)
-        for item in range(64):
+        for item in range(4096):
             cache[item] = number
         cache.done()
         cache.merge()
@@ -30,21 +32,50 @@ def litgpt(path: Path) -> Any:
         StreamingDataset(str(path.parent / f"chunks{number}")) for number in range(len(names))
     ]
     dataset = CombinedStreamingDataset(**arguments)
-    assert set(dataset) <= set(range(len(names)))
+    sampled = [int(number) for number in itertools.islice(dataset, 2000)]
+    assert_sampled(sampled, dataset._weights)
     return dict(zip(names, dataset._weights, strict=True))
 
 
 def torchtitan(path: Path) -> Any:
-    """Names and weights of the sources of torchtitan's interleaved data loader."""
+    """Names and weights of the sources of torchtitan's interleaved data loader, which is built."""
+    from datasets import Dataset
+    from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import (
+        DATASETS,
         HFDataSource,
         InterleavedHuggingFaceTextDataLoader,
     )
 
+    def encode(text: str, **_: bool) -> list[int]:
+        return [int(text)] * 64
+
     listed = json.loads(path.read_text())["sources"]
+    for number, source in enumerate(listed):
+        rows = Dataset.from_list([{"text": str(number)}] * 100)
+        DATASETS[source["dataset"]] = DatasetConfig(
+            path="none", loader=lambda _, rows=rows: rows, sample_processor=lambda row: row["text"]
+        )
     sources = [HFDataSource(**source) for source in listed]
-    config = InterleavedHuggingFaceTextDataLoader.Config(sources=sources)
-    return {source.dataset: source.weight for source in config.sources}
+    loader = InterleavedHuggingFaceTextDataLoader(
+        InterleavedHuggingFaceTextDataLoader.Config(sources=sources),
+        dp_world_size=1,
+        dp_rank=0,
+        tokenizer=SimpleNamespace(encode=encode),
+        seq_len=32,
+        local_batch_size=4,
+    )
+    batches = itertools.islice(loader, 500)
+    sampled = [number for _, labels in batches for number in labels[:, 0].tolist()]
+    assert_sampled(sampled, [source.weight for source in sources])
+    return {source.dataset: source.weight for source in sources}
+
+
+def assert_sampled(sampled: list[int], weights: list[float]) -> None:
+    """Check that independent samples have the numbers 0, 1, ... with ``weights``."""
+    for number, weight in enumerate(weights):
+        deviation = math.sqrt(weight * (1 - weight) / len(sampled))
+        assert abs(sampled.count(number) / len(sampled) - weight) < 5 * deviation
 
 
 def automodel(path: Path) -> Any:
