@@ -431,7 +431,7 @@ def limit_repetition(
         return schedule, {}
     if not limits:
         raise UserError(
-            f"{flag}: --mixture {options.mixture} has no max_repetition; add it to the file, as in "
+            f"{flag}: --mixture {options.mixture or 'uniform'} has no max_repetition; add it to the file, as in "
             '{"weights": {...}, "max_repetition": {"NAME": EPOCHS}}, or leave out the flag'
         )
     planned = planned_epochs(options, data, schedule)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -127,6 +129,30 @@ def test_a_swarm_over_a_frozen_mixture_is_generated_trained_and_fitted(
     assert "--freeze" in capsys.readouterr().out
     with pytest.raises(UserError, match="--freeze"):  # the same folder without the frozen mixture
         generate_swarm(GenerateOptions(**{**shared, "freeze": None}, swarm_dir=folder))
+
+
+def test_later_rounds_keep_the_frozen_ratios(corpus, old, tmp_path):
+    options = RegmixOptions(
+        corpus=corpus.root,
+        output=tmp_path / "m.json",
+        freeze=old,
+        num_proxies=16,
+        sampling=SAMPLING,
+        swarm=dataclasses.replace(SWARM, rounds=2),
+    )
+    method = Regmix(options)
+    first = method.first_mixtures()
+    keys = [str(number) for number in range(len(first))]
+    table = MixtureRuns(keys, list(DOMAINS), first, list(DOMAINS), bowls(first))
+    mixtures = method.with_next_round(first, table)
+    assert len(first) == 8
+    assert len(np.unique(mixtures.round(9), axis=0)) == len(mixtures) == 16
+    np.testing.assert_allclose(mixtures[:, 0], 3 * mixtures[:, 1], rtol=1e-9)
+    np.testing.assert_array_equal(mixtures[:8], first)
+    grid = np.linspace(0, 1, 1001)
+    best = grid[bowls(on_the_line(grid)).mean(axis=1).argmin()]
+    later = mixtures[8:, :2].sum(axis=1)
+    assert np.abs(later - best).mean() < np.abs(first[:, :2].sum(axis=1) - best).mean()
 
 
 @pytest.mark.parametrize(
