@@ -22,6 +22,7 @@ class SwarmRecord(FolderRecord):
     """``swarm.json``: everything that determines the members' results.
 
     ``held_out`` lists the held-out domains of the corpus, whose losses are measured too.
+    ``frozen_mixture`` is the hash of the mixture of ``--freeze``, whose ratios all members have.
     """
 
     KIND = "swarm"
@@ -34,6 +35,7 @@ class SwarmRecord(FolderRecord):
     mixtures: list[list[Share]]
     provenance: Provenance
     held_out: list[str] = dataclasses.field(default_factory=list)
+    frozen_mixture: str | None = None
 
     def __post_init__(self) -> None:
         if len({*self.domains, *self.held_out}) < len(self.domains) + len(self.held_out):

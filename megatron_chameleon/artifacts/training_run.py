@@ -91,6 +91,8 @@ class TrainingRun(FolderRecord):
         target: the target whose loss validations measure, if any.
         best_step: step of the validation with the lowest target loss.
         best_target_loss: the target loss of that step, in nats per token.
+        limited: domain -> epochs that the mixture planned, for the domains whose weights
+            ``--max-repetition-action redistribute`` has lowered.
     """
 
     KIND = "training run"
@@ -120,6 +122,7 @@ class TrainingRun(FolderRecord):
     target: TargetShares | None = None
     best_step: Count | None = None
     best_target_loss: FiniteFloat | None = None
+    limited: dict[str, Amount] | None = None
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl, ordered by step."""

@@ -23,6 +23,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+# No order samples a domain more often than its target plus this many samples, unless weights change
+# by extreme factors; see BlendOrder. Megatron's order stays within 1 sample.
+MAX_SURPLUS = 2
+
 VERSION = 2
 """Version of the sample order of ``epoch`` and ``feistel``; raise it whenever one of these orders
 changes.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import MixturePhase
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.mixture.weights import capped_weights
 
 # Most steps that stand for a ramp. With 1,000 domains, so many steps take 100 MB and about 10
 # seconds; see :meth:`MixtureSchedule.stepped` for the accuracy.
@@ -188,6 +189,34 @@ class MixtureSchedule:
                 target += ramp * phase.shares_after(ramp / 2, self._start_shares()[index])
             target += (length - ramp) * phase.shares
         return list(target.tolist())
+
+    def limited(self, caps: Sequence[float], num_samples: int) -> MixtureSchedule:
+        """Return the nearest schedule whose target counts of ``num_samples`` are within ``caps``.
+
+        A domain with the target n_i and the cap c_i may have at most c_i / n_i times its share in
+        each phase; :func:`capped_weights` distributes the rest of the phase over the other domains
+        in proportion to their shares. Later phases are unchanged.
+
+        Args:
+            caps: [num_domains] most samples of each domain; infinity for no cap.
+            num_samples: number of samples of the run.
+
+        Raises:
+            ValueError: if the domains of a phase cannot fill it within their caps.
+        """
+        assert not any(phase.ramp_samples for phase in self.phases)
+        targets = np.array(self.target_samples(num_samples))
+        if (targets <= caps).all():
+            return self
+        ratios = np.divide(caps, targets, out=np.ones_like(targets), where=targets > 0)
+        phases = list(self.phases)
+        for index, (phase, _) in enumerate(self.spans(num_samples)):
+            most = np.multiply(
+                phase.shares, ratios, out=np.zeros(len(ratios)), where=phase.shares > 0
+            )
+            weights = capped_weights(phase.shares, most)
+            phases[index] = dataclasses.replace(phase, weights=tuple(weights.tolist()))
+        return MixtureSchedule(tuple(phases))
 
     def _start_shares(self) -> list[NDArray[np.float64]]:
         """The shares in force when each phase begins, [num_phases] of [num_domains]."""

@@ -9,6 +9,7 @@ from megatron_chameleon.report.options import CompareMethodsOptions
 def main(options: CompareMethodsOptions) -> None:
     """Write the comparison of methods, or only check that it is possible."""
     from megatron_chameleon.methods.method import find_methods
+    from megatron_chameleon.methods.online.options import online_columns
     from megatron_chameleon.report.compare_methods import (
         compare_methods,
         require_choice,
@@ -16,7 +17,7 @@ def main(options: CompareMethodsOptions) -> None:
     )
 
     if options.check == "choice":
-        require_choice(options, find_methods())
+        require_choice(options, {*find_methods(), *online_columns()})
     elif options.check is not None:
         require_results(options)
     elif options.targets is not None:

@@ -34,7 +34,8 @@ from megatron_chameleon.experiments.settings import (
     read_settings,
     require_valid,
 )
-from megatron_chameleon.report.compare_methods import online_method, require_results
+from megatron_chameleon.methods.online.options import online_columns
+from megatron_chameleon.report.compare_methods import require_results
 from megatron_chameleon.report.run_folder import DOWNSTREAM_SUFFIX, same_weights
 from megatron_chameleon.study.executor import Job, State, read_clock, run_jobs
 
@@ -75,7 +76,7 @@ class Comparison:
         proxy: Flags = ("proxy",) if self._trains_proxy() else ()
         if proxy:
             jobs.append(self._proxy())
-        computed = [name for name in settings.methods if not online_method(name)]
+        computed = [name for name in settings.methods if name not in online_columns()]
         for name in sorted(computed, key=self.seconds_for, reverse=True):
             after = proxy if settings.embeds(name) else ()
             if name == "surrogate" and "regmix" in computed:
@@ -83,7 +84,7 @@ class Comparison:
             jobs.append(self._mixture(name, after))
         uniform = [name for name in settings.methods if name == "uniform"]
         for name in settings.methods:
-            after = () if online_method(name) else (name, *uniform)
+            after = () if name in online_columns() else (name, *uniform)
             bases = [self._base(name, seed, after) for seed in settings.seeds]
             jobs += bases
             names = [job.name for job in bases]
@@ -231,7 +232,7 @@ class Comparison:
         return column, ()
 
     def _base(self, name: str, seed: str, after: Sequence[str]) -> Job:
-        settings, online = self.settings, online_method(name)
+        settings, online = self.settings, online_columns().get(name)
         run_dir = f"{settings.run}/5-base/{name}-seed{seed}"
         mixture: Flags = ("--mixture", f"{settings.run}/4-mixture/{name}.json")
         if online:
@@ -278,7 +279,7 @@ class Comparison:
         files = settings.mixture_file(name), settings.mixture_file("uniform")
         if name == "uniform" or "uniform" not in settings.methods:
             return False
-        if online_method(name) or not all(file.exists() for file in files):
+        if name in online_columns() or not all(file.exists() for file in files):
             return False
         ours, uniform = map(Mixture.load, files)
         return same_weights(ours.weights, uniform.weights)

@@ -17,7 +17,8 @@ from megatron_chameleon.artifacts import Mixture
 from megatron_chameleon.artifacts.files import read_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.method import find_methods
-from megatron_chameleon.report.compare_methods import online_method, require_choice
+from megatron_chameleon.methods.online.options import online_columns
+from megatron_chameleon.report.compare_methods import require_choice
 from megatron_chameleon.report.options import CompareMethodsOptions
 
 Flags = tuple[str, ...]
@@ -147,7 +148,7 @@ class Settings:
         The user's own mixture may have such a name, too, so an existing mixture is judged by its
         method.
         """
-        if not name.startswith("chameleon") or online_method(name):
+        if not name.startswith("chameleon") or name in online_columns():
             return False
         path = self.mixture_file(name)
         return not path.exists() or Mixture.load(path).method.startswith("chameleon-")
@@ -566,9 +567,11 @@ def require_valid(settings: Settings) -> None:
     for name in (*settings.seeds, settings.proxy_seed):
         if not re.fullmatch("0|[1-9][0-9]*", name):
             raise UserError(f"SEEDS and PROXY_SEED: {name} is not an integer")
-    require_choice(comparison_options(settings, check="choice"), find_methods())
+    require_choice(
+        comparison_options(settings, check="choice"), {*find_methods(), *online_columns()}
+    )
     for name in settings.methods:
-        if online_method(name) and "--permutation" not in settings.train:
+        if name in online_columns() and "--permutation" not in settings.train:
             raise UserError(
                 f"METHODS: {name} requires SIZE=small or gpu, or -- --permutation epoch"
             )

@@ -21,6 +21,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.files import replacing, require_new, sha256_of_files, writing
 from megatron_chameleon.artifacts.mixture import BRIDGE_SUFFIX
 from megatron_chameleon.errors import UserError, quoted
+from megatron_chameleon.interchange.amounts import mixture_of, token_amounts
 from megatron_chameleon.interchange.formats import FORMATS, read_mixture, write_mixture
 from megatron_chameleon.interchange.megatron import split_option, words
 from megatron_chameleon.interchange.options import ConvertOptions
@@ -54,22 +55,7 @@ def converted_text(options: ConvertOptions) -> str:
         UserError: as :func:`convert_mixture`.
     """
     corpus = None if options.corpus is None else Corpus.load(options.corpus)
-    try:
-        mixture = read_mixture(
-            options.mixture, options.mixture_format, split=options.split, corpus=corpus
-        )
-    except UserError as error:
-        if options.mixture_format != "json" or not options.mixture.is_file():
-            raise
-        others = ", ".join(name for name in FORMATS if name != "json")
-        raise UserError(
-            f"{error}; if the file has another format, pass --mixture-format with one of {others}"
-        ) from error
-    if options.mixture_format != "json":
-        inputs = {"mixture": sha256_of_files(options.mixture)}
-        source = {"file": str(options.mixture), "format": options.mixture_format}
-        made = provenance(options, inputs)
-        mixture = dataclasses.replace(mixture, parameters=source, provenance=made)
+    mixture = _mixture_of(options, corpus)
     mixture = renamed(mixture, options.renames)
     if options.at_step is not None:
         mixture = without_results(mixture.at_step(options.at_step))
@@ -82,6 +68,34 @@ def converted_text(options: ConvertOptions) -> str:
     if options.token_budget is not None:
         mixture = dataclasses.replace(mixture, token_budget=options.token_budget)
     return write_mixture(mixture, options.format, split=options.split or "train")
+
+
+def _mixture_of(options: ConvertOptions, corpus: Corpus | None) -> Mixture:
+    """Return the mixture of ``--mixture``, ``--tokens`` or ``--epochs``, with its provenance."""
+    if options.mixture is None:
+        sizes, where = (corpus.train_tokens, str(corpus.root)) if corpus else ({}, "")
+        _, amounts = token_amounts(options.tokens, options.epochs, sizes, where)
+        return dataclasses.replace(
+            mixture_of(amounts),
+            parameters={"tokens": amounts},
+            provenance=provenance(options, {"corpus": corpus.hash} if corpus else {}),
+        )
+    try:
+        mixture = read_mixture(
+            options.mixture, options.mixture_format, split=options.split, corpus=corpus
+        )
+    except UserError as error:
+        if options.mixture_format != "json" or not options.mixture.is_file():
+            raise
+        others = ", ".join(name for name in FORMATS if name != "json")
+        raise UserError(
+            f"{error}; if the file has another format, pass --mixture-format with one of {others}"
+        ) from error
+    if options.mixture_format == "json":
+        return mixture
+    inputs = {"mixture": sha256_of_files(options.mixture)}
+    source = {"file": str(options.mixture), "format": options.mixture_format}
+    return dataclasses.replace(mixture, parameters=source, provenance=provenance(options, inputs))
 
 
 def renamed(mixture: Mixture, renames: Sequence[str]) -> Mixture:

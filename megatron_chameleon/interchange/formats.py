@@ -29,6 +29,12 @@ from megatron_chameleon.artifacts.files import read_json, read_text
 from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.errors import UserError, quoted
 from megatron_chameleon.interchange import megatron
+from megatron_chameleon.interchange.amounts import (
+    check_total,
+    mixture_of,
+    sampled_tokens,
+    tokens_of_epochs,
+)
 from megatron_chameleon.interchange.megatron import TOKENS_SUFFIX, sampled_from, split_option
 from megatron_chameleon.interchange.options import FormatName
 from megatron_chameleon.ranges import LARGEST_INT64
@@ -37,6 +43,8 @@ from megatron_chameleon.storage import is_remote
 CSV_COLUMNS = (
     "domain",
     "weight",
+    "tokens",
+    "epochs",
     "step",
     "max_repetition",
     *(f"{split}_tokens" for split in SPLITS),
@@ -65,12 +73,14 @@ class Format:
             with a weight of 0 if its reader rejects them.
         has_caps: whether the format can hold limits on repetition.
         has_stages: whether the format can hold weights that change.
+        has_budget: whether the format can hold the number of tokens to sample.
     """
 
     read: Callable[[Path, Split | None, Corpus | None], Mixture]
     write: Callable[[Mixture, Split], str]
     has_caps: bool = False
     has_stages: bool = False
+    has_budget: bool = False
 
 
 def read_mixture(
@@ -134,8 +144,12 @@ def _write_json(mixture: Mixture, _split: Split) -> str:
     return _json({**kind, **json_values(mixture)})
 
 
-def _read_csv(path: Path, _split: Split | None, _corpus: Corpus | None) -> Mixture:
-    """Read a table with the columns domain and weight, and optionally the other ones."""
+def _read_csv(path: Path, _split: Split | None, corpus: Corpus | None) -> Mixture:
+    """Read a table with the columns domain and weight, and optionally the other ones.
+
+    Instead of weights, the table may have amounts of text: tokens, or epochs of ``train_tokens`` or
+    of the text in ``corpus``.
+    """
     text = read_text(path, "pass a table with the columns domain and weight")
     reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
     try:
@@ -147,19 +161,26 @@ def _read_csv(path: Path, _split: Split | None, _corpus: Corpus | None) -> Mixtu
             problem = "repeated" if column in CSV_COLUMNS else "unknown"
             raise UserError(
                 f"{path}: column '{column:.40}' is {problem}; the columns of a mixture are "
-                f"{', '.join(CSV_COLUMNS)}, of which only domain and weight are required"
+                f"{', '.join(CSV_COLUMNS)}, of which only domain, and weight, tokens or epochs are "
+                "required"
             )
-    if not {"domain", "weight"} <= {*columns} or any(None in (*row, *row.values()) for row in rows):
+    amounts = [name for name in ("tokens", "epochs") if name in columns]
+    if not {"domain", "weight"} <= {*columns, *(["weight"] if amounts else [])} or any(
+        None in (*row, *row.values()) for row in rows
+    ):
         raise UserError(
             f"{path}: must have the columns domain and weight, and in every row a value per column"
         )
+    if len(amounts) > 1 or (amounts and "step" in columns):
+        other = "epochs" if len(amounts) > 1 else "step"
+        raise UserError(f"{path}: the columns {amounts[0]} and {other} exclude each other")
     by_step: dict[int, list[tuple[str, str]]] = {}
     caps: dict[str, float] = {}
     sources: dict[str, DomainSource] = {}
     for row in rows:
         name, step = row["domain"], row.get("step") or "0"
         at = _count(step, f"{path}: the step of '{name}'")
-        by_step.setdefault(at, []).append((name, row["weight"]))
+        by_step.setdefault(at, []).append((name, row.get("weight", "0")))
         if cap := row.get("max_repetition"):
             caps[name] = _number(cap, f"{path}: max_repetition of '{name}'")
         tokens: dict[Split, int] = {
@@ -174,18 +195,54 @@ def _read_csv(path: Path, _split: Split | None, _corpus: Corpus | None) -> Mixtu
         }
         if tokens or any(files.values()):
             sources[name] = DomainSource(files, tokens, row.get("split") or None)
-    return _staged(sorted(by_step.items()), path, caps, sources)
+    mixture = _staged(sorted(by_step.items()), path, caps, sources)
+    if not amounts:
+        return mixture
+    (column,) = amounts
+    texts = {row["domain"]: row[column] or "0" for row in rows}
+    asked = {
+        name: int(text) if text.isdecimal() else _number(text, f"{path}: {column} of '{name}'")
+        for name, text in texts.items()
+    }
+    if not all(0 <= number < math.inf for number in asked.values()):
+        raise UserError(f"{path}: {column} must be >= 0 and finite")
+    if column == "epochs":
+        sizes = {name: source.tokens.get("train", 0) for name, source in sources.items()}
+        where = str(path if corpus is None else corpus.root)
+        asked = tokens_of_epochs(asked, corpus.train_tokens if corpus else sizes, where)
+    check_total(f"{path}: column {column}", asked)
+    budget = mixture_of(asked)
+    if "weight" not in columns:
+        return dataclasses.replace(
+            mixture, weights=budget.weights, token_budget=budget.token_budget
+        )
+    total = math.fsum(mixture.weights.values())
+    for name, weight in mixture.weights.items():
+        # Counts are whole tokens.
+        if abs(weight / (total or 1.0) * math.fsum(asked.values()) - asked[name]) > 1 + 1e-6 * max(
+            asked.values()
+        ):
+            raise UserError(
+                f"{path}: the weight and the {column} of '{name}' contradict each other; leave out "
+                "one of the columns"
+            )
+    return dataclasses.replace(mixture, token_budget=budget.token_budget)
 
 
 def _write_csv(mixture: Mixture, _split: Split) -> str:
     """Format as CSV (RFC 4180) with a header; columns without any value are left out.
 
-    Later stages have one row for each domain and step.
+    Later stages have one row for each domain and step. The tokens of a domain are whole numbers,
+    whose sum is the token budget; they are left out if weights change.
     """
     rows = []
+    tokens: dict[str, int] = {}
+    if mixture.token_budget and not mixture.stages:
+        tokens = sampled_tokens(mixture.weights, mixture.token_budget)
     for stage in (MixtureStage(0, mixture.weights), *(mixture.stages or ())):
         for name, weight in stage.weights.items():
             row: dict[str, Any] = {"domain": name, "weight": repr(weight)}
+            row["tokens"] = tokens.get(name, "")
             row["step"] = stage.step if mixture.stages else ""
             row["max_repetition"] = ""
             if stage.step == 0:
@@ -296,7 +353,10 @@ def _caps(mixture: Mixture, split: Split) -> dict[str, float]:
         return mixture.max_repetition or {}
     known = {name: count for name, count in tokens.items() if count}
     epochs = implied_epochs(known, mixture.weights, mixture.token_budget)
-    return {name: float(max(1, math.ceil(count))) for name, count in epochs.items()}
+    # Token budgets are rounded to whole tokens, so that three epochs may be slightly more.
+    return {
+        name: float(max(1, math.ceil(count - 0.5 / known[name]))) for name, count in epochs.items()
+    }
 
 
 def _read_levanter(path: Path, _split: Split | None, _corpus: Corpus | None) -> Mixture:
@@ -645,8 +705,8 @@ def _json(value: object) -> str:
 
 
 FORMATS: dict[FormatName, Format] = {
-    "json": Format(_read_json, _write_json, has_caps=True, has_stages=True),
-    "csv": Format(_read_csv, _write_csv, has_caps=True, has_stages=True),
+    "json": Format(_read_json, _write_json, has_caps=True, has_stages=True, has_budget=True),
+    "csv": Format(_read_csv, _write_csv, has_caps=True, has_stages=True, has_budget=True),
     "megatron-data-path": Format(megatron.read_data_path, megatron.write_data_path),
     "megatron-data-args": Format(megatron.read_data_path, megatron.write_data_args),
     "megatron-per-split": Format(megatron.read_per_split, megatron.write_per_split),

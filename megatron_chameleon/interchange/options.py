@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.ranges import LARGEST_INT32, Between, CheckedOptions, LargeCount
+from megatron_chameleon.ranges import LARGEST_INT32, Between, CheckedOptions, LargeCount, flag_of
 
 FormatName = Literal[
     "json",
@@ -38,7 +38,7 @@ PER_SPLIT: tuple[FormatName, ...] = ("megatron-per-split", "megatron-bridge", "a
 LIMITED: tuple[FormatName, ...] = ("olmo-core", "olmix")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertOptions(CheckedOptions):
     """Convert a mixture between the formats of several trainers. Weights are exact.
 
@@ -46,8 +46,13 @@ class ConvertOptions(CheckedOptions):
         UserError: for an option that does not apply to the formats, or a number out of range.
     """
 
-    mixture: Path
-    """The file to convert."""
+    mixture: Path | None = None
+    """The file to convert; alternatively, pass --tokens or --epochs."""
+    tokens: str | None = None
+    """Training tokens per domain, such as web=10e9,code=2e9. Their sum is the token budget."""
+    epochs: str | None = None
+    """Epochs of each domain's training text in --corpus, such as web=1,wiki=3. The sum of their
+    tokens is the token budget."""
     format: FormatName
     """The format to write.
 
@@ -105,13 +110,25 @@ class ConvertOptions(CheckedOptions):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
+        sources = [flag_of(name) for name in ("mixture", "tokens", "epochs") if getattr(self, name)]
+        if len(sources) != 1:
+            raise UserError(
+                f"{' and '.join(sources) or 'there is no mixture'}: pass one of --mixture FILE, "
+                "--tokens web=10e9,code=2e9 and --epochs web=1,wiki=3"
+            )
+        if self.mixture is None:
+            why = f"{sources[0]} sets the amounts of text"
+            self.reject_changed(["mixture_format", "token_budget", "at_step"], why)
+            self.reject_changed(["drop_max_repetition"], f"{sources[0]} has no limits")
+        if self.epochs is not None and self.corpus is None:
+            raise UserError("--epochs needs --corpus, which has the tokens of each domain")
         if self.format not in ONE_SPLIT and self.mixture_format not in PER_SPLIT:
             one, several = ", ".join(ONE_SPLIT), ", ".join(PER_SPLIT)
             reason = f"applies only to --format {one} or --mixture-format {several}"
             self.reject_changed(["split"], reason)
         if self.format not in LIMITED:
             self.reject_changed(["token_budget"], f"applies only to --format {', '.join(LIMITED)}")
-        if self.output is not None and self.output.resolve() == self.mixture.resolve():
+        if self.output and self.mixture and self.output.resolve() == self.mixture.resolve():
             raise UserError(f"--output {self.output} is the mixture itself; choose another name")
 
     @property

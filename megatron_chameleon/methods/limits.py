@@ -51,17 +51,19 @@ class EpochLimit:
         tokens = np.array(list(self.tokens.values()), np.float64)
         return tokens * (self.max_epochs / self.token_budget)
 
-    def apply(self, weights: Array) -> Array:
+    def apply(self, weights: Array, caps: Array | None = None) -> Array:
         """Return the nearest weights within the limit.
 
         Args:
-            weights: [num_domains] float64, in the order of ``tokens``.
+            weights: [k] float64, in the order of ``tokens``, or of other domains with ``caps``.
+            caps: [k] maximum weights; default: those of ``tokens``.
 
         Raises:
             UserError: if the domains with a weight cannot fill the budget.
         """
+        caps = self.caps if caps is None else caps
         try:
-            return weights if self.caps is None else capped_weights(weights, self.caps)
+            return weights if caps is None else capped_weights(weights, caps)
         except ValueError as error:
             raise UserError(
                 f"--max-epochs {self.max_epochs:g}: the weighted domains have too few tokens for "
@@ -85,7 +87,8 @@ class EpochLimit:
         fields = {"weights": weights, "token_budget": self.token_budget, "epochs": epochs}
         if self.caps is None:
             return fields
-        capped = [names[i] for i in np.flatnonzero((unconstrained > 0) & (limited == self.caps))]
+        at_cap = np.isclose(limited, self.caps, rtol=1e-12, atol=0.0)  # of frozen ratios: rounded
+        capped = [names[i] for i in np.flatnonzero((unconstrained > 0) & at_cap)]
         if capped:
             warn(
                 f"--max-epochs {self.max_epochs:g} with --token-budget {self.token_budget:,} "

@@ -78,9 +78,9 @@ MAY_DIFFER |= {"checkpointing", "stopping", "validation", "target", "logging", "
 MAY_DIFFER |= {"online"}
 # Each seed may fine-tune its own weights, but all mixtures of a seed must start from the same ones.
 SAME_WITHIN_A_SEED = "pretrained_checkpoint"
-# Values of --online, and the end of the names of their columns: odm, chameleon-online, ...
-ONLINE_METHODS = ("ado", "aioli", "chameleon", "odm")
+# End of the name of an online method's column; only needed if another column has its name.
 ONLINE_SUFFIX = "-online"
+ONLINE = " (online)"
 PAGE_TITLE = "Methods compared"
 
 
@@ -411,7 +411,7 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         )
     costs, mixtures = ledger_of(folder).mixtures, dict[str, ComparedMixture]()
     for name in options.mixtures:
-        if method := online_method(name):
+        if method := _online_method_of(folder, name, options):
             mixtures[name] = _load_online(folder, name, method, options)
             continue
         if name not in folder.mixtures:
@@ -521,21 +521,36 @@ def mixture_label(name: str) -> str:
     """Label of the mixture ``name``, such as "DoReMi 2k" for doremi-2k."""
     if name.startswith(PRINTED):
         return f"{mixture_label(name.removeprefix(PRINTED))} (printed)"
-    if method := online_method(name):
-        return f"{tables.METHOD_LABELS[method]} (online)"
+    if name.endswith(ONLINE_SUFFIX):
+        return f"{mixture_label(name.removesuffix(ONLINE_SUFFIX)).removesuffix(ONLINE)}{ONLINE}"
     for known in (name, name.rpartition("-")[0]):
         if label := tables.METHOD_LABELS.get(known):
             return f"{label} {name.removeprefix(known).removeprefix('-')}".strip()
     return name
 
 
-def online_method(name: str) -> str | None:
-    """The value of ``--online`` of the column ``name``; None if the column has a mixture file.
+def _online_method_of(folder: RunFolder, name: str, options: CompareMethodsOptions) -> str | None:
+    """The value of ``--online`` of a column's base runs; None if the column has a mixture file.
 
-    The column of a method that only exists online has its name; chameleon's is chameleon-online.
+    Raises:
+        UserError: if the column has the name of another method.
     """
-    method = name.removesuffix(ONLINE_SUFFIX)
-    return method if method in ONLINE_METHODS and name != "chameleon" else None
+    if name in folder.mixtures:
+        return None
+    runs = (folder.base_runs.get(run) for run in options.run_names(name))
+    found = (method for run in runs if run and (method := _trained_online(run)))
+    if (method := next(found, None)) and method != name.removesuffix(ONLINE_SUFFIX):
+        raise UserError(
+            f"{folder.root / BASE / name}-seed* was trained with --online {method}; delete it, and "
+            f"{HINT}"
+        )
+    return method
+
+
+def _trained_online(run: TrainingRun) -> str | None:
+    """The value of ``--online`` of a run."""
+    method: str | None = (run.provenance.options.get("online") or {}).get("online")
+    return method
 
 
 def _load_online(
@@ -593,7 +608,7 @@ def _load_base(
     place, path = folder.root / BASE / name, folder.root / EVALUATION / f"{name}.json"
     if run is None or run.status != "finished":
         raise UserError(f"{place} {'is missing' if run is None else f'is {run.status}'}; {HINT}")
-    if (trained_online := (run.provenance.options.get("online") or {}).get("online")) != online:
+    if (trained_online := _trained_online(run)) != online:
         raise UserError(
             f"{place} was trained with {trained_online or 'no'} --online method; delete it, and "
             f"{HINT}"
@@ -629,7 +644,7 @@ def require_choice(options: CompareMethodsOptions, methods: Collection[str]) -> 
     known = {*methods, *VARIANTS, *printed}
     for name in options.mixtures:
         path = options.run / MIXTURE / f"{name}.json"
-        if name not in known and not online_method(name) and not path.is_file():
+        if name not in known and not path.is_file():
             raise UserError(
                 f"--mixtures {name}: unknown method, and {path} does not exist; "
                 f"choose from {', '.join(sorted(known - printed))}, or {PRINTED}COLUMN"

@@ -34,9 +34,9 @@ METHOD_LABELS = {
     "mixmin": "MixMin",
     "mixmin-experts": "MixMin (trained models)",
     "surrogate": "Surrogate",
-    "odm": "ODM",
-    "ado": "ADO",
-    "aioli": "Aioli",
+    "odm": "ODM (online)",
+    "ado": "ADO (online)",
+    "aioli": "Aioli (online)",
 }
 NOTE_WIDTH, NAME_WIDTH = 80, 60
 SECONDS_PER_HOUR = 3600.0

@@ -192,13 +192,19 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
 
     Raises:
         UserError: if the plan changes the mixture before the step of the checkpoint, and the
-            checkpoint does not record this change; or if it changes the mixture before a ramp of
-            the checkpoint has ended.
+            checkpoint does not record this change; if it changes the mixture before a ramp of the
+            checkpoint has ended; or if ``--max-repetition-action`` has other effects than before.
     """
     if checkpoint is None:
         return plan.schedule
     past = MixtureSchedule.from_record(checkpoint.mixture_phases, plan.data.names).phases
-    # The first phase is not compared: check_run_folder has compared the initial mixtures' hashes.
+    # check_run_folder has compared the hashes of the initial mixtures.
+    if past[0] != plan.schedule.phases[0]:
+        raise UserError(
+            f"{checkpoint.root}: the run began with other weights, because of another "
+            "--max-repetition-action, other limits (max_repetition), or, with redistribute, other "
+            f"mixture changes; use those of its start, or {FRESH_START}"
+        )
     for phase in plan.schedule.until(checkpoint.samples)[1:]:
         if phase not in past:
             step = phase.first_sample // plan.options.global_batch_size

@@ -384,8 +384,26 @@ class TrainingOptions(ModelOptions):
             )
 
 
+MaxRepetitionAction = Literal["warn", "redistribute", "stop"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunInputOptions(CheckedOptions):
+class MixtureInputOptions(CheckedOptions):
+    """Corpus and weights of a run."""
+
+    corpus: Path | None = None
+    """Folder written by preprocess_data; alternatively, pass --data-path."""
+    mixture: str | None = None
+    """Path of a mixture.json, or 'uniform' (default)."""
+    max_repetition_action: MaxRepetitionAction = "warn"
+    """What to do if the run would repeat a domain more often than max_repetition of --mixture
+    permits. warn: print a warning. redistribute: lower the weights of these domains before the
+    first step, so that they stay within the limit over the whole run, and raise the other weights
+    in proportion. stop: exit with status 2."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunInputOptions(MixtureInputOptions):
     """Input files and folder of a run.
 
     These options are in a base class so that --help lists them first.
@@ -393,10 +411,6 @@ class RunInputOptions(CheckedOptions):
 
     run_dir: Path
     """Folder of this run, to which run.json, metrics.jsonl and checkpoints are written."""
-    corpus: Path | None = None
-    """Folder written by preprocess_data; alternatively, pass --data-path."""
-    mixture: str | None = None
-    """Path of a mixture.json, or 'uniform' (default)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -439,6 +453,10 @@ class PretrainOptions(TrainingOptions, RunInputOptions):
                 f"{last}"
             )
         self.online.check_run(last, self.target.target)
+        if self.online.online or self.reload.reload_mixture is not None:
+            changes = "--reload-mixture" if self.reload.reload_mixture else "--online"
+            why = f"cannot limit the epochs of weights that {changes} computes during training"
+            self.reject_changed(["max_repetition_action"], why)
         if self.reload.reload_mixture is not None:
             if self.online.online:
                 raise UserError(
@@ -465,7 +483,8 @@ class PretrainOptions(TrainingOptions, RunInputOptions):
             self.data.reject_changed(
                 ["verify_corpus"], "needs --corpus, since --data-path has no hashes"
             )
-            self.reject_changed(["mixture"], "--data-path sets the weights")
+            weights = ["mixture", "max_repetition_action"]
+            self.reject_changed(weights, "--data-path sets the weights")
             if self.data.tokenizer_model is None:
                 raise UserError("--data-path needs --tokenizer-model, the tokenizer of its tokens")
         if self.data.permutation != "megatron":
@@ -474,20 +493,22 @@ class PretrainOptions(TrainingOptions, RunInputOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanRunOptions(TrainingOptions):
+class PlanRunOptions(TrainingOptions, MixtureInputOptions):
     """Predict memory, communication and time of a training run, without starting it.
 
-    The flags are those of pretrain_gpt without its inputs, plus flags for the machines. All flags
-    of training are checked, but document masks (--reset-attention-mask) and --deterministic do not
-    change the predicted time and memory.
+    The flags are those of pretrain_gpt without most of its inputs, plus flags for the machines.
+    With --corpus, the epochs of each domain are predicted, too. All flags of training are checked,
+    but document masks (--reset-attention-mask) and --deterministic do not change the predicted time
+    and memory.
     """
 
     train_tokens: LargeCount | None = None
     """Number of training tokens, rounded up to whole steps; replaces --train-iters."""
     vocab_size: Count = 50257
-    """Number of tokens of the tokenizer, without padding."""
+    """Number of tokens of the tokenizer, without padding; with --corpus, that of its tokenizer."""
     num_domains: Count = 1
-    """Number of domains with a valid split; only --eval-tokens depends on it."""
+    """Number of domains with a valid split; only --eval-tokens depends on it. With --corpus, that
+    of the corpus."""
     world_size: Count = 1
     """Number of ranks, over all nodes."""
     devices_per_node: Count = 8
@@ -531,6 +552,10 @@ class PlanRunOptions(TrainingOptions):
             self.reject_changed(["peak_tflops", "start_up_seconds"], without)
         if self.validation.eval_tokens is None:
             self.reject_changed(["num_domains"], "has no effect without --eval-tokens")
+        if self.corpus is None:
+            self.reject_changed(["mixture", "max_repetition_action"], "needs --corpus")
+        else:
+            self.reject_changed(["vocab_size", "num_domains"], f"is that of --corpus {self.corpus}")
 
     def with_steps(self) -> PlanRunOptions:
         """Return options that have ``train_iters`` instead of ``train_tokens``."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_chameleon.artifacts import (
@@ -20,6 +21,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.files import require_writable, sha256_of_json
 from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.dataset import BlendedTokens, check_enough_tokens, check_weights
+from megatron_chameleon.blend.order import MAX_SURPLUS
 from megatron_chameleon.blend.schedule import MixtureSchedule, check_changes, check_ramps
 from megatron_chameleon.checkpoint.model import Model
 from megatron_chameleon.corpus.data_path import DataPath, split_range
@@ -35,12 +37,25 @@ from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.options import ArchitectureOptions, resolve_model
 from megatron_chameleon.ranges import parse_named_numbers
 from megatron_chameleon.storage import is_remote
-from megatron_chameleon.training.options import PretrainOptions, TrainingOptions, check_muon
+from megatron_chameleon.training.options import (
+    PlanRunOptions,
+    PretrainOptions,
+    TrainingOptions,
+    check_muon,
+)
 from megatron_chameleon.training.pretrained import open_pretrained
 
-# Beyond about four epochs, repeated text has diminishing returns: Muennighoff et al. 2023,
+# If all text is repeated, its value decays beyond about four epochs: Muennighoff et al. 2023,
 # "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4.0
+# Scarce text that is mixed with abundant text "can be reused 15-20 times": Sedova et al. 2026,
+# "Scaling Laws for Mixture Pretraining Under Data Constraints" (arXiv 2605.12715, abstract).
+MANY_EPOCHS_OF_SCARCE_TEXT = 15.0
+# Text is abundant here if domains with at most MANY_EPOCHS have this share of the run's tokens. The
+# value is an assumption.
+ABUNDANT_SHARE = 0.5
+# Target epochs are compared with limits up to this relative rounding error.
+ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +74,8 @@ class TrainingPlan:
         config: the model.
         target: target whose loss is measured by validations; None without one.
         loss_weights: [k] weights of the domains' token losses; None if all are 1.
+        limited: domain -> epochs that the mixture planned, for the domains whose weights
+            ``--max-repetition-action redistribute`` has lowered.
         provenance: provenance of the run.
     """
 
@@ -71,6 +88,7 @@ class TrainingPlan:
     config: ModelConfig
     target: Target | None
     loss_weights: tuple[float, ...] | None
+    limited: dict[str, float]
     provenance: Provenance
 
     @property
@@ -123,12 +141,7 @@ class TrainingPlan:
 
     def epochs(self, schedule: MixtureSchedule) -> dict[str, float]:
         """Domain -> target epochs of the whole run with ``schedule``."""
-        targets = schedule.target_samples(self.num_samples)
-        shares = {
-            name: target / self.num_samples
-            for name, target in zip(self.data.names, targets, strict=True)
-        }
-        return implied_epochs(self.data.tokens, shares, self.options.tokens)
+        return planned_epochs(self.options, self.data, schedule)
 
 
 def plan_training(options: PretrainOptions) -> TrainingPlan:
@@ -158,6 +171,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
     data, mixture, weights, by_size = load_data(options, tokenizer)
     data = data.cut(options.tokens, options.target_tokens)
     schedule = load_schedule(options, data, mixture, weights)
+    schedule, limited = limit_repetition(options, data, mixture, schedule)
     for phase in schedule.phases:
         check_enough_tokens(data, phase.weights, options.seq_length)
     target = find_run_target(options, data, mixture)
@@ -183,6 +197,7 @@ def plan_training(options: PretrainOptions) -> TrainingPlan:
         config=config,
         target=target,
         loss_weights=parse_loss_weights(options.loss_weights, data, schedule),
+        limited=limited,
         provenance=provenance(options, inputs),
     )
 
@@ -320,23 +335,12 @@ def load_schedule(
         UserError: if a change is outside the run, if changes overlap, if both the mixture and the
             options have changes, or if the sample order is Megatron's.
     """
-    schedule = MixtureSchedule.fixed(weights)
-    if mixture.stages:
-        if options.data.mixture_changes:
-            raise UserError(
-                f"--mixture-change: the weights of --mixture {options.mixture} change at step "
-                f"{mixture.stages[0].step} already; leave out one of the two"
-            )
-        for stage in mixture.stages:
-            new = weights_for(data, mixture.at_step(stage.step))
-            schedule = schedule.changed(stage.step * options.global_batch_size, new)
-        if (end := mixture.stages[-1].step) >= options.train_iters:
-            warnings.warn(
-                f"--mixture {options.mixture}: the run ends before its weights change at step "
-                f"{end}",
-                MixtureWarning,
-                stacklevel=2,
-            )
+    schedule = staged_schedule(options, options.mixture, data, mixture, weights)
+    if mixture.stages and options.data.mixture_changes:
+        raise UserError(
+            f"--mixture-change: the weights of --mixture {options.mixture} change at step "
+            f"{mixture.stages[0].step} already; leave out one of the two"
+        )
     changes: dict[int, tuple[int, str]] = {}
     for value in options.data.mixture_changes:
         steps, equals, name = value.partition("=")
@@ -369,27 +373,152 @@ def load_schedule(
     return schedule
 
 
+def staged_schedule(
+    options: TrainingOptions,
+    name: str | None,
+    data: Domains,
+    mixture: Mixture,
+    weights: list[float],
+) -> MixtureSchedule:
+    """Build the schedule of ``weights`` and the stages of ``mixture``, whose file is ``name``."""
+    schedule = MixtureSchedule.fixed(weights)
+    for stage in mixture.stages or ():
+        new = weights_for(data, mixture.at_step(stage.step))
+        schedule = schedule.changed(stage.step * options.global_batch_size, new)
+    if mixture.stages and (end := mixture.stages[-1].step) >= options.train_iters:
+        warnings.warn(
+            f"--mixture {name}: the run ends before its weights change at step {end}",
+            MixtureWarning,
+            stacklevel=2,
+        )
+    return schedule
+
+
+def planned_epochs(
+    options: TrainingOptions, data: Domains, schedule: MixtureSchedule, steps: int | None = None
+) -> dict[str, float]:
+    """Domain -> target epochs of the first ``steps`` steps (default: all) with ``schedule``."""
+    num_steps = options.train_iters if steps is None else steps
+    targets = schedule.target_samples(num_steps * options.global_batch_size)
+    samples = dict(zip(data.names, targets, strict=True))
+    return implied_epochs(data.tokens, samples, options.seq_length)
+
+
+def limit_repetition(
+    options: PretrainOptions | PlanRunOptions,
+    data: Domains,
+    mixture: Mixture,
+    schedule: MixtureSchedule,
+) -> tuple[MixtureSchedule, dict[str, float]]:
+    """Apply ``--max-repetition-action`` to the schedule of a run.
+
+    With ``redistribute``, ``MAX_SURPLUS`` samples of each limited domain are reserved, since actual
+    counts may exceed their targets by as many.
+
+    Returns:
+        The schedule, and domain -> planned epochs of the domains whose weights were lowered.
+
+    Raises:
+        UserError: if the mixture has no limits; with ``stop``, if the run would exceed one; with
+            ``redistribute``, if no weights are within the limits, or weights change gradually.
+    """
+    action, limits = options.max_repetition_action, mixture.max_repetition or {}
+    flag = f"--max-repetition-action {action}"
+    if action == "warn":
+        return schedule, {}
+    if not limits:
+        raise UserError(
+            f"{flag}: --mixture {options.mixture or 'uniform'} has no max_repetition; add it to the file, as in "
+            '{"weights": {...}, "max_repetition": {"NAME": EPOCHS}}, or leave out the flag'
+        )
+    planned = planned_epochs(options, data, schedule)
+    over = {name: planned[name] / limits[name] for name in limits if name in planned}
+    worst = max(over, key=lambda name: over[name])
+    if action == "stop":
+        if over[worst] > 1 + ROUNDING:
+            raise UserError(
+                f"{flag}: domain '{worst}' would have {planned[worst]:.2f} epochs in "
+                f"{options.train_iters:,} steps, but --mixture {options.mixture} limits it to "
+                f"{limits[worst]:g} (max_repetition); "
+                f"{_most_that_fits(options, data, limits, schedule, over[worst])}, or lower its "
+                "weight"
+            )
+        return schedule, {}
+    if any(phase.ramp_samples for phase in schedule.phases):
+        raise UserError(
+            f"{flag}: cannot limit weights that change linearly (--mixture-change FIRST..LAST=...);"
+            " use changes at single steps"
+        )
+    caps = [
+        max(math.floor(limits[name] * tokens / options.seq_length) - MAX_SURPLUS, 0)
+        if name in limits
+        else math.inf
+        for name, tokens in data.tokens.items()
+    ]
+    try:
+        limited = schedule.limited(caps, options.train_iters * options.global_batch_size)
+    except ValueError as error:
+        (first, *others), shorter = schedule.phases, "train fewer steps"
+        if not others:
+            samples = sum(cap for cap, weight in zip(caps, first.weights, strict=True) if weight)
+            shorter = f"train at most {samples // options.global_batch_size:,} steps"
+        raise UserError(
+            f"{flag}: within max_repetition of --mixture {options.mixture}, the weighted domains "
+            f"have too few tokens for {options.train_iters:,} steps; {shorter}, raise the limits, "
+            "or give weight to a domain without a limit in every stage"
+        ) from error
+    epochs = planned_epochs(options, data, limited)
+    return limited, {n: planned[n] for n in data.names if epochs[n] < planned[n] * (1 - ROUNDING)}
+
+
+def _most_that_fits(
+    options: TrainingOptions,
+    data: Domains,
+    limits: Mapping[str, float],
+    schedule: MixtureSchedule,
+    excess: float,
+) -> str:
+    """Describe the longest run within ``limits``; ``excess`` is the largest epochs / limit."""
+    if options.target_tokens is not None:  # epochs are proportional to it
+        most = math.floor(options.target_tokens / excess)
+        return f"at most --target-tokens {most} fits" if most >= options.tokens else "train less"
+
+    def exceeds(steps: int) -> bool:
+        epochs = planned_epochs(options, data, schedule, steps)
+        return any(epochs.get(name, 0.0) > most * (1 + ROUNDING) for name, most in limits.items())
+
+    steps = range(1, options.train_iters + 1)
+    return f"at most {bisect.bisect_left(steps, True, key=exceeds):,} steps fit (--train-iters)"
+
+
 def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
     """Warn of every domain that ``schedule`` repeats more often than is useful or permitted.
 
-    The limit is ``max_repetition`` of the mixture, or ``MANY_EPOCHS``.
+    The limit is ``max_repetition`` of the mixture, or else ``MANY_EPOCHS``, or
+    ``MANY_EPOCHS_OF_SCARCE_TEXT`` if most of the sampled text is abundant.
     """
     epochs, limits = plan.epochs(schedule), plan.mixture.max_repetition or {}
+    sampled = {name: epochs[name] * tokens for name, tokens in plan.data.tokens.items()}
+    abundant = sum(tokens for name, tokens in sampled.items() if epochs[name] <= MANY_EPOCHS)
+    many, why = MANY_EPOCHS, "repeated text helps less (Muennighoff et al. 2023)"
+    if abundant >= ABUNDANT_SHARE * sum(sampled.values()):
+        many = MANY_EPOCHS_OF_SCARCE_TEXT
+        why = "scarce text helps less, even in a mixture (Sedova et al. 2026)"
     for name, tokens in plan.data.tokens.items():
         if (limit := limits.get(name)) is not None:
-            if epochs[name] > limit:
+            if epochs[name] > limit * (1 + ROUNDING):
                 warnings.warn(
                     f"domain '{name}' will be repeated {epochs[name]:.2f} times, but the mixture "
                     f"limits it to {limit:g} (max_repetition): it has only {tokens:,} tokens for "
-                    "its weight; lower the weight, or train on fewer tokens",
+                    "its weight; lower the weight, train on fewer tokens, or pass "
+                    "--max-repetition-action redistribute",
                     MixtureWarning,
                     stacklevel=2,
                 )
-        elif epochs[name] > MANY_EPOCHS:
+        elif epochs[name] > many:
             warnings.warn(
                 f"domain '{name}' will be repeated {epochs[name]:.1f} times: it has only "
-                f"{tokens:,} tokens for its weight; beyond {MANY_EPOCHS:g} epochs, repeated text "
-                "helps less",
+                f"{tokens:,} tokens for its weight; beyond {many:g} epochs, {why}",
                 MixtureWarning,
                 stacklevel=2,
             )

@@ -335,6 +335,11 @@ class RunRecords:
             ),
             *describe_cut(options.tokens, options.target_tokens),
             f"mixture {plan.mixture.method}: {', '.join(weights)}",
+            *(
+                f"max_repetition: the weight of '{name}' is lowered, from {before:.2f} epochs in "
+                f"this run to {epochs[name]:.2f}"
+                for name, before in plan.limited.items()
+            ),
             *phases,
             *([f"target: {describe_shares(plan.target.shares)}"] if plan.target else []),
             *self._describe_objective(),
@@ -410,6 +415,7 @@ class RunRecords:
             target=plan.target.record if plan.target else None,
             best_step=best.step if best else None,
             best_target_loss=best.loss if best else None,
+            limited=plan.limited or None,
         )
         try:
             run.save()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,8 +76,7 @@ class ReloadedMixture(TrainingHook):
             return self._earlier[step]
         weights = self._read(f"after step {step}")
         try:
-            with self._log.open("a") as stream:
-                stream.write(json.dumps({"step": step, "weights": weights}) + "\n")
+            _append_line(self._log, json.dumps({"step": step, "weights": weights}))
         except OSError as error:
             warnings.warn(f"cannot write {self._log}: {error}", stacklevel=2)
         return weights
@@ -112,6 +112,16 @@ class ReloadedMixture(TrainingHook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``."""
         self._weights, self._changes = list(state["weights"]), state["changes"]
+
+
+def _append_line(path: Path, line: str) -> None:
+    """Append ``line`` to a file, whose last line may be truncated."""
+    with path.open("a+b") as stream:
+        if stream.tell():
+            stream.seek(-1, os.SEEK_END)
+            if stream.read(1) != b"\n":
+                stream.write(b"\n")  # or else this line would be lost, too
+        stream.write(f"{line}\n".encode())
 
 
 def read_log(path: Path) -> dict[int, list[float] | None]:

@@ -27,6 +27,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.corpus.domains import Domains, open_domains
 from megatron_chameleon.model.communication import Communication, step_communication
 from megatron_chameleon.model.config import DEFAULT_MODEL, ModelConfig
 from megatron_chameleon.model.flops import (
@@ -43,7 +45,15 @@ from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.parallel.layout import check_layout, rank_groups
 from megatron_chameleon.training.options import PlanRunOptions
 from megatron_chameleon.training.out_of_memory import MEMORY_HINT, training_setup
-from megatron_chameleon.training.plan import check_model
+from megatron_chameleon.training.plan import (
+    ROUNDING,
+    check_model,
+    limit_repetition,
+    load_mixture,
+    planned_epochs,
+    staged_schedule,
+    weights_for,
+)
 
 Wanted = Callable[[Communication], bool]
 
@@ -81,6 +91,25 @@ class GroupShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class DomainEstimate:
+    """Predicted sampling of a domain.
+
+    Attributes:
+        weight: share of the tokens of the whole run.
+        tokens: training tokens of the domain, after the cut by ``--target-tokens``.
+        epochs: passes over these tokens.
+        planned_epochs: passes that the mixture plans; ``--max-repetition-action`` may lower them.
+        max_repetition: most passes that the mixture permits; None without a limit.
+    """
+
+    weight: float
+    tokens: int
+    epochs: float
+    planned_epochs: float
+    max_repetition: float | None
+
+
+@dataclasses.dataclass(frozen=True)
 class RunEstimate:
     """Prediction for a run. Sizes are in bytes, times in seconds; None if a speed is not stated.
 
@@ -104,6 +133,7 @@ class RunEstimate:
         start_up_seconds: time from the start of the command to the first step of a new run.
         total_seconds: time of the run; without communication whose bandwidth is not stated.
         mfu: model FLOPs utilization of the steps.
+        domains: domain -> its predicted sampling; None without ``--corpus``.
     """
 
     model: str
@@ -125,6 +155,7 @@ class RunEstimate:
     start_up_seconds: float | None
     total_seconds: float | None
     mfu: float | None
+    domains: dict[str, DomainEstimate] | None
 
     @property
     def peak_bytes(self) -> list[int]:
@@ -159,11 +190,16 @@ def estimate_run(options: PlanRunOptions) -> RunEstimate:
         UserError: the error that training with these options would raise.
     """
     options = options.with_steps()
+    vocab_size, num_domains, domains = options.vocab_size, options.num_domains, None
+    if options.corpus is not None:
+        corpus = Corpus.load(options.corpus)
+        data = open_domains(corpus).cut(options.tokens, options.target_tokens)
+        domains = estimate_domains(options, data)
+        vocab_size = data.tokenizer.vocab_size
+        num_domains = sum(domain.tokens >= 2 for domain in data.splits.get("valid", {}).values())
     parallel, length = options.parallel, options.seq_length
     check_layout(parallel, options.world_size)
-    config = resolve_model(
-        options.model or DEFAULT_MODEL, options.architecture, options.vocab_size, length
-    )
+    config = resolve_model(options.model or DEFAULT_MODEL, options.architecture, vocab_size, length)
     check_model(config, options)
     setup = training_setup(options, config, options.world_size)
     groups = {
@@ -201,7 +237,7 @@ def estimate_run(options: PlanRunOptions) -> RunEstimate:
         mfu = step_flops / step / options.world_size / (options.peak_tflops * 1e12)
         evaluated, _ = _step_seconds(setup, step_flops, 0.0, all_ranks, slowest)
         forward = sum(evaluated.values()) / (1 + BACKWARD_OVER_FORWARD)
-        validation = _validation_batches(options) * forward
+        validation = _validation_batches(options, num_domains) * forward
         saving = saves * (writing or 0.0)
         start_up = options.start_up_seconds + COMPILE_SECONDS * options.compile_layers
         total = start_up + options.train_iters * step + validation + saving
@@ -225,7 +261,32 @@ def estimate_run(options: PlanRunOptions) -> RunEstimate:
         start_up_seconds=start_up,
         total_seconds=total,
         mfu=mfu,
+        domains=domains,
     )
+
+
+def estimate_domains(options: PlanRunOptions, data: Domains) -> dict[str, DomainEstimate]:
+    """Predict how the run of ``options`` samples the domains ``data``.
+
+    Raises:
+        UserError: if the mixture is invalid, or ``--max-repetition-action`` rejects the run.
+    """
+    mixture = load_mixture(options.mixture, data.names, may_change=True)
+    weights = weights_for(data, mixture)
+    planned = staged_schedule(options, options.mixture, data, mixture, weights)
+    schedule, _ = limit_repetition(options, data, mixture, planned)
+    before, epochs = (planned_epochs(options, data, each) for each in (planned, schedule))
+    limits = mixture.max_repetition or {}
+    return {
+        name: DomainEstimate(
+            weight=epochs[name] * tokens / options.tokens,
+            tokens=tokens,
+            epochs=epochs[name],
+            planned_epochs=before[name],
+            max_repetition=limits.get(name),
+        )
+        for name, tokens in data.tokens.items()
+    }
 
 
 def device_speed(options: PlanRunOptions, flops_per_token: float) -> float | None:
@@ -327,7 +388,7 @@ def _imbalance(config: ModelConfig, seq_length: int, stages: int) -> float:
     return last * stages / total - 1
 
 
-def _validation_batches(options: PlanRunOptions) -> int:
+def _validation_batches(options: PlanRunOptions, num_domains: int) -> int:
     """Return the number of global batches of all validations, if every valid split is large."""
     validation, batch = options.validation, options.global_batch_size
     if validation.eval_interval == 0:
@@ -336,7 +397,7 @@ def _validation_batches(options: PlanRunOptions) -> int:
     count += validation.eval_last_step and rest > 0
     if validation.eval_tokens is None:
         return count * validation.eval_iters
-    windows = options.num_domains * (validation.eval_tokens // options.seq_length)
+    windows = num_domains * (validation.eval_tokens // options.seq_length)
     return count * math.ceil(windows / batch)
 
 
@@ -373,9 +434,24 @@ def _lines(estimate: RunEstimate, options: PlanRunOptions) -> Iterator[str]:
         + (f" and {estimate.recomputed_flops / estimate.step_flops:.0%} recomputation")
         * (estimate.recomputed_flops > 0)
     )
+    yield from _domain_lines(estimate.domains or {})
     yield from _memory_lines(estimate, options.device_memory_gb)
     yield from _communication_lines(estimate, options)
     yield from _time_lines(estimate, options)
+
+
+def _domain_lines(domains: dict[str, DomainEstimate]) -> Iterator[str]:
+    width = max(map(len, domains), default=0)
+    if domains:
+        yield f"\n{'domain':<{width}}{'weight':>10}{'tokens':>18}{'epochs':>10}{'limit':>10}"
+    for name, one in domains.items():
+        limit = "" if one.max_repetition is None else f"{one.max_repetition:g}"
+        line = f"{name:<{width}}{one.weight:10.4f}{one.tokens:18,}{one.epochs:10.2f}{limit:>10}"
+        if one.max_repetition is not None and one.epochs > one.max_repetition * (1 + ROUNDING):
+            line += "  exceeds its limit (--max-repetition-action)"
+        elif one.epochs < one.planned_epochs * (1 - ROUNDING):
+            line += f"  lowered from {one.planned_epochs:.2f} epochs"
+        yield line
 
 
 def _memory_lines(estimate: RunEstimate, device_memory_gb: float | None) -> Iterator[str]:

@@ -30,6 +30,7 @@ from megatron_chameleon.training.options import (
     Optimizer,
     OptimizerOptions,
     PretrainOptions,
+    ReloadOptions,
     TargetOptions,
     ValidationOptions,
 )
@@ -285,6 +286,8 @@ ONLINE = {
     "aioli-vpp2": VPP2,
 }
 ONLINE_AGAIN: Again = {"online-one-to-vpp2": ("online-one", of_model("llama", VPP2))}
+RELOADED = {"reload-one": ONE, "reload-dp2": DP2}
+"""Runs with --reload-mixture, whose file only rank 0 may read."""
 ONLINE_LAYER = 3
 """A layer of the last pipeline stage or, with interleaved stages, of the first rank's second
 chunk."""
@@ -568,6 +571,14 @@ def online_options(places: Places, name: str, case: Case) -> PretrainOptions:
         training_options(places, name, case),
         data=DataOptions(permutation="epoch"),
         online=ONLINE_OPTIONS[name.partition("-")[0]],
+    )
+
+
+def reload_options(places: Places, name: str, case: Case) -> PretrainOptions:
+    return dataclasses.replace(
+        training_options(places, name, case),
+        data=DataOptions(permutation="epoch"),
+        reload=ReloadOptions(places.uneven_mixture, reload_interval=ONLINE_INTERVAL),
     )
 
 

@@ -35,6 +35,7 @@ from megatron_chameleon.corpus.indexed import map_file
 from megatron_chameleon.methods.online.options import hook_class
 from megatron_chameleon.model.memory import TrainingSetup
 from megatron_chameleon.parallel.layout import distributed
+from megatron_chameleon.training.reload import ReloadedMixture
 from megatron_chameleon.training.trainer import Trainer, pretrain
 from tests.communication import CountedCollectives
 from tests.distributed import cases, methods, readings
@@ -68,6 +69,7 @@ def all_sections() -> Iterator[Section]:
         yield Section(name, case.ranks, run(train_bad, name))
     trainings: list[tuple[Callable[..., None], dict[str, Case], Again]] = [
         (train_online, cases.ONLINE, cases.ONLINE_AGAIN),
+        (train_reloaded, cases.RELOADED, {}),
         (methods.doremi, cases.DOREMI, cases.DOREMI_AGAIN),
         (methods.doge, cases.DOGE, cases.DOGE_AGAIN),
         (train, {}, cases.RESUMED),
@@ -287,6 +289,15 @@ def measure_peak(places: Places, name: str) -> None:
 def train_online(places: Places, name: str, case: Case) -> None:
     options = cases.online_options(places, name, case)
     pretrain(options, hook_class(options.online.online))
+
+
+def train_reloaded(places: Places, name: str, case: Case) -> None:
+    def read(hook: ReloadedMixture, when: str) -> None:
+        raise AssertionError(f"rank {os.environ['RANK']} reads the mixture {when}")
+
+    only_rank_0 = mock.patch.object(ReloadedMixture, "_read", read)
+    with contextlib.nullcontext() if is_first_rank() else only_rank_0:
+        pretrain(cases.reload_options(places, name, case))
 
 
 def train_tuned(places: Places, name: str) -> None:

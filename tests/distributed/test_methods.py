@@ -47,7 +47,7 @@ def phases_of(run: TrainingRun) -> tuple[list[int], np.ndarray]:
     return [p.first_sample for p in phases], np.array([list(p.weights.values()) for p in phases])
 
 
-@pytest.mark.parametrize("run", others(cases.ONLINE, cases.ONLINE_AGAIN))
+@pytest.mark.parametrize("run", others({**cases.ONLINE, **cases.RELOADED}, cases.ONLINE_AGAIN))
 def test_online_weights_equal_those_of_one_rank(results, run):
     one = cases.one_rank(run)
     found, expected = results.run(run), results.run(one)
@@ -68,6 +68,12 @@ def test_online_weights_change_at_every_interval(results, method, least):
     starts, weights = phases_of(results.run(f"{method}-one"))
     assert starts == [step * 8 for step in range(0, cases.TRAIN_ITERS, cases.ONLINE_INTERVAL)]
     assert np.abs(np.diff(weights, axis=0)).max(axis=1).min() > least
+
+
+def test_reloaded_weights_apply_from_the_step_after_their_read(results):
+    starts, weights = phases_of(results.run("reload-dp2"))
+    assert starts == [0, cases.ONLINE_INTERVAL * 8]
+    np.testing.assert_allclose(weights, [[1 / 3] * 3, [0.0, 0.3, 0.7]])
 
 
 def mixture(results: Any, name: str) -> Mixture:

@@ -16,6 +16,7 @@ from megatron_chameleon.checkpoint.options import PushOptions
 from megatron_chameleon.cli import parse_options, run_tool
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.options import ConvertOptions
 from megatron_chameleon.methods.manual import ManualOptions
 from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.ranges import LARGEST_FLOAT32, LARGEST_INT64
@@ -62,6 +63,8 @@ def default_options(options_type):
             argv += [f"--{field.name.replace('_', '-')}", *REQUIRED.get(field.name, "x").split()]
         elif options_type is ManualOptions and field.name == "weights":
             argv += ["--weights", "x"]
+        elif options_type is ConvertOptions and field.name == "mixture":
+            argv += ["--mixture", "x"]
         elif options_type is TraceOptions and field.name == "steps":
             argv += ["--steps", "1:2"]
         elif options_type is PushOptions and field.name == "output":

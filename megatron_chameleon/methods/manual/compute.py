@@ -14,12 +14,12 @@ from megatron_chameleon.artifacts import Corpus, Cost, Mixture
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.artifacts.mixture import normalized
 from megatron_chameleon.errors import UserError, format_names
+from megatron_chameleon.interchange.amounts import token_amounts
 from megatron_chameleon.interchange.formats import read_mixture
 from megatron_chameleon.interchange.published import published_column
 from megatron_chameleon.methods.manual import ManualOptions
-from megatron_chameleon.methods.output import require_training_tokens
 from megatron_chameleon.methods.training_free import AssignedWeights, run_training_free
-from megatron_chameleon.ranges import LARGEST_INT64, parse_named_numbers
+from megatron_chameleon.ranges import parse_named_numbers
 
 
 def compute_manual(options: ManualOptions) -> None:
@@ -42,13 +42,18 @@ def compute_manual(options: ManualOptions) -> None:
             fields: dict[str, Any] = {"paper_flops": column.flops}
             own_names = dict(column.own_names)
         elif options.tokens is not None or options.epochs is not None:
-            source, amounts = token_amounts(options, corpus)
+            sizes, where = corpus.train_tokens, str(corpus.root)
+            source, amounts = token_amounts(options.tokens, options.epochs, sizes, where)
             asked = math.fsum(amounts.values())
             known = {name: tokens / asked for name, tokens in amounts.items()}
             parameters, fields = {"tokens": amounts}, {}
         else:
             assert options.weights is not None
-            source, known, parameters, fields = read_weights(options.weights, options.output)
+            source, known, parameters, fields = read_weights(
+                options.weights, options.output, corpus
+            )
+            if (budget := fields.pop("token_budget", None)) and options.token_budget is None:
+                asked = budget
         domains = corpus.names, list(corpus.held_out)
         weights = match_domains(source, known, own_names, options.renames, *domains)
         kept = np.array([weights.get(name, 0.0) for name in names])
@@ -69,30 +74,8 @@ def compute_manual(options: ManualOptions) -> None:
     run_training_free("manual", options, assign)
 
 
-def token_amounts(options: ManualOptions, corpus: Corpus) -> tuple[str, dict[str, float]]:
-    """Return the flag with its value, and the training tokens per name that it asks for.
-
-    Raises:
-        UserError: for a value of ``--tokens`` or ``--epochs`` that is not NAME=NUMBER pairs, an
-            unknown domain or one without training text (``--epochs``), or less than one token in
-            all.
-    """
-    if options.tokens is not None:
-        source = f"--tokens {options.tokens}"
-        amounts = parse_named_numbers("--tokens", options.tokens)
-    else:
-        assert options.epochs is not None
-        source = f"--epochs {options.epochs}"
-        epochs = parse_named_numbers("--epochs", options.epochs, corpus.names)
-        require_training_tokens(corpus, [name for name in epochs if epochs[name]], "to sample")
-        amounts = {name: count * corpus.train_tokens[name] for name, count in epochs.items()}
-    if not 1 <= math.fsum(amounts.values()) <= LARGEST_INT64:
-        raise UserError(f"{source}: must be at least 1 and at most 2^63 tokens in all")
-    return source, amounts
-
-
 def read_weights(
-    value: str, output: Path
+    value: str, output: Path, corpus: Corpus
 ) -> tuple[str, dict[str, float], dict[str, Any], dict[str, Any]]:
     """Read ``--weights``: NAME=WEIGHT pairs, a .csv table, or a mixture.
 
@@ -102,6 +85,7 @@ def read_weights(
     Args:
         value: value of ``--weights``.
         output: file of the mixture that will be written.
+        corpus: the corpus, whose tokens a table of epochs refers to.
 
     Returns:
         A description of the source, for messages; the weights, not normalized; parameters of the
@@ -140,13 +124,16 @@ def read_weights(
         }
         return str(path), dict(mixture.weights), parameters, fields
     if path.suffix == ".csv":
-        table = read_mixture(path, "csv")
+        table = read_mixture(path, "csv", corpus=corpus)
         if table.stages:
             raise UserError(
                 f"{path}: its weights change at step {table.stages[0].step}; select the weights of "
                 "one step with convert_mixture --at-step"
             )
-        fields = {"inputs": {"csv": sha256_of_files(path)}}
+        fields = {
+            "inputs": {"csv": sha256_of_files(path)},
+            "token_budget": table.token_budget,
+        }
         return str(path), table.weights, {"file": str(path)}, fields
     if "=" not in value:
         raise UserError(

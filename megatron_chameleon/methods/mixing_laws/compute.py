@@ -97,7 +97,7 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
         """Fit a law to every loss, and find the mixture that minimizes their weighted sum."""
-        options, domains = self.options.laws, self.corpus.names
+        options, domains = self.options.laws, self.space.names
         # The unknowns of a law are a constant, a scale, and one exponent per domain.
         unknowns = len(domains) + 2
         if len(table.keys) < unknowns:

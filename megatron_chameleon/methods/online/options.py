@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tyro
 
-from megatron_chameleon.methods.method import find_declared
+from megatron_chameleon.methods.method import find_declared, find_methods
 from megatron_chameleon.methods.online import SHARED_HELP, OnlineFlags, OnlineMethod
 from megatron_chameleon.training import options as training_options
 
@@ -20,6 +20,15 @@ if TYPE_CHECKING:  # the hook imports torch
 def find_online_methods() -> dict[str, OnlineMethod]:
     """Return name -> method: Chameleon first, the others sorted by name."""
     return find_declared("ONLINE", OnlineMethod)
+
+
+def online_columns() -> dict[str, str]:
+    """Return the name of each online method's column in a comparison -> value of ``--online``.
+
+    A method that also computes mixtures beforehand has the column NAME-online.
+    """
+    others = find_methods()
+    return {f"{name}-online" if name in others else name: name for name in find_online_methods()}
 
 
 def online_options(found: Mapping[str, OnlineMethod]) -> type[OnlineFlags]:

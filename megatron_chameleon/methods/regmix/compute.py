@@ -13,7 +13,6 @@ from megatron_chameleon.methods.swarm.fit import (
     FitMethod,
     Fitted,
     require_lightgbm,
-    token_shares,
 )
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import folds_of
@@ -63,7 +62,7 @@ class Regmix(FitMethod[RegmixOptions]):
         Losses outside the target have separate trees, which the search does not evaluate.
         """
         trees, settings = self.options.trees, self.settings
-        prior = token_shares(self.corpus) * table.mixtures.any(axis=0)
+        prior = self.token_shares * table.mixtures.any(axis=0)
         if not prior.any():
             raise UserError(f"no domain of the runs has training tokens in {self.corpus.root}")
         in_target, others = np.flatnonzero(shares), np.flatnonzero(shares == 0)
@@ -89,7 +88,7 @@ class Regmix(FitMethod[RegmixOptions]):
             losses[:, others] = of_others(mixtures)
             return losses
 
-        names, low, high = self.corpus.names, optimum.low, optimum.high
+        names, low, high = self.space.names, optimum.low, optimum.high
         ranges = ", ".join(
             f"{names[at]} {format_weight(low[at])} to {format_weight(high[at])}"
             for at in np.argsort(low - high, kind="stable")[:MAX_RANGES]

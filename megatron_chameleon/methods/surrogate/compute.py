@@ -12,7 +12,7 @@ from scipy.special import rel_entr
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns
-from megatron_chameleon.methods.limits import bounds_within, epoch_limit
+from megatron_chameleon.methods.limits import bounds_within
 from megatron_chameleon.methods.output import by_name
 from megatron_chameleon.methods.surrogate import SurrogateOptions
 from megatron_chameleon.methods.swarm.fit import (
@@ -20,7 +20,6 @@ from megatron_chameleon.methods.swarm.fit import (
     FitMethod,
     Fitted,
     require_lightgbm,
-    token_shares,
 )
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
@@ -57,7 +56,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         super().__init__(options)
         require_lightgbm(f"--method {self.name}")
         # Which domains the runs sample is not known yet.
-        self.bounds(np.ones(len(self.corpus.names)))
+        self.bounds(np.ones(len(self.space.names)))
 
     def check_number_of_runs(self, count: int) -> None:
         """Raise UserError if a half of the runs is too small to be fitted."""
@@ -82,12 +81,12 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         Raises:
             UserError: if no mixture lies within the bounds.
         """
-        options, names = self.options.optimum, self.corpus.names
+        options, names = self.options.optimum, self.space.names
         caps = []
-        limit = epoch_limit(self.options, self.corpus, names).caps
+        limit = self.caps
         if limit is not None and with_epochs:
             caps.append((limit, "--max-epochs"))
-        has_text = token_shares(self.corpus) > 0
+        has_text = self.token_shares > 0
         caps += [(has_text.astype(float), "no training tokens")]
         caps += [(sampled, "no run samples it")]
         if options.kl > 0:
@@ -97,7 +96,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
 
     def within_limits(self, mixtures: Array) -> tuple[Array, Array]:
         """Return the nearest mixtures within the bounds, and their penalties by ``--kl``."""
-        mixtures = nearest_mixtures(mixtures, *self.bounds(np.ones(len(self.corpus.names))))
+        mixtures = nearest_mixtures(mixtures, *self.bounds(np.ones(len(self.space.names))))
         if not (kl := self.options.optimum.kl):
             return mixtures, np.zeros(len(mixtures))
         return mixtures, kl * rel_entr(mixtures, self.prior).sum(axis=1)
@@ -105,7 +104,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
         """Fit stacked models to every loss; minimize the target loss within the bounds."""
         options, fallback = self.options.optimum, self.options.fallback
-        names = self.corpus.names
+        names = self.space.names
         sampled = np.any(table.mixtures, axis=0).astype(np.float64)
         bounds, seed = self.bounds(sampled), options.fit_seed
         try:
@@ -132,8 +131,8 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         if self.options.max_epochs is not None:
             free = optimum_within(*self.bounds(sampled, with_epochs=False))
             free_prior = self.limits(with_epochs=False).placed_prior
-        uniform = np.full(len(names), 1.0 / len(names))
-        baselines = {"uniform": uniform, "natural": token_shares(self.corpus), "prior": prior}
+        uniform = self.project_uniform()
+        baselines = {"uniform": uniform, "natural": self.token_shares, "prior": prior}
         optimism = self.optimism(table, shares, bounds)
         gains = predicted_gains(surrogate, optimum.weights, baselines, shares, optimism, seed)
         # Predictions for a prior that samples domains of no run are extrapolated.
@@ -196,7 +195,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
 
     def limits(self, *, with_epochs: bool = True) -> Limits:
         """Return the prior, and the bounds for a mixture that is not a result of the runs."""
-        sampled = np.ones(len(self.corpus.names))
+        sampled = np.ones(len(self.space.names))
         return Limits(self.prior, *self.bounds(sampled, with_epochs=with_epochs))
 
     def optimism(self, table: MixtureRuns, shares: Array, bounds: tuple[Array, Array]) -> Array:

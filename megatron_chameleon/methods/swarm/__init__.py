@@ -194,6 +194,10 @@ class FitOptions(TrainingMethodOptions):
     domains."""
     target_text_key: str = "text"
     """Key, or column, of the text in the files of --target."""
+    freeze: Path | None = None
+    """A mixture.json whose domains keep their ratios: the fit searches over this mixture as one
+    domain, called frozen, and the other domains of the corpus. The result is a mixture of all
+    domains. Runs of --ratios must have these ratios."""
     sampling: MixtureSamplingOptions = dataclasses.field(default_factory=MixtureSamplingOptions)
     swarm: SwarmOptions = dataclasses.field(default_factory=SwarmOptions)
 
@@ -228,6 +232,9 @@ class GenerateOptions(CheckedOptions):
     """Folder of the swarm. Member 12 has the folder members/00012, with its mixture.json."""
     num_proxies: Repetitions
     """Members, each with its own mixture."""
+    freeze: Path | None = None
+    """A mixture.json whose domains keep their ratios in all members: the swarm samples mixtures of
+    this mixture and the other domains of the corpus. Pass it to compute_mixture, too."""
     format: FormatName | None = None
     """Also write each mixture in this format of convert_mixture, with the files of the corpus."""
     sampling: MixtureSamplingOptions = dataclasses.field(default_factory=MixtureSamplingOptions)

@@ -18,6 +18,7 @@ from megatron_chameleon.interchange.mixture_runs import MixtureRuns, read_losses
 from megatron_chameleon.methods.output import warn
 from megatron_chameleon.methods.swarm import CollectOptions, GenerateOptions
 from megatron_chameleon.methods.swarm.fit import mixtures_to_train
+from megatron_chameleon.methods.swarm.space import SearchSpace
 from megatron_chameleon.methods.swarm.swarm import (
     METRICS_NAME,
     RATIOS_NAME,
@@ -52,7 +53,8 @@ def generate_swarm(options: GenerateOptions) -> None:
     if len(corpus.names) < 2:
         raise UserError(f"{corpus.root} has only one domain; add another domain")
     model_config(options.swarm, corpus)
-    mixtures, folder, name = mixtures_to_train(options, corpus), options.swarm_dir, options.format
+    space, folder, name = SearchSpace.of(corpus, options.freeze), options.swarm_dir, options.format
+    mixtures = mixtures_to_train(options, corpus, space)
     files = list[tuple[Path, str]]()
     if name not in (None, "json"):
         for member, weights in enumerate(mixtures.tolist()):
@@ -62,7 +64,7 @@ def generate_swarm(options: GenerateOptions) -> None:
             suffix = "csv" if name == "csv" else f"{name}.{SUFFIXES.get(name, 'json')}"
             files.append((path / f"mixture.{suffix}", text))
     with locked_run_folder(folder):
-        open_folder(options.swarm, corpus, mixtures, folder)
+        open_folder(options.swarm, corpus, mixtures, folder, space.frozen_hash)
         for member, weights in enumerate(mixtures.tolist()):
             write_member_mixture(folder, member, corpus.names, weights)
         for path, text in files:
@@ -109,6 +111,7 @@ def collect_swarm(options: CollectOptions) -> None:
         + shlex.join(
             ["--ratios", str(folder / RATIOS_NAME), "--metrics", str(folder / METRICS_NAME)]
         )
+        + (" --freeze FROZEN_MIXTURE.json" if record.frozen_mixture else "")
         + " --output MIXTURE.json"
     )
 

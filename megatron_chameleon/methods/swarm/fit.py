@@ -48,6 +48,7 @@ from megatron_chameleon.methods.swarm import (
     GenerateOptions,
     MixtureSamplingOptions,
 )
+from megatron_chameleon.methods.swarm.space import SearchSpace
 from megatron_chameleon.methods.swarm.swarm import SwarmResult, train_swarm
 from megatron_chameleon.mixture.acquisition import next_mixtures
 from megatron_chameleon.mixture.checks import Array
@@ -148,6 +149,8 @@ class FitMethod(abc.ABC, Generic[Options]):
     Attributes:
         options: options of the method.
         corpus: corpus whose domains are weighed.
+        space: the k domains of the search: those of the corpus, or fewer with ``--freeze``.
+        prior: [k] weights of ``--prior``.
         measured: corpus of the proxies, in which the texts of the target are held-out domains.
         target: target of the mixture; None stands for the mean of all losses.
     """
@@ -158,12 +161,14 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     def __init__(self, options: Options) -> None:
         self.options, self.corpus = options, Corpus.load(options.corpus)
-        self.prior = prior_weights(
+        self.space = SearchSpace.of(self.corpus, options.freeze)
+        prior = prior_weights(
             options.fallback.prior,
             self.corpus.train_tokens,
             str(self.corpus.root),
             self.corpus.held_out,
         )
+        self.prior = self.space.project(prior)
         self.measured = self.corpus
         self.target: Target | None = None
         if options.ratios is None:  # a table's losses are known when it is read
@@ -212,9 +217,11 @@ class FitMethod(abc.ABC, Generic[Options]):
         is_main = int(os.environ.get("RANK", "0")) == 0
         if len(corpus.names) < 2:
             raise UserError(f"{corpus.root} has only one domain; add another domain")
-        epoch_limit(options, corpus, corpus.names).check()
+        limit = epoch_limit(options, corpus, corpus.names)
+        limit.apply(self.project_uniform(), self.caps)
         check_output(options.output, Mixture.KIND)
         if options.ratios is not None and options.metrics is not None:
+            self.require_same_freeze(options.ratios)
             if is_main:
                 runs = existing_runs(options.ratios, options.metrics, corpus)
                 self.target = parse_objective(options, runs.table.metrics)
@@ -232,13 +239,29 @@ class FitMethod(abc.ABC, Generic[Options]):
         self.measured = self.corpus_to_measure()
         check_target(self.target, self.measured, options.swarm.downstream.tasks)
         mixtures = self.first_mixtures()
-        if not options.fallback.accept_uncertain and on_rank_0(self.parallel, self.needs_no_proxy):
+        if (
+            not options.fallback.accept_uncertain
+            and self.space.frozen is None  # the prior does not have its ratios
+            and on_rank_0(self.parallel, self.needs_no_proxy)
+        ):
             return True
         trained = self.train(mixtures)
         if trained is not None and is_main:
             warn_untrained(self.target_shares(trained.table), corpus, trained.table)
             self.fit_and_write(trained)
         return trained is not None
+
+    def require_same_freeze(self, ratios: Path) -> None:
+        """Raise UserError if the table is that of a swarm with another ``--freeze``."""
+        if not SwarmRecord.exists(ratios.parent):
+            return
+        frozen = SwarmRecord.load(ratios.parent).frozen_mixture
+        if frozen != self.space.frozen_hash:
+            hint = f"the mixture with SHA-256 {frozen[:8]}..." if frozen else "no mixture"
+            raise UserError(
+                f"--freeze {self.options.freeze}: the swarm in {ratios.parent} was generated with "
+                f"{hint}; pass the same --freeze"
+            )
 
     def target_shares(self, table: MixtureRuns) -> Array:
         """Return the share [m] of each metric of ``table`` in ``--target``."""
@@ -272,10 +295,24 @@ class FitMethod(abc.ABC, Generic[Options]):
         """Values of ``--min-weight`` and ``--max-weight``, if the method has these options."""
         return None, None
 
+    @property
+    def token_shares(self) -> Array:
+        """Share [k] of each domain of the search in the training tokens."""
+        return self.space.project(token_shares(self.corpus))
+
+    @property
+    def caps(self) -> Array | None:
+        """Maximum weight [k] of each domain of the search within ``--max-epochs``, if any."""
+        return self.space.caps(epoch_limit(self.options, self.corpus, self.corpus.names).caps)
+
+    def project_uniform(self) -> Array:
+        """Return the weights [k] of the search that are nearest to Uniform."""
+        return self.space.project(np.full(len(self.corpus.names), 1.0 / len(self.corpus.names)))
+
     def limits(self, *, with_epochs: bool = True) -> Limits:
         """Return the prior, and the bounds within which it is written."""
-        high = (token_shares(self.corpus) > 0).astype(np.float64)
-        caps = epoch_limit(self.options, self.corpus, self.corpus.names).caps
+        high = (self.token_shares > 0).astype(np.float64)
+        caps = self.caps
         if caps is not None and with_epochs:
             high = np.minimum(high, caps)
         return Limits(self.prior, np.zeros_like(high), high)
@@ -301,7 +338,7 @@ class FitMethod(abc.ABC, Generic[Options]):
             UserError: if the sampling options or the rounds are not possible.
         """
         options = self.options
-        mixtures = mixtures_to_train(options, self.corpus)
+        mixtures = mixtures_to_train(options, self.corpus, self.space)
         if options.swarm.rounds > 1:
             require_lightgbm("--rounds")
             folder = self.folders[self.models[0]]
@@ -318,7 +355,9 @@ class FitMethod(abc.ABC, Generic[Options]):
         while True:
             for size, folder in self.folders.items():
                 settings = dataclasses.replace(options.swarm, model=size)
-                result = train_swarm(settings, self.measured, mixtures, folder)
+                result = train_swarm(
+                    settings, self.measured, mixtures, folder, self.space.frozen_hash
+                )
                 if result is None:
                     return None
                 swarms[size] = result
@@ -351,25 +390,30 @@ class FitMethod(abc.ABC, Generic[Options]):
         Returns:
             Mixtures [n, k], and the penalty [n] that the search for the result adds to the target.
         """
-        limit = epoch_limit(self.options, self.corpus, self.corpus.names).caps
+        limit = self.caps
         if limit is not None:
-            has_text = (token_shares(self.corpus) > 0).astype(np.float64)
+            has_text = (self.token_shares > 0).astype(np.float64)
             mixtures = nearest_mixtures(mixtures, np.zeros_like(limit), np.minimum(limit, has_text))
         return mixtures, np.zeros(len(mixtures))
 
+    def searched(self, table: MixtureRuns) -> MixtureRuns:
+        """Return ``table`` with the domains of the search."""
+        mixtures = self.space.of_runs(table.keys, table.mixtures)
+        return dataclasses.replace(table, domains=self.space.names, mixtures=mixtures)
+
     def with_next_round(self, mixtures: Array, table: MixtureRuns) -> Array:
-        """Append the mixtures of the next round to ``mixtures`` [n, k].
+        """Append the mixtures of the next round to ``mixtures`` [n, domains of the corpus].
 
         The choice depends on the options and on the losses of the finished members only.
 
         Args:
-            mixtures: [n, k] mixtures of the finished members.
+            mixtures: [n, domains of the corpus] mixtures of the finished members.
             table: mixtures and losses of those that did not diverge.
 
         Raises:
             UserError: if too few members did not diverge, or too few mixtures are possible.
         """
-        options, token_share = self.options, token_shares(self.corpus)
+        options, token_share, table = self.options, self.token_shares, self.searched(table)
         if len(table.keys) < FEWEST_RUNS:
             raise UserError(
                 f"only {len(table.keys)} of {len(mixtures)} proxies did not diverge, but the "
@@ -388,7 +432,8 @@ class FitMethod(abc.ABC, Generic[Options]):
                 extra //= 2
         candidates, penalties = self.within_limits(candidates)
         # Moving a mixture into the limits may round its weights.
-        rounded = np.round(np.concatenate([mixtures, candidates]), NUM_DIGITS)
+        searched = self.space.of_runs([str(n) for n in range(len(mixtures))], mixtures)
+        rounded = np.round(np.concatenate([searched, candidates]), NUM_DIGITS)
         _, first = np.unique(rounded, axis=0, return_index=True)
         new = np.sort(first[first >= len(mixtures)]) - len(mixtures)
         shares = self.target_shares(table)
@@ -409,15 +454,17 @@ class FitMethod(abc.ABC, Generic[Options]):
             raise UserError(
                 f"--rounds {options.swarm.rounds}: {error}, or loosen the limits"
             ) from error
-        return np.concatenate([mixtures, candidates[new][chosen]])
+        return np.concatenate([mixtures, self.space.expand(candidates[new][chosen])])
 
     def fit_and_write(self, runs: FitRuns) -> None:
         """Fit the runs, cross-validate this fit and a linear baseline, and write the mixture."""
-        stopwatch, options, table = Stopwatch(), self.options, runs.table
+        stopwatch, options, table = Stopwatch(), self.options, self.searched(runs.table)
         target, inputs = self.target, {"corpus": self.corpus.hash, **runs.inputs}
         if target and target.texts:
             inputs["target text"] = target.texts_hash
-        names, count = list(self.corpus.names), len(runs.table.keys)
+        if self.space.frozen:
+            inputs["frozen mixture"] = self.space.frozen.hash
+        names, count = self.space.names, len(runs.table.keys)
         self.check_number_of_runs(count)
         shares = self.target_shares(table)
         fitted = self.fit(table, shares)
@@ -441,10 +488,10 @@ class FitMethod(abc.ABC, Generic[Options]):
         quality = cross_validation(table, shares, held_out, linear)
         # JSON cannot represent NaN, so NaN is stored as null.
         as_json = quality.astype(object).where(quality.notna(), None)
-        limit = epoch_limit(options, self.corpus, names)
+        limit = epoch_limit(options, self.corpus, self.corpus.names)
         free, weights = fitted.weights, fitted.within_limit
         if weights is None:
-            weights = limit.apply(free)
+            weights = limit.apply(free, self.caps)
         decision, problems = dict[str, object](), fit_problems(quality)
         written = ""
         if not fitted.is_decided:
@@ -499,16 +546,18 @@ class FitMethod(abc.ABC, Generic[Options]):
                 ],
                 **({} if runs.cost is None else {"total_cost": cost_totals(cost)}),
                 **runs.parameters,
+                **self.frozen_parameters(weights),
             },
             provenance=provenance(options, inputs),
             cost=spent,
-            **limit.mixture_fields(free, weights),
+            **limit.mixture_fields(self.space.expand(free), self.space.expand(weights)),
         )
         write_and_print(
             mixture,
             options,
             self.corpus,
             f"{written}{fitted.heading}\nfitted to {runs.origin}",
+            *self.frozen_lines(weights),
             *fitted.closing,
             f"error on held-out runs ({procedure}; * marks a loss in the target):",
             *quality_table(quality, shares),
@@ -519,6 +568,27 @@ class FitMethod(abc.ABC, Generic[Options]):
             f"{format_weight(reach.usual)})",
             f"cost of {of_what}: {cost.flops:.2e} FLOPs, {cost.device_seconds:,.1f} device seconds",
         )
+
+    def frozen_parameters(self, weights: Array) -> dict[str, object]:
+        """Describe the frozen mixture and the ``weights`` [k] of the search, for the file."""
+        if self.space.frozen is None:
+            return {}
+        return {
+            "frozen": {
+                "mixture": self.space.frozen.hash,
+                "ratios": self.space.frozen.weights,
+                "searched_weights": by_name(self.space.names, weights),
+            }
+        }
+
+    def frozen_lines(self, weights: Array) -> list[str]:
+        """Describe the weight of the frozen mixture in the result, if there is one."""
+        if self.space.frozen is None:
+            return []
+        return [
+            f"{format_names(list(self.space.frozen.weights))} keep the ratios of --freeze "
+            f"{self.options.freeze}; together they have the weight {format_weight(weights[0])}"
+        ]
 
 
 def token_shares(corpus: Corpus) -> Array:
@@ -534,25 +604,29 @@ def token_shares(corpus: Corpus) -> Array:
     return shares
 
 
-def mixtures_to_train(options: FitOptions | GenerateOptions, corpus: Corpus) -> Array:
-    """Sample the proxies' mixtures [n, k]; warn about domains that few mixtures contain.
+def mixtures_to_train(
+    options: FitOptions | GenerateOptions, corpus: Corpus, space: SearchSpace
+) -> Array:
+    """Sample the proxies' mixtures [n, k] of the k domains of ``corpus``, within ``space``.
+
+    Warn about domains that few mixtures contain.
 
     Raises:
         UserError: if the sampling options do not allow that many distinct mixtures.
     """
-    count, shares = options.num_proxies, token_shares(corpus)
+    count, shares = options.num_proxies, space.project(token_shares(corpus))
     try:
         mixtures = sampled(options.sampling, shares, count)
     except ValueError as error:
         raise UserError(f"--num-proxies {count} and the mixture sampling flags: {error}") from error
     present = np.flatnonzero(shares)
     warn_rare_domains(
-        [corpus.names[position] for position in present],
+        [space.names[position] for position in present],
         mixtures[:, present],
         f"the mixtures of {count} proxies",
         "; lower --smallest-weight, or raise --max-upweighting or --num-proxies",
     )
-    return mixtures
+    return space.expand(mixtures)
 
 
 def sampled(sampling: MixtureSamplingOptions, shares: Array, count: int) -> Array:

@@ -209,7 +209,11 @@ class Swarm:
 
 
 def train_swarm(
-    options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path
+    options: SwarmOptions,
+    corpus: Corpus,
+    mixtures: Array,
+    folder: Path,
+    frozen_mixture: str | None = None,
 ) -> SwarmResult | None:
     """Train or resume a swarm, one member per mixture. Every rank calls this.
 
@@ -219,6 +223,7 @@ def train_swarm(
         mixtures: [n, k] float64, weights of ``corpus.names`` that sum to 1; those of rank 0 are
             used. A larger n than in the folder adds members.
         folder: folder of the swarm, on storage that all ranks share.
+        frozen_mixture: hash of the mixture of ``--freeze``, to record it.
 
     Returns:
         The losses, the same on every rank; None after a stop request.
@@ -230,7 +235,9 @@ def train_swarm(
         mixtures = from_main(lambda: mixtures)
         from_main(lambda: _check(options, corpus, mixtures, _unfinished(folder, len(mixtures))))
         with on_main(locked_run_folder(folder)):
-            members = from_main(lambda: open_folder(options, corpus, mixtures, folder))
+            members = from_main(
+                lambda: open_folder(options, corpus, mixtures, folder, frozen_mixture)
+            )
             _train_on_ranks(options, corpus, mixtures, folder, members, layout, stops)
             if from_main(lambda: _unfinished(folder, len(mixtures))):
                 if layout.is_main:
@@ -446,7 +453,13 @@ def _unfinished(folder: Path, count: int) -> list[int]:
     return sorted(set(range(count)) - finished_members(folder, count).keys())
 
 
-def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: Path) -> list[int]:
+def open_folder(
+    options: SwarmOptions,
+    corpus: Corpus,
+    mixtures: Array,
+    folder: Path,
+    frozen_mixture: str | None = None,
+) -> list[int]:
     """Write ``swarm.json``; an existing file must describe the same swarm.
 
     Members may be added; finished members are kept.
@@ -473,6 +486,8 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
         ]
         if (found.domains, found.corpus_hash) != (corpus.names, corpus.hash):
             differences.append("it was trained on another corpus")
+        if found.frozen_mixture != frozen_mixture:
+            differences.append("it was generated with another --freeze")
         if len(found.mixtures) > len(rows):
             differences.append(f"it has {len(found.mixtures)} members, more than {len(rows)}")
         differences += [
@@ -488,7 +503,9 @@ def open_folder(options: SwarmOptions, corpus: Corpus, mixtures: Array, folder: 
             )
     made_by = provenance(options, {"corpus": corpus.hash})
     held_out = list(corpus.held_out)
-    record = SwarmRecord(folder, settings, corpus.hash, corpus.names, rows, made_by, held_out)
+    record = SwarmRecord(
+        folder, settings, corpus.hash, corpus.names, rows, made_by, held_out, frozen_mixture
+    )
     record.save()
     return sorted(set(range(len(rows))) - record.finished.keys())
 

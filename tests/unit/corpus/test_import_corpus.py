@@ -302,18 +302,17 @@ def test_names_and_the_file_of_arguments(options, tmp_path):
 
 
 def test_export_divides_imported_files_by_their_split(imported, options, tmp_path):
-    export = functools.partial(
-        ConvertOptions, options.output / "data-path.json", corpus=options.output
-    )
-    blend = json.loads(converted_text(export("megatron-bridge")))
+    mixture = options.output / "data-path.json"
+    export = functools.partial(ConvertOptions, mixture=mixture, corpus=options.output)
+    blend = json.loads(converted_text(export(format="megatron-bridge")))
     path = DataPath.parse(options.data_path)
     expected = [list(path.prefixes), list(WEIGHTS)]
     assert blend == {"blend": expected, "blend_per_split": None, "split": SPLIT}
     with pytest.warns(UserWarning, match=f"--split {SPLIT}"):
-        line = converted_text(export("megatron-data-path"))
+        line = converted_text(export(format="megatron-data-path"))
     assert DataPath.parse(line).prefixes == path.prefixes
     with pytest.raises(UserError, match=f"--split {SPLIT}"):
-        converted_text(export("megatron-per-split"))
+        converted_text(export(format="megatron-per-split"))
     lines = write_blend(
         tmp_path / "m.json", Mixture.load(options.output / "data-path.json"), imported
     )

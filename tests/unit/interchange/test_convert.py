@@ -62,9 +62,9 @@ def test_paths_are_absolute(export, corpus, monkeypatch):
 
 def test_existing_files_are_replaced_only_with_overwrite(export, corpus, mixture_file, tmp_path):
     with pytest.raises(UserError, match="is the mixture itself"):
-        ConvertOptions(mixture_file, "csv", output=mixture_file, overwrite=True)
+        ConvertOptions(format="csv", mixture=mixture_file, output=mixture_file, overwrite=True)
     output = tmp_path / "new" / "out.json"
-    options = ConvertOptions(mixture_file, "csv", corpus=corpus.root, output=output)
+    options = ConvertOptions(format="csv", mixture=mixture_file, corpus=corpus.root, output=output)
     convert_mixture(options)
     assert output.read_text() == export("csv")
     output.write_text("user data")

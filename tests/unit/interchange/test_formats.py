@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
 import json
+from typing import Any
 
 import pytest
 import yaml
@@ -168,13 +171,74 @@ def test_a_damaged_file_is_an_error_that_names_the_place(name, text, problem, tm
     assert "\n" not in str(rejected.value)
 
 
+# Amounts of text
+
+
+def test_amounts_become_weights_a_budget_and_limits(corpus, tmp_path):
+    options = ConvertOptions(format="csv", tokens="news=10e9,code=2e9,poems=1", corpus=corpus.root)
+    with pytest.warns(UserWarning, match="no weight for wiki"):
+        table = converted_text(options)
+    rows = {row["domain"]: row for row in csv.DictReader(io.StringIO(table))}
+    counts = {name: int(row["tokens"]) for name, row in rows.items()}
+    assert counts == {"news": 10_000_000_000, "code": 2_000_000_000, "poems": 1, "wiki(en)": 0}
+    mixture = read_mixture(written(tmp_path, table), "csv")
+    assert mixture.token_budget == 12_000_000_001
+    assert mixture.weights["code"] == 2_000_000_000 / 12_000_000_001
+    three = dataclasses.replace(options, tokens=None, epochs="news=3,code=1.5", format="olmo-core")
+    with pytest.warns(UserWarning, match="no weight for"):
+        listed = yaml.safe_load(converted_text(three))["sources"]
+    limits = {source["source_name"]: source["max_repetition_ratio"] for source in listed}
+    assert limits == {"news": 3.0, "code": 2.0}  # not repeated more often than asked
+    sizes = corpus.train_tokens
+    shares = {source["source_name"]: source["target_ratio"] for source in listed}
+    total = 3 * sizes["news"] + 1.5 * sizes["code"]
+    assert shares["news"] == pytest.approx(3 * sizes["news"] / total, rel=1e-12)
+
+
+def test_a_table_may_have_tokens_or_epochs_instead_of_weights(corpus, tmp_path):
+    mixture = read_mixture(written(tmp_path, "domain,tokens\na,9007199254740993\nb,1e3\n"), "csv")
+    assert mixture.token_budget == 9007199254740993 + 1000
+    text = "domain,epochs,train_tokens\na,2,50\nb,0.5,200\nc,,7\n"
+    mixture = read_mixture(written(tmp_path, text), "csv")
+    assert (mixture.weights, mixture.token_budget) == ({"a": 0.5, "b": 0.5, "c": 0.0}, 200)
+    of_corpus = written(tmp_path, "domain,epochs\nnews,2\n")
+    assert (
+        read_mixture(of_corpus, "csv", corpus=corpus).token_budget
+        == 2 * corpus.train_tokens["news"]
+    )
+    for damaged in (
+        "domain,epochs\na,2\n",  # unknown size
+        "domain,tokens,epochs\na,2,1\n",
+        "domain,tokens,step\na,2,0\n",
+        "domain,tokens\na,-2\n",
+        "domain,tokens\na,0\n",
+        "domain,weight,tokens\na,0.5,10\nb,0.5,30\n",
+    ):
+        with pytest.raises(UserError, match="mixture"):
+            read_mixture(written(tmp_path, damaged), "csv")
+    mistakes: tuple[dict[str, Any], ...] = (
+        {"tokens": "a=1", "epochs": "a=1"},
+        {"epochs": "a=1"},  # no corpus
+        {"tokens": "a=0"},
+        {"tokens": "a=1", "mixture_format": "csv"},
+        {},
+    )
+    for settings in mistakes:
+        with pytest.raises(UserError, match=r"--tokens|--epochs"):
+            converted_text(ConvertOptions(format="json", **settings))
+
+
 # Names
 
 
 def test_names_are_matched_with_the_corpus(corpus, tmp_path):
     path = written(tmp_path, "train_weights: {pages: 0.25, code: 0.5, poem: 0.25}")
     options = ConvertOptions(
-        path, "json", "levanter", corpus.root, rename=(("pages=news",), ("poem=poems",))
+        format="json",
+        mixture=path,
+        mixture_format="levanter",
+        corpus=corpus.root,
+        rename=(("pages=news",), ("poem=poems",)),
     )
     with pytest.warns(UserWarning, match=r"no weight for wiki\(en\)"):
         mixture = read_mixture(written(tmp_path, converted_text(options), "m.json"))
@@ -213,7 +277,7 @@ def test_stages_and_caps_are_converted_by_choice(corpus, tmp_path):
     stages = [MixtureStage(10, {"news": 0.25, "code": 0.75})]
     path = tmp_path / "m.json"
     Mixture(weights, stages=stages, max_repetition={"code": 4.0}, scores=weights).save(path)
-    options = ConvertOptions(path, "litgpt")
+    options = ConvertOptions(format="litgpt", mixture=path)
     with pytest.raises(UserError, match="at step 10"):
         converted_text(options)
     options = dataclasses.replace(options, at_step=10)

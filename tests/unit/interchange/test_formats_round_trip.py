@@ -44,6 +44,7 @@ def mixtures(draw, names=NAMES):
         shares(draw, listed),
         stages=[MixtureStage(step, shares(draw, listed)) for step in steps] or None,
         max_repetition=caps or None,
+        token_budget=draw(st.none() | st.integers(1, 2**62)),
         sources={
             name: DomainSource({"train": [f"/data/{name}.bin"]}, {"train": tokens})
             for name in listed
@@ -76,6 +77,8 @@ def test_written_and_read_again_is_the_same(name, data, tmp_path):
         with pytest.raises(UserError, match="--drop-max-repetition"):
             write_mixture(mixture, name)
         mixture = dataclasses.replace(mixture, max_repetition=None)
+    if not chosen.has_budget:
+        mixture = dataclasses.replace(mixture, token_budget=None)
     with warnings.catch_warnings():
         # The files have only training tokens.
         warnings.filterwarnings("ignore", "no (valid|test) tokens")
@@ -90,5 +93,7 @@ def test_written_and_read_again_is_the_same(name, data, tmp_path):
 
     assert again.weights == kept(mixture.weights)
     assert again.stages == mixture.stages
+    if name != "csv" or not mixture.stages:  # the budget of stages is unknown
+        assert again.token_budget == mixture.token_budget
     caps = {n: c for n, c in (mixture.max_repetition or {}).items() if n in again.weights}
     assert (again.max_repetition or {}) == caps

@@ -18,9 +18,8 @@ from megatron_chameleon.artifacts import (
     SampledTokens,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.online.options import find_online_methods
+from megatron_chameleon.methods.online.options import online_columns
 from megatron_chameleon.report.compare_methods import (
-    ONLINE_METHODS,
     compare_methods,
     comparison_table,
     domain_table,
@@ -119,7 +118,11 @@ device-seconds / Chameleon's | 0.00x | 0.00x | 1.00x | 4.00x"""
 
 
 def test_every_online_method_may_be_a_column():
-    assert set(ONLINE_METHODS) == set(find_online_methods())
+    columns = online_columns()
+    assert columns["chameleon-online"] == "chameleon"
+    for name, method in columns.items():
+        assert mixture_label(name) == mixture_label(f"{method}-online")
+        assert mixture_label(name).endswith("(online)")
 
 
 def test_a_table_with_validation_curves_and_an_online_method(root):

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_chameleon.artifacts import CheckpointRecord, MixturePhase, SampledTokens, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointWarning, step_folder
-from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions
+from megatron_chameleon.blend.options import DataOptions, DocumentBoundaryOptions, TraceOptions
+from megatron_chameleon.blend.trace import trace_samples
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.options import ArchitectureOptions
 from megatron_chameleon.parallel.options import TrainingParallelOptions
@@ -206,6 +207,36 @@ def test_run_resumes_within_a_ramp(changed_run, pretrain_options, tmp_path):
     assert losses(run_dir) == losses(whole)
     assert record_at(run_dir, 6).domain_samples == record_at(whole, 6).domain_samples
     assert record_at(run_dir, 6).domain_samples["poems"] == pytest.approx(5 + 16 + 8, abs=1)
+
+
+def test_a_run_with_limited_weights_resumes_with_the_same_limits(
+    pretrain_options, corpus, tmp_path
+):
+    mixture = tmp_path / "m.json"
+    limits = {"max_repetition": {"news": 0.1}}
+    mixture.write_text(json.dumps({"weights": {"news": 0.8, "code": 0.1, "poems": 0.1}, **limits}))
+    run = {"mixture": str(mixture), "max_repetition_action": "redistribute"}
+    whole = tmp_path / "whole"
+    pretrain(pretrain_options(whole, **run))
+    recorded, tokens = TrainingRun.load(whole), corpus.train_tokens["news"]
+    assert recorded.limited
+    assert recorded.limited == pytest.approx({"news": 0.8 * 6 * 256 / tokens})
+    assert recorded.domain_tokens["news"].epochs <= 0.1
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    shutil.rmtree(step_folder(run_dir, 6))
+    for other in ({"max_repetition_action": "warn"}, {}):
+        if not other:
+            mixture.write_text(mixture.read_text().replace("0.1}}", "0.05}}"))
+        with pytest.raises(UserError, match="--max-repetition-action"):
+            pretrain(pretrain_options(run_dir, **{**run, **other}))
+    mixture.write_text(mixture.read_text().replace("0.05}}", "0.1}}"))
+    pretrain(pretrain_options(run_dir, **run))
+    assert losses(run_dir) == losses(whole)
+    output = tmp_path / "counts.jsonl"
+    trace_samples(TraceOptions(run=run_dir, counts=True, output=output))
+    counted = [json.loads(line) for line in output.read_text().splitlines()]
+    news = sum(line["tokens"] for line in counted if line["domain"] == "news")
+    assert news == recorded.domain_tokens["news"].actual
 
 
 def test_samples_that_contradict_the_checkpoint_are_an_error(changed_run, pretrain_options):

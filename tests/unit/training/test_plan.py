@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.online.options import PretrainOptions
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.options import ArchitectureOptions
+from megatron_chameleon.training.options import ReloadOptions
 from megatron_chameleon.training.out_of_memory import check_host_memory
 from megatron_chameleon.training.plan import plan_training, warn_of_repeats
 from tests.families import write_config
@@ -89,6 +91,74 @@ def test_a_mixture_may_change_and_limit_repetition(plan, tmp_path):
             plan(**{**given, "data": data})
     with pytest.raises(UserError, match="change at step 2"):
         plan(data=changing(f"3={mixture}"))
+
+
+@pytest.mark.parametrize("permutation", ["megatron", "feistel"])
+def test_redistributed_weights_keep_each_domain_within_its_limit(plan, tmp_path, permutation):
+    weights = {"news": 0.6, "code": 0.3, "poems": 0.1}
+    tokens = plan().data.tokens
+    most = 4000 / tokens["news"]
+    later = {"news": 0.5, "code": 0.375, "poems": 0.125}
+    stages = None if permutation == "megatron" else [MixtureStage(20, later)]
+    path = tmp_path / "m.json"
+    Mixture(weights, stages=stages, max_repetition={"news": most}).save(path)
+    run = {"mixture": str(path), "train_iters": 40, "data": DataOptions(permutation=permutation)}
+    unlimited = plan(**run)
+    made = plan(**run, max_repetition_action="redistribute")
+    samples = made.samples(made.schedule)
+    counts = dict(zip(made.data.names, samples.counts(made.num_samples).tolist(), strict=True))
+    assert 4000 / 32 - 4 < counts["news"] <= 4000 / 32
+    assert made.limited == {"news": unlimited.epochs(unlimited.schedule)["news"]}
+    first = dict(zip(made.data.names, made.schedule.weights_at(0), strict=True))
+    assert first["code"] == pytest.approx(3 * first["poems"])
+    # A run that is within its limits is unchanged.
+    shorter = plan(**{**run, "train_iters": 21}, max_repetition_action="stop")
+    assert not shorter.limited
+    with pytest.raises(UserError, match=r"'news' would have .* at most (\d+) steps fit") as caught:
+        plan(**run, max_repetition_action="stop")
+    steps = int(re.findall(r"at most (\d+)", str(caught.value))[0])
+    for count, fits in ((steps, True), (steps + 1, False)):
+        changed = plan(**{**run, "train_iters": count})
+        assert (changed.epochs(changed.schedule)["news"] <= most) == fits
+
+
+def test_limits_that_cannot_hold_are_an_error(plan, tmp_path):
+    path = tmp_path / "m.json"
+    Mixture(dict.fromkeys(DOMAINS, 1 / 3), max_repetition=dict.fromkeys(DOMAINS, 0.01)).save(path)
+    run = {"mixture": str(path), "max_repetition_action": "redistribute"}
+    for changes in (
+        run,  # all domains are limited
+        {**run, "data": changing("0..3=uniform")},
+        {**run, "mixture": None},  # no limits
+        {**run, "reload": ReloadOptions(reload_mixture=path, reload_interval=2)},
+        {**run, "mixture": str(path), "target_tokens": 9000, "max_repetition_action": "stop"},
+    ):
+        with pytest.raises(UserError, match="--max-repetition-action"):
+            plan(**changes)
+
+
+def test_scarce_text_may_be_repeated_more_often_than_all_text(plan):
+    made = plan(train_iters=100)
+    tokens = {"news": 10_000, "code": 10_000, "poems": 200}
+    train = {
+        name: dataclasses.replace(made.data.splits["train"][name], tokens=count)
+        for name, count in tokens.items()
+    }
+    data = dataclasses.replace(made.data, splits={**made.data.splits, "train": train})
+
+    def warned(news: float, poems: float) -> list[str]:
+        """Domains with a warning if news and poems have so many epochs."""
+        schedule = MixtureSchedule.fixed((news * 10_000, 0.0, poems * 200))
+        steps = round((news * 10_000 + poems * 200) / 256)
+        options = dataclasses.replace(made.options, train_iters=steps)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_repeats(dataclasses.replace(made, data=data, options=options), schedule)
+        return [str(warning.message).split("'")[1] for warning in caught]
+
+    assert warned(3, 14) == []
+    assert warned(3, 16) == ["poems"]
+    assert warned(5, 14) == ["news", "poems"]  # no text is abundant
 
 
 def test_the_record_names_the_model_or_its_folder(plan, tmp_path):

@@ -12,6 +12,7 @@ from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME
 from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.options import LoggingOptions, OnlineOptions, ReloadOptions
+from megatron_chameleon.training.reload import LOG_NAME, read_log
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import DOMAINS
 from tests.unit.training.runs import before_steps, losses
@@ -83,6 +84,19 @@ def test_resumed_run_equals_the_uninterrupted_run(options_for, write, monkeypatc
     pretrain(options["resumed"])
     assert losses(options["whole"].run_dir) == losses(options["resumed"].run_dir)
     assert phases_of(options["whole"]) == phases_of(options["resumed"])
+
+
+def test_a_truncated_line_of_the_log_does_not_damage_the_next_one(options_for, write):
+    options = options_for("run")
+    write({"weights": MOST})(None)
+    pretrain(options)
+    log = options.run_dir / LOG_NAME
+    whole = read_log(log)
+    assert [*whole] == [2, 4]
+    log.write_bytes(log.read_bytes()[:-10])
+    shutil.rmtree(options.run_dir / FOLDER_NAME)
+    pretrain(options)
+    assert read_log(log) == whole
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,25 @@ def test_the_groups_of_4096_ranks_partition_them():
     assert GroupShape.of(groups["data"], 16) == GroupShape(32, 128, 2, 64)
 
 
+def test_epochs_of_the_domains_of_a_corpus(corpus, tmp_path, capsys):
+    mixture = tmp_path / "m.json"
+    weights = {"news": 0.8, "code": 0.1, "poems": 0.1}
+    mixture.write_text(json.dumps({"weights": weights, "max_repetition": {"news": 0.1}}))
+    run = "--model nano --seq-length 32 --train-iters 6 --lr-warmup-iters 2 --global-batch-size 8"
+    run += f" --eval-interval 0 --corpus {corpus.root} --mixture {mixture}"
+    assert plan_run(options(f"{run} --json")) == 0
+    planned = json.loads(capsys.readouterr().out)["domains"]
+    expected = {name: w * 6 * 8 * 32 / corpus.train_tokens[name] for name, w in weights.items()}
+    assert {name: one["epochs"] for name, one in planned.items()} == pytest.approx(expected)
+    assert plan_run(options(run)) == 0
+    assert "--max-repetition-action" in capsys.readouterr().out
+    limited = options(f"{run} --max-repetition-action redistribute")
+    assert (domains := estimate_run(limited).domains)
+    assert 0.08 < domains["news"].epochs <= 0.1
+    with pytest.raises(UserError, match="'news'"):
+        estimate_run(options(f"{run} --max-repetition-action stop"))
+
+
 def test_json_of_a_large_run_adds_up(capsys):
     assert plan_run(options(LARGE + " --json --device-memory-gb 80")) == 0
     found = json.loads(capsys.readouterr().out)

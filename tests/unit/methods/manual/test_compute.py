@@ -90,6 +90,9 @@ def test_weights_of_a_csv_table(manual, corpus, tmp_path):
     table = tmp_path / "given.csv"
     table.write_text("train_tokens, weight, domain\n7, 0.4, news\n8, 0.6, poems\n")
     assert manual(weights=str(table)).weights == {"news": 0.4, "code": 0.0, "poems": 0.6}
+    table.write_text("domain,epochs\nnews,2\npoems,0\n")
+    assert manual(weights=str(table)).token_budget == 2 * corpus.train_tokens["news"]
+    assert manual(weights=str(table), token_budget=100).token_budget == 100
     path = tmp_path / "mixture.json"
     Mixture({"news": 0.2, "code": 0.3, "poems": 0.5}).save(path)
     table.write_text(write_mixture(Mixture.load(path), "csv"))

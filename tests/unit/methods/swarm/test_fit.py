@@ -38,6 +38,7 @@ from megatron_chameleon.methods.swarm.fit import (
     swarm_runs,
     warn_untrained,
 )
+from megatron_chameleon.methods.swarm.space import SearchSpace
 from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.fit_quality import fit_linear, folds_of, held_out_predictions
 from megatron_chameleon.mixture.mixing_laws import MixingLaws, simplex_grid
@@ -413,7 +414,7 @@ def test_later_rounds_take_the_mixtures_that_the_surrogate_predicts_to_be_best(
         num_proxies=20,
         sampling=dataclasses.replace(SAMPLING, smallest_weight=0.01),
     )
-    mixtures = mixtures_to_train(options, corpus)
+    mixtures = mixtures_to_train(options, corpus, SearchSpace.of(corpus, None))
     losses, folder = bowls(mixtures), tmp_path / "out" / "mixture" / "swarm"
     (folder / "members").mkdir(parents=True)
     for member, row in enumerate(losses.tolist()):
@@ -473,7 +474,7 @@ def test_rounds_never_repeat_a_mixture(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(f"{FitMethod.__module__}.MAX_CANDIDATES", 0)
     files = {"corpus": corpus.root, "output": tmp_path / "m.json"}
     method = SurrogateFit(SurrogateOptions(num_proxies=64, swarm=ROUNDS, **files))
-    mixtures = mixtures_to_train(method.options, corpus)
+    mixtures = mixtures_to_train(method.options, corpus, method.space)
     runs = dataclasses.replace(with_one_loss(runs_of(bowls, 32)), mixtures=mixtures[:32])
     found = method.with_next_round(runs.mixtures, runs)
     np.testing.assert_allclose(np.unique(np.round(found, 9), axis=0), np.unique(mixtures, axis=0))

@@ -1,0 +1,185 @@
+"""--freeze: an earlier mixture is one domain of a smaller swarm."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from megatron_chameleon.artifacts import Mixture, TrainingRun
+from megatron_chameleon.artifacts.swarm import SwarmRecord
+from megatron_chameleon.errors import UserError
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
+from megatron_chameleon.methods.mixing_laws import MixingLawsOptions
+from megatron_chameleon.methods.mixing_laws.compute import MixingLawsFit
+from megatron_chameleon.methods.options import PriorOptions
+from megatron_chameleon.methods.regmix import RegmixOptions
+from megatron_chameleon.methods.regmix.compute import Regmix
+from megatron_chameleon.methods.surrogate import OptimumOptions, SurrogateOptions
+from megatron_chameleon.methods.surrogate.compute import SurrogateFit
+from megatron_chameleon.methods.swarm import CollectOptions, GenerateOptions
+from megatron_chameleon.methods.swarm.any_trainer import collect_swarm, generate_swarm
+from tests.small_corpus import DOMAINS
+from tests.unit.methods.test_fit import LAWS, SAMPLING, SWARM, TREES, TRUE, bowls
+
+OLD = {"news": 0.75, "code": 0.25}
+RATIOS = np.array([0.75, 0.25, 0.0])
+POEMS = np.array([0.0, 0.0, 1.0])
+ACCEPTING = PriorOptions(accept_uncertain=True)
+
+
+@pytest.fixture
+def old(tmp_path):
+    path = tmp_path / "old.json"
+    Mixture(OLD).save(path)
+    return path
+
+
+def on_the_line(shares):
+    """Mixtures [n, 3] in which the frozen mixture has ``shares`` [n]."""
+    return shares[:, None] * RATIOS + (1 - shares[:, None]) * POEMS
+
+
+@pytest.fixture
+def fit(corpus, old, tmp_path):
+    """``fit(method, options_type, losses_of, **changes)``: a mixture fitted to known losses."""
+
+    def run(method, options_type, losses_of, mixtures=None, **changes):
+        if mixtures is None:
+            mixtures = on_the_line(np.random.default_rng(0).uniform(size=60))
+        keys = [str(number) for number in range(len(mixtures))]
+        runs = MixtureRuns(keys, list(DOMAINS), mixtures, list(DOMAINS), losses_of(mixtures))
+        tables = {"ratios": tmp_path / "ratios.csv", "metrics": tmp_path / "metrics.csv"}
+        write_mixture_runs(runs, **tables)
+        settings = {"corpus": corpus.root, "output": tmp_path / "mixture.json", "freeze": old}
+        method(options_type(**settings, **tables, fallback=ACCEPTING, **changes)).compute()
+        return Mixture.load(tmp_path / "mixture.json")
+
+    return run
+
+
+METHODS = [
+    (Regmix, RegmixOptions, bowls, {"trees": TREES}, 0.05),
+    (MixingLawsFit, MixingLawsOptions, TRUE.predict, {"laws": LAWS}, 0.01),
+    (
+        SurrogateFit,
+        SurrogateOptions,
+        bowls,
+        {"optimum": OptimumOptions(num_draws=500, splits=2)},
+        0.03,
+    ),
+]
+
+
+@pytest.mark.parametrize(("method", "options_type", "losses_of", "settings", "error"), METHODS)
+def test_a_fit_finds_the_best_mixture_with_the_frozen_ratios(
+    fit, method, options_type, losses_of, settings, error
+):
+    mixture = fit(method, options_type, losses_of, **settings)
+    grid = np.linspace(0, 1, 10_001)
+    best = grid[losses_of(on_the_line(grid)).mean(axis=1).argmin()]
+    assert mixture.weights["news"] == pytest.approx(3 * mixture.weights["code"], rel=1e-12)
+    assert mixture.weights["news"] + mixture.weights["code"] == pytest.approx(best, abs=error)
+    assert sum(mixture.weights.values()) == pytest.approx(1)
+    assert mixture.parameters["frozen"]["mixture"] == Mixture(OLD).hash
+    assert mixture.provenance
+    assert mixture.provenance.inputs["frozen mixture"] == Mixture(OLD).hash
+    searched = mixture.parameters["frozen"]["searched_weights"]
+    assert searched == pytest.approx({"frozen": best, "poems": 1 - best}, abs=error)
+
+
+@pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
+@pytest.mark.parametrize(("method", "options_type", "losses_of", "settings", "_"), METHODS)
+def test_the_epoch_limit_holds_for_each_frozen_domain(
+    fit, corpus, method, options_type, losses_of, settings, _
+):
+    limit = {"token_budget": 10 * corpus.train_tokens["news"], "max_epochs": 6.0}
+    mixture = fit(method, options_type, losses_of, target="news=19,poems=1", **settings, **limit)
+    assert mixture.epochs
+    assert mixture.unconstrained
+    assert mixture.epochs["news"] == pytest.approx(6)
+    assert mixture.capped == ["news"]
+    assert mixture.weights["news"] == pytest.approx(3 * mixture.weights["code"], rel=1e-12)
+    assert sum(mixture.unconstrained.values()) == pytest.approx(1)
+
+
+def test_a_swarm_over_a_frozen_mixture_is_generated_trained_and_fitted(
+    corpus, old, tmp_path, capsys
+):
+    folder = tmp_path / "work" / "swarm"
+    shared = {"corpus": corpus.root, "freeze": old, "num_proxies": 6, "swarm": SWARM}
+    generate_swarm(GenerateOptions(**shared, swarm_dir=folder, sampling=SAMPLING))
+    record = SwarmRecord.load(folder)
+    assert record.frozen_mixture == Mixture(OLD).hash
+    mixtures = np.array(record.mixtures)
+    np.testing.assert_allclose(mixtures[:, 0], 3 * mixtures[:, 1], rtol=1e-12)
+    assert len(np.unique(mixtures[:, 2])) == 6
+    options = {**shared, "output": tmp_path / "m.json", "work_dir": folder.parent}
+    fitted = Regmix(RegmixOptions(**options, sampling=SAMPLING, trees=TREES, fallback=ACCEPTING))
+    assert fitted.compute()
+    assert TrainingRun.load(folder / "members" / "00000").domain_tokens.keys() == set(DOMAINS)
+    mixture = Mixture.load(options["output"])
+    assert mixture.weights["news"] == pytest.approx(3 * mixture.weights["code"], rel=1e-12)
+    tables = {"ratios": folder / "ratios.csv", "metrics": folder / "metrics.csv"}
+    with pytest.raises(UserError, match="--freeze None"):
+        Regmix(RegmixOptions(corpus=corpus.root, output=tmp_path / "n.json", **tables)).compute()
+    capsys.readouterr()
+    collect_swarm(CollectOptions(swarm_dir=folder))
+    assert "--freeze" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--freeze"):  # the same folder without the frozen mixture
+        generate_swarm(GenerateOptions(**{**shared, "freeze": None}, swarm_dir=folder))
+
+
+def test_later_rounds_keep_the_frozen_ratios(corpus, old, tmp_path):
+    options = RegmixOptions(
+        corpus=corpus.root,
+        output=tmp_path / "m.json",
+        freeze=old,
+        num_proxies=16,
+        sampling=SAMPLING,
+        swarm=dataclasses.replace(SWARM, rounds=2),
+    )
+    method = Regmix(options)
+    first = method.first_mixtures()
+    keys = [str(number) for number in range(len(first))]
+    table = MixtureRuns(keys, list(DOMAINS), first, list(DOMAINS), bowls(first))
+    mixtures = method.with_next_round(first, table)
+    assert len(first) == 8
+    assert len(np.unique(mixtures.round(9), axis=0)) == len(mixtures) == 16
+    np.testing.assert_allclose(mixtures[:, 0], 3 * mixtures[:, 1], rtol=1e-9)
+    np.testing.assert_array_equal(mixtures[:8], first)
+    grid = np.linspace(0, 1, 1001)
+    best = grid[bowls(on_the_line(grid)).mean(axis=1).argmin()]
+    later = mixtures[8:, :2].sum(axis=1)
+    assert np.abs(later - best).mean() < np.abs(first[:, :2].sum(axis=1) - best).mean()
+
+
+@pytest.mark.parametrize(
+    ("weights", "identifier"),
+    [
+        ({"songs": 1.0}, "songs"),
+        ({"news": 0.0}, "all zero"),
+        (dict.fromkeys(DOMAINS, 1 / 3), "add a new domain"),
+    ],
+)
+def test_a_mixture_that_cannot_be_frozen_is_rejected(corpus, tmp_path, weights, identifier):
+    path = tmp_path / "old.json"
+    Mixture(weights).save(path)
+    with pytest.raises(UserError, match=identifier):
+        generate_swarm(
+            GenerateOptions(
+                corpus=corpus.root,
+                swarm_dir=tmp_path / "s",
+                num_proxies=4,
+                freeze=path,
+                swarm=SWARM,
+            )
+        )
+    assert not (tmp_path / "s").exists()
+
+
+def test_runs_with_other_ratios_are_rejected(fit):
+    mixtures = np.random.default_rng(0).dirichlet(np.ones(3), 30)
+    with pytest.raises(UserError, match="--freeze"):
+        fit(Regmix, RegmixOptions, bowls, mixtures, trees=TREES)
