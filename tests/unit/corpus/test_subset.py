@@ -15,6 +15,7 @@ from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions
 from megatron_chameleon.corpus.shards import assign_splits, text_digest
 from megatron_chameleon.corpus.staging import CorpusFolder
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
+from megatron_chameleon.errors import UserError
 from tests.unit.corpus.corpus_making import (
     assert_same,
     documents_of,
@@ -161,3 +162,42 @@ def test_workers_and_interruptions_do_not_change_a_subset(whole, mixture, tmp_pa
             break
     assert 3 < most < 99
     assert len(set(numbers)) < len(numbers)  # a shard was made again
+
+
+def test_a_domain_with_too_little_text_is_used_completely_and_reported(
+    jsonl, texts, tokenizer_json, tmp_path
+):
+    """The shares are equal without a mixture."""
+    inputs = [
+        f"{name}={jsonl(f'{name}.jsonl', texts(n, n))}" for name, n in (("a", 60), ("b", 400))
+    ]
+    options = PreprocessOptions(
+        source_options(*inputs), tmp_path / "whole", tokenizer_json, split="60,20,20", workers=1
+    )
+    full = make_corpus(options)
+    with pytest.warns(UserWarning, match="'a'"):
+        corpus = make_corpus(replace(options, output=tmp_path / "subset", max_tokens=8000))
+    assert corpus.max_tokens == {"a": 4000, "b": 4000}
+    assert corpus.domain_hash("a") == full.domain_hash("a")
+    assert full.train_tokens["a"] < 4000 <= corpus.train_tokens["b"] < full.train_tokens["b"]
+
+
+def test_options_without_a_meaning_together_are_errors(
+    jsonl, texts, tokenizer_json, tmp_path, mixture
+):
+    options = PreprocessOptions(
+        source_options(jsonl("a.jsonl", [{"text": text, "set": "a"} for text in texts(40)])),
+        tmp_path / "corpus",
+        tokenizer_json,
+        DomainOptions(domain_key="set"),
+        split="60,20,20",
+        workers=1,
+    )
+    with pytest.raises(UserError, match="--mixture"):
+        replace(options, mixture=str(mixture))
+    with pytest.raises(UserError, match="--shard"):
+        replace(options, max_tokens=100, shard="1/2")
+    with pytest.raises(UserError, match="--domain-key"):
+        make_corpus(replace(options, max_tokens=100))
+    with pytest.warns(UserWarning), pytest.raises(UserError, match="'b', 'c'"):
+        make_corpus(replace(options, max_tokens=100, mixture=str(mixture)))
