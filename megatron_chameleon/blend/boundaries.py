@@ -34,7 +34,7 @@ def document_boundaries(
     if options == DocumentBoundaryOptions():
         return made
     is_eod = tokens == eod_id
-    starts = _document_starts(is_eod)
+    starts = document_starts(is_eod)
     if options.reset_position_ids:
         made["position_ids"] = made["position_ids"] - starts
     if options.eod_mask_loss:
@@ -44,7 +44,7 @@ def document_boundaries(
     return made
 
 
-def _document_starts(is_eod: torch.Tensor) -> torch.Tensor:
+def document_starts(is_eod: torch.Tensor) -> torch.Tensor:
     """Return the position in the sample where each token's document begins, [b, s] int64.
 
     Args:
@@ -60,7 +60,7 @@ def document_mask(starts: torch.Tensor) -> torch.Tensor:
     """Return the mask of causal attention within documents, [b, 1, s, s] bool; True is masked.
 
     Args:
-        starts: [b, s] int64, from :func:`document_boundaries`.
+        starts: [b, s] int64, from :func:`document_starts`.
     """
     seen = torch.arange(starts.size(1), device=starts.device)
     later = seen[None, :] > seen[:, None]  # [s, s]

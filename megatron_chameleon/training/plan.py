@@ -48,7 +48,7 @@ from megatron_chameleon.training.pretrained import open_pretrained
 # If all text is repeated, its value decays beyond about four epochs: Muennighoff et al. 2023,
 # "Scaling Data-Constrained Language Models".
 MANY_EPOCHS = 4.0
-# Scarce text that is mixed with abundant text "can be reused 15-20 times": Sedova et al. 2026,
+# Scarce text that is mixed with abundant text tolerated 15 to 20 repetitions: Sedova et al. 2026,
 # "Scaling Laws for Mixture Pretraining Under Data Constraints" (arXiv 2605.12715, abstract).
 MANY_EPOCHS_OF_SCARCE_TEXT = 15.0
 # Text is abundant here if domains with at most MANY_EPOCHS have this share of the run's tokens. The
@@ -428,8 +428,9 @@ def limit_repetition(
         return schedule, {}
     if not limits:
         raise UserError(
-            f"{flag}: --mixture {options.mixture or 'uniform'} has no max_repetition; add it to the file, as in "
-            '{"weights": {...}, "max_repetition": {"NAME": EPOCHS}}, or leave out the flag'
+            f"{flag}: --mixture {options.mixture or 'uniform'} has no max_repetition; add "
+            'it to the file, as in {"weights": {...}, "max_repetition": {"NAME": EPOCHS}}, or '
+            "leave out the flag"
         )
     planned = planned_epochs(options, data, schedule)
     over = {name: planned[name] / limits[name] for name in limits if name in planned}

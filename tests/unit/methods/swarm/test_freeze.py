@@ -21,7 +21,7 @@ from megatron_chameleon.methods.surrogate.compute import SurrogateFit
 from megatron_chameleon.methods.swarm import CollectOptions, GenerateOptions
 from megatron_chameleon.methods.swarm.any_trainer import collect_swarm, generate_swarm
 from tests.small_corpus import DOMAINS
-from tests.unit.methods.test_fit import LAWS, SAMPLING, SWARM, TREES, TRUE, bowls
+from tests.unit.methods.swarm.test_fit import LAWS, SAMPLING, SWARM, TREES, TRUE, bowls
 
 OLD = {"news": 0.75, "code": 0.25}
 RATIOS = np.array([0.75, 0.25, 0.0])
