@@ -199,5 +199,5 @@ def test_options_without_a_meaning_together_are_errors(
         replace(options, max_tokens=100, shard="1/2")
     with pytest.raises(UserError, match="--domain-key"):
         make_corpus(replace(options, max_tokens=100))
-    with pytest.warns(match="weight 0"), pytest.raises(UserError, match="'b', 'c'"):
+    with pytest.warns(match="weight is 0"), pytest.raises(UserError, match="'b', 'c'"):
         make_corpus(replace(options, max_tokens=100, mixture=str(mixture)))
