@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe
-from megatron_chameleon.artifacts.files import sha256_of_files, sha256_of_json
+from megatron_chameleon.artifacts.files import read_foreign_json, sha256_of_files, sha256_of_json
 from megatron_chameleon.checkpoint.huggingface import CODE, stored_types
 from megatron_chameleon.checkpoint.model import HuggingFaceModel
 from megatron_chameleon.checkpoint.options import TokenizerChoice
@@ -48,6 +48,8 @@ _UNQUANTIZED = {"F64", "F32", "F16", "BF16"}
 _SCALE = re.compile(r"(.*[._])?(scales?|scale_inv|q?zeros|zero_points?|absmax|quant_map|SCB|g_idx)")
 # Older folders store masks, positions or rotary frequencies, which transformers computes.
 _CONSTANT = re.compile(r".*(attn\.bias|masked_bias|position_ids|inv_freq)")
+# Fields of config.json with the number of layers.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Files that configure the model and its tokenizer.
 _CONFIGURES = (CONFIG_NAME, "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 
@@ -82,6 +84,7 @@ class TransformersProxy(Proxy):
                 or for a model that is neither causal nor an encoder of text.
         """
         folder = found.where
+        _reject_excess_layers(found)
         config = _read_config(folder, trust_remote_code=trust_remote_code)
         # transformers scales the weights if the config describes how they are quantized.
         if getattr(config, "quantization_config", None) is None:
@@ -318,6 +321,25 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         for field in ("transformers_weights", "_attn_implementation", "_experts_implementation"):
             setattr(config, field, None)
         return config
+
+
+def _reject_excess_layers(model: HuggingFaceModel) -> None:
+    """Check that the weights can have the layers of config.json.
+
+    transformers would construct any number of layers, and take hours or all memory for it.
+
+    Raises:
+        UserError: if there are more layers than tensors, or config.json cannot be read.
+    """
+    path = model.where / CONFIG_NAME
+    body = read_foreign_json(path, "download the model again")
+    tensors = len(stored_types(model.files))
+    for field in _LAYERS:
+        if isinstance(layers := body.get(field), int) and layers > tensors:
+            raise UserError(
+                f"{path}: {field} is {layers:,}, but the weights have only {tensors:,} tensors; "
+                "download the model again"
+            )
 
 
 def _reject_quantized(model: HuggingFaceModel) -> None:

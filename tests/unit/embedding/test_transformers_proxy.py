@@ -232,10 +232,16 @@ def without_layers(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 0}))
 
 
+def many_layers(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
         (without_layers, "0 layers"),
+        (many_layers, "1,000,000,000,000"),
         (without_weights, "model.safetensors"),
         (only_pickled, "pickle"),
         (truncated, "download the model again"),
