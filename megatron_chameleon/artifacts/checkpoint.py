@@ -250,8 +250,8 @@ def temporary_name(folder: Path, token: str) -> Path:
 
     Args:
         folder: the folder to write.
-        token: eight characters. The fixed length keeps the pattern of :func:`remove_leftovers`
-            from matching temporary names of other folders.
+        token: eight characters. The length is fixed so that :func:`remove_leftovers` does not
+            delete temporary folders of a folder with a longer name.
     """
     return folder.with_name(f".{folder.name}.{token}.tmp")
 

@@ -35,7 +35,7 @@ class _BlendedPhase:
     """Order of the samples of one phase of the schedule.
 
     Attributes:
-        phase: first sample and weights, without a ramp.
+        phase: its first sample and constant weights; ramps have been divided into steps.
         order: order of the samples, which are numbered from the start of the phase.
         before: [num_domains] number of samples of each domain before the phase.
         target_before: [num_domains] target count of each domain before the phase.

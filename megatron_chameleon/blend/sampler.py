@@ -208,7 +208,7 @@ def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def steps_between_changes(first_step: int, train_iters: int, interval: int) -> list[int]:
-    """Return the number of steps of each part of a run that starts at ``first_step``.
+    """Divide the steps from ``first_step`` on into parts, and return their numbers of steps.
 
     A part ends where the mixture may change: at multiples of ``interval``, or never if it is 0.
     """

@@ -104,7 +104,7 @@ class Shard(FolderRecord):
 
     KIND = "preprocessed shard"
     FILE_NAME = "shard.json"
-    # Version 6 records empty documents in documents.bin, and no domain in copies.bin.
+    # Since version 6, documents.bin also lists empty documents, and copies.bin has no domain.
     FORMAT_VERSION = 6
     MADE_BY = "remove the folder, and run megatron-chameleon preprocess_data again"
 

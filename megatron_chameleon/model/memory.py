@@ -2,7 +2,8 @@
 
 The estimate counts bytes of tensors, like torch's allocator. It does not count the CUDA context,
 workspaces of libraries, NCCL's buffers and fragmentation on a GPU, or, on the CPU, gloo's copies of
-sent data.
+sent data. It does not count the dense mask between documents, nor what a hook allocates, such as
+DoGE's gradient of each domain.
 
 The activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in
 Large Transformer Models", equation 2, without the masks of dropout, which are described below, and

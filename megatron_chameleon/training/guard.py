@@ -59,7 +59,7 @@ class StepGuard:
         skipped: number of skipped steps over the whole run.
         updates: number of steps over the whole run that were not skipped.
         streak: step numbers of the consecutive skipped steps up to the last step.
-        unlogged: number of steps skipped since the last log.
+        unlogged: steps skipped since the last log, which empties the list.
     """
 
     def __init__(self, options: GuardOptions) -> None:

@@ -111,11 +111,6 @@ class IntervalMeter:
         self._restart()
         return interval
 
-    def domain_losses(self, domain_sums: torch.Tensor) -> dict[str, float]:
-        """Domain -> mean loss of its tokens in one step, over all ranks. Collective."""
-        losses, tokens, _ = sum_over_ranks(domain_sums, self._layout).cpu().T.tolist()
-        return mean_losses(self._names, losses, tokens)
-
     def restart_clock(self) -> None:
         """Exclude the time up to now from the measured speed."""
         self._start = time.perf_counter()

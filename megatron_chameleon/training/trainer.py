@@ -31,7 +31,7 @@ from megatron_chameleon.training.hook import (
     build_hook,
     load_hook,
 )
-from megatron_chameleon.training.metrics import PhaseTimers, build_profiler
+from megatron_chameleon.training.metrics import PhaseTimers, build_profiler, mean_losses
 from megatron_chameleon.training.optimizer import build_trained_model
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.out_of_memory import (
@@ -219,16 +219,16 @@ class Trainer:
         if reason is None:
             self.hook.end_step(records.step, self.sync.domain_losses())
         else:
-            self._record_skipped(reason, domain_sums)
+            self._record_skipped(reason)
 
-    def _record_skipped(self, reason: str, domain_sums: torch.Tensor) -> None:
+    def _record_skipped(self, reason: str) -> None:
         """Report a skipped step, and undo the changes that it made to the hook's state.
 
         Raises:
             UserError: if too many consecutive steps were skipped.
         """
         records = self.records
-        losses = self.meter.domain_losses(domain_sums)
+        losses = mean_losses(records.plan.data.names, *self.sync.domain_losses().tolist())
         skipped = SkippedStep(records.step, reason, records.domain_samples(), losses)
         records.print(str(skipped))
         self.hook.undo_step()

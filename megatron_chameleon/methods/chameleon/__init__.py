@@ -145,8 +145,9 @@ class ChameleonOptions(OutputOptions):
     target: str | None = None
     """What the mixture is for: domains such as a,b, or a=2,b=1 with their shares, held-out domains
     of the corpus, and texts such as NAME=PATH or NAME=PATH=2, in the format of --input. Held-out
-    domains and texts are embedded like the domains, and the domains nearest to them gain weight. In
-    pretraining the effect is largest with a small ridge, in fine-tuning with a large ridge."""
+    domains and texts are embedded like the domains, and the domains nearest to them gain weight.
+    The target changes the weights most with a small ridge in pretraining, and a large one in
+    fine-tuning."""
     target_strength: InsideUnit | None = None
     """Strength of --target, between 0 and 1: near 0, the target has no effect; near 1, the target
     alone determines the prior of the domains. Default: 0.5."""

@@ -89,10 +89,14 @@ def collect_swarm(options: CollectOptions) -> None:
     """
     record = SwarmRecord.load(options.swarm_dir)
     folder, count = record.root, len(record.mixtures)
+    target = list[str]()
     if options.losses is None:
         if not record.finished:
             raise UserError(f"{folder} has no finished member; train members with swarm run")
-        collect(record, recorded_options(record))
+        settings = recorded_options(record)
+        collect(record, settings)
+        if settings.downstream.tasks:  # bits per byte are not averaged with nats per token
+            target = ["--target", ",".join(settings.downstream.tasks)]
     else:
         columns = dict[str, str]()
         for each in (value for group in options.column for value in group):
@@ -109,7 +113,13 @@ def collect_swarm(options: CollectOptions) -> None:
     print(
         "fit them: megatron-chameleon compute_mixture --method surrogate --corpus CORPUS "
         + shlex.join(
-            ["--ratios", str(folder / RATIOS_NAME), "--metrics", str(folder / METRICS_NAME)]
+            [
+                "--ratios",
+                f"{folder / RATIOS_NAME}",
+                "--metrics",
+                f"{folder / METRICS_NAME}",
+                *target,
+            ]
         )
         + (" --freeze FROZEN_MIXTURE.json" if record.frozen_mixture else "")
         + " --output MIXTURE.json"

@@ -221,9 +221,11 @@ class FitMethod(abc.ABC, Generic[Options]):
         limit.apply(self.project_uniform(), self.caps)
         check_output(options.output, Mixture.KIND)
         if options.ratios is not None and options.metrics is not None:
-            self.require_same_freeze(options.ratios)
+            swarm = self.swarm_of(options.ratios)
             if is_main:
                 runs = existing_runs(options.ratios, options.metrics, corpus)
+                if swarm is not None and options.metrics.parent == swarm.root:
+                    runs = with_cost(runs, swarm)
                 self.target = parse_objective(options, runs.table.metrics)
                 if self.target and self.target.texts:
                     raise UserError(
@@ -251,17 +253,22 @@ class FitMethod(abc.ABC, Generic[Options]):
             self.fit_and_write(trained)
         return trained is not None
 
-    def require_same_freeze(self, ratios: Path) -> None:
-        """Raise UserError if the table is that of a swarm with another ``--freeze``."""
+    def swarm_of(self, ratios: Path) -> SwarmRecord | None:
+        """Return the swarm in the folder of the table; None for a table of other runs.
+
+        Raises:
+            UserError: if the swarm was generated with another ``--freeze``.
+        """
         if not SwarmRecord.exists(ratios.parent):
-            return
-        frozen = SwarmRecord.load(ratios.parent).frozen_mixture
-        if frozen != self.space.frozen_hash:
+            return None
+        swarm = SwarmRecord.load(ratios.parent)
+        if (frozen := swarm.frozen_mixture) != self.space.frozen_hash:
             hint = f"the mixture with SHA-256 {frozen[:8]}..." if frozen else "no mixture"
             raise UserError(
                 f"--freeze {self.options.freeze}: the swarm in {ratios.parent} was generated with "
                 f"{hint}; pass the same --freeze"
             )
+        return swarm
 
     def target_shares(self, table: MixtureRuns) -> Array:
         """Return the share [m] of each metric of ``table`` in ``--target``."""
@@ -612,7 +619,7 @@ def mixtures_to_train(
     Warn about domains that few mixtures contain.
 
     Raises:
-        UserError: if the sampling options do not allow that many distinct mixtures.
+        UserError: if the sampling options do not allow n distinct mixtures.
     """
     count, shares = options.num_proxies, space.project(token_shares(corpus))
     try:
@@ -741,6 +748,26 @@ def existing_runs(ratios: Path, metrics: Path, corpus: Corpus) -> FitRuns:
         inputs={"ratios": sha256_of_files(ratios), "metrics": sha256_of_files(metrics)},
         cost=None,
     )
+
+
+def with_cost(runs: FitRuns, swarm: SwarmRecord) -> FitRuns:
+    """Add the cost of ``swarm`` to ``runs`` if their losses are those of its members.
+
+    The tables in the folder of a swarm may also hold losses of another trainer's runs.
+
+    Raises:
+        UserError: for a damaged result of a member.
+    """
+    measured = {
+        str(number): {*member.losses[-1], *member.bits_per_byte.values()}
+        for number, member in swarm.finished.items()
+        if member.losses
+    }
+    rows = zip(runs.table.keys, runs.table.losses.tolist(), strict=True)
+    if not all({*losses} <= measured.get(key, set()) for key, losses in rows):
+        return runs
+    parameters = {key: value for key, value in runs.parameters.items() if key != "unknown_costs"}
+    return dataclasses.replace(runs, parameters=parameters, cost=swarm.cost, made_from=[swarm.root])
 
 
 def measured_runs(swarms: Sequence[SwarmResult], losses: Array) -> MixtureRuns:

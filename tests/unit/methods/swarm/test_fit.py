@@ -238,6 +238,13 @@ def test_a_swarm_measures_held_out_domains(compute, held_out_corpus, tmp_path, c
     before = (folder / "metrics.csv").read_bytes()
     collect_swarm(CollectOptions(swarm_dir=folder))
     assert (folder / "metrics.csv").read_bytes() == before
+    tables = {"ratios": folder / "ratios.csv", "metrics": folder / "metrics.csv"}
+    fitted = compute(RegmixOptions, corpus=held_out_corpus.root, **tables)
+    assert fitted.parameters["total_cost"]["flops"] == record.cost.flops
+    # Another trainer's losses in the same folder have no known cost.
+    tables["metrics"].write_bytes(before.replace(b"\n3,", b"\n3,9"))
+    fitted = compute(RegmixOptions, corpus=held_out_corpus.root, **tables)
+    assert "total_cost" not in fitted.parameters
 
 
 def test_fit_problems_concern_the_target_not_single_losses():
