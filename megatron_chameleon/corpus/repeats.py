@@ -30,7 +30,8 @@ from megatron_chameleon.progress import progress_bar
 SHINGLE_TOKENS = 5
 BANDS, BAND_VALUES = 14, 8
 _SEED = 1
-_BLOCK_TOKENS = 1 << 22
+# Tokens and documents compared at a time; the MinHash of a document takes 4 KiB in Python integers.
+_BLOCK_TOKENS, _BLOCK_DOCUMENTS = 1 << 22, 1 << 14
 # Odd constants of 64-bit hash functions (splitmix64).
 _MULTIPLIERS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
@@ -50,7 +51,7 @@ def require_minhash() -> None:
 def find_repeats(corpus: Corpus, *, near: bool, folder: Path) -> dict[str, Repeats]:
     """Count the repeated documents of each domain, in the order train, valid, test.
 
-    Memory holds 40 bytes for each document of the largest domain.
+    Memory holds about 100 bytes for each document of the largest domain.
 
     Args:
         corpus: the corpus, which need not be on disk itself.
@@ -123,7 +124,8 @@ def _blocks(files: Sequence[TokenFile]) -> Iterator[tuple[NDArray[np.int32], NDA
         ends = np.cumsum(file.lengths, dtype=np.int64)
         first, start = 0, 0
         while first < len(ends):
-            stop = max(first + 1, int(np.searchsorted(ends, start + _BLOCK_TOKENS, side="right")))
+            stop = int(np.searchsorted(ends, start + _BLOCK_TOKENS, side="right"))
+            stop = min(max(first + 1, stop), first + _BLOCK_DOCUMENTS)
             end = int(ends[stop - 1])
             tokens = np.asarray(file.tokens[start:end]).astype(np.int32)
             yield tokens, np.diff(ends[first:stop], prepend=start)
@@ -133,8 +135,12 @@ def _blocks(files: Sequence[TokenFile]) -> Iterator[tuple[NDArray[np.int32], NDA
 def repeats_earlier(keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Whether each of ``keys`` [n, words] equals an earlier one, [n]."""
     order = np.lexsort(keys.T)
+    equal = np.ones(max(0, len(keys) - 1), np.bool_)
+    for word in keys.T:
+        in_order = word[order]
+        equal &= in_order[1:] == in_order[:-1]
     same = np.zeros(len(keys), np.bool_)
-    same[order[1:]] = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
+    same[order[1:]] = equal
     return same
 
 

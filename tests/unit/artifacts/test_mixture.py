@@ -77,6 +77,8 @@ def test_weights_are_ordered_like_the_domains_of_a_corpus():
         mixture.weights_for(["a", "b"], "corpus")
     with pytest.warns(MixtureWarning, match="d, e"):
         assert mixture.weights_for([*"abcde"], "corpus") == [0.2, 0.3, 0.5, 0.0, 0.0]
+    zero = Mixture(weights={"a": 1.0, "b": 0.0, "held": 0.0})
+    assert zero.weights_for(["a"], "corpus", held_out=["held"]) == [1.0]
 
 
 @settings(max_examples=25, deadline=None)
