@@ -22,14 +22,15 @@ _CONTROLS = re.compile(
 # The group matches characters to escape. The other alternatives match sequences to keep: carriage
 # returns and cursor movements of progress bars, and colors from libraries.
 _BARS_AND_COLORS = re.compile(rf"\r|\x1b\[[0-9;]*[mA]|({_CONTROLS.pattern})")
-# Characters of a word, such as a name or a path, and of a message, that are printed.
-MAX_WORD = 400
-MAX_MESSAGE = 4000
+# A longer word is no path. Of such a word, and of a longer message, the ends are printed.
+MAX_PATH = 4096
+ENDS_OF_WORD = 400
+MAX_MESSAGE = 8192
 
 
 def message_line(text: str) -> str:
     """Escape a message; cut the middle out of long words, and of a long message."""
-    words = re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda found: _cut(found[0], MAX_WORD), text)
+    words = re.sub(rf"\S{{{MAX_PATH + 1},}}", lambda found: _cut(found[0], ENDS_OF_WORD), text)
     return escaped(_cut(words, MAX_MESSAGE))
 
 

@@ -140,17 +140,17 @@ def _parsed(path: Path, hint: str, parse: Callable[[str], Any]) -> dict[str, Any
     return body
 
 
-def read_text(path: Path, hint: str) -> str:
+def read_text(path: Path, hint: str, most_bytes: int = MAX_JSON_BYTES) -> str:
     """Read the regular file ``path`` as UTF-8, without a byte order mark.
 
     Raises:
         UserError: naming the file and ending with ``hint``, if it cannot be read or has more than
-            ``MAX_JSON_BYTES``.
+            ``most_bytes``.
     """
     try:
         require_regular_file(path)
-        if (size := path.stat().st_size) > MAX_JSON_BYTES:
-            raise OSError(errno.EFBIG, f"{size} bytes, more than {MAX_JSON_BYTES}")
+        if (size := path.stat().st_size) > most_bytes:
+            raise OSError(errno.EFBIG, f"{size} bytes, more than {most_bytes}")
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; {hint}") from None

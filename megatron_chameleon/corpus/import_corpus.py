@@ -38,7 +38,7 @@ from megatron_chameleon.corpus.data_path import (
 from megatron_chameleon.corpus.indexed import TokenFile, open_token_file, require_token_type
 from megatron_chameleon.corpus.join import link_domains
 from megatron_chameleon.corpus.options import ImportOptions
-from megatron_chameleon.corpus.repeats import find_repeats, repeats_table, require_minhash
+from megatron_chameleon.corpus.repeats import find_repeats, format_repeats, require_minhash
 from megatron_chameleon.corpus.staging import TOKENS_NAME, WEIGHTS_NAME, corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, quoted
@@ -313,7 +313,7 @@ def _summary(corpus: Corpus, options: ImportOptions, *, has_weights: bool) -> st
         files = f"its token files are those of {options.corpus}"
     lines = [
         table.to_string(formatters=dict.fromkeys(table.columns, "{:,}".format)),
-        *([repeats_table(corpus)] if corpus.repeats else []),
+        *([format_repeats(corpus)] if corpus.repeats else []),
         f"wrote {options.output}; {files}",
     ]
     if has_weights:

@@ -35,7 +35,7 @@ from megatron_chameleon.corpus.gigatoken import with_encoder, with_gigatoken
 from megatron_chameleon.corpus.join import Joined, join_shards
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import DocumentReader, MalformedLines
-from megatron_chameleon.corpus.repeats import find_repeats, repeats_table, require_minhash
+from megatron_chameleon.corpus.repeats import find_repeats, format_repeats, require_minhash
 from megatron_chameleon.corpus.shards import Shard, make_shard
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
@@ -108,7 +108,7 @@ def preprocess_data(options: PreprocessOptions) -> None:
     corpus = Corpus.load(options.output)
     print(_summary(corpus, joined.malformed))
     if options.find_repeats == "near":
-        print(repeats_table(corpus))
+        print(format_repeats(corpus))
     reused = f"; {len(found)} of {total} shards were finished before" if found else ""
     print(
         f"wrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{reused}\n"

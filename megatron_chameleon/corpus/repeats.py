@@ -202,7 +202,7 @@ def _mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return hashes ^ (hashes >> np.uint64(31))
 
 
-def repeats_table(corpus: Corpus) -> str:
+def format_repeats(corpus: Corpus) -> str:
     """Format the repeated documents of each domain, and their shares of the domain's tokens."""
     import pandas as pd
 

@@ -72,4 +72,5 @@ def sampled_tokens(weights: Mapping[str, float], token_budget: int) -> dict[str,
     counts = {name: math.floor(target) for name, target in targets.items()}
     order = sorted(targets, key=lambda name: counts[name] - targets[name])  # stable
     left = token_budget - sum(counts.values())
-    return {name: counts[name] + (order.index(name) < left) for name in counts}
+    rounded_up = set(order[:left])
+    return {name: count + (name in rounded_up) for name, count in counts.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_chameleon.artifacts import (
     DomainSource,
     Mixture,
     MixtureStage,
+    MixtureWarning,
     provenance,
 )
 from megatron_chameleon.artifacts.files import replacing, require_new, sha256_of_files, writing
@@ -67,6 +69,13 @@ def converted_text(options: ConvertOptions) -> str:
         mixture = with_corpus(mixture, corpus)
     if options.token_budget is not None:
         mixture = dataclasses.replace(mixture, token_budget=options.token_budget)
+    if options.mixture is None and not FORMATS[options.format].has_budget:
+        warnings.warn(
+            f"--format {options.format} holds the shares of the tokens, but not their number: "
+            f"train on {mixture.token_budget:,} tokens",
+            MixtureWarning,
+            stacklevel=2,
+        )
     return write_mixture(mixture, options.format, split=options.split or "train")
 
 

@@ -58,8 +58,10 @@ OLMO_CORE_KEYS = (
     "max_repetition_ratio",
     "max_source_fraction",
 )
-# Values of a YAML file, with its aliases written out; the largest swarm of domains has 32,767.
-MAX_YAML_NODES = 1_000_000
+# Largest YAML file: weights of 32,767 domains that change 16 times take half of it.
+MAX_YAML_BYTES = 1 << 25
+# Values that the aliases of a YAML file may repeat.
+MAX_ALIASED = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +203,10 @@ def _read_csv(path: Path, _split: Split | None, corpus: Corpus | None) -> Mixtur
     (column,) = amounts
     texts = {row["domain"]: row[column] or "0" for row in rows}
     asked = {
-        name: int(text) if text.isdecimal() else _number(text, f"{path}: {column} of '{name}'")
+        # Counts of tokens stay exact.
+        name: int(text)
+        if text.isdecimal() and len(text) <= 19
+        else _number(text, f"{path}: {column} of '{name}'")
         for name, text in texts.items()
     }
     if not all(0 <= number < math.inf for number in asked.values()):
@@ -216,12 +221,10 @@ def _read_csv(path: Path, _split: Split | None, corpus: Corpus | None) -> Mixtur
         return dataclasses.replace(
             mixture, weights=budget.weights, token_budget=budget.token_budget
         )
-    total = math.fsum(mixture.weights.values())
+    scale = math.fsum(asked.values()) / (math.fsum(mixture.weights.values()) or 1.0)
+    tolerance = 1 + 1e-6 * max(asked.values())  # counts are whole tokens
     for name, weight in mixture.weights.items():
-        # Counts are whole tokens.
-        if abs(weight / (total or 1.0) * math.fsum(asked.values()) - asked[name]) > 1 + 1e-6 * max(
-            asked.values()
-        ):
+        if abs(weight * scale - asked[name]) > tolerance:
             raise UserError(
                 f"{path}: the weight and the {column} of '{name}' contradict each other; leave out "
                 "one of the columns"
@@ -639,14 +642,15 @@ def _list(body: Mapping[str, Any], key: str, path: Path) -> list[dict[str, Any]]
 class _UniqueKeys(yaml.SafeLoader):
     """YAML loader that rejects a repeated key, of which PyYAML would use the last value.
 
-    It also rejects aliases that contain themselves, and those that repeat their anchors so often
-    that a short file stands for more than ``MAX_YAML_NODES`` values.
+    It also rejects aliases that contain themselves, and aliases that repeat more than
+    ``MAX_ALIASED`` values, since a short file could stand for billions.
     """
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
-        if node is not None:
-            _count_nodes(node, {})
+        known = dict[int, int]()
+        if node is not None and _count_nodes(node, known) - len(known) > MAX_ALIASED:
+            raise ValueError(f"its aliases repeat more than {MAX_ALIASED:,} values")
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -666,7 +670,7 @@ def _count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
         known: id of a node -> its number of nodes, or 0 during its count.
 
     Raises:
-        ValueError: if a node contains itself, or there are more than ``MAX_YAML_NODES``.
+        ValueError: if a node contains itself.
     """
     if (count := known.get(id(node))) is not None:
         if count == 0:
@@ -677,14 +681,12 @@ def _count_nodes(node: yaml.Node, known: dict[int, int]) -> int:
         for each in node.value:
             for child in each if isinstance(each, tuple) else (each,):
                 count += _count_nodes(child, known)
-    if count > MAX_YAML_NODES:
-        raise ValueError(f"its aliases stand for more than {MAX_YAML_NODES:,} values")
     known[id(node)] = count
     return count
 
 
 def _yaml_object(path: Path) -> dict[Any, Any]:
-    text = read_text(path, "pass a YAML file")
+    text = read_text(path, "pass a YAML file", MAX_YAML_BYTES)
     try:
         body = yaml.load(text, Loader=_UniqueKeys)
     except Exception as error:  # KeyError or AttributeError for a tag that does not fit its value

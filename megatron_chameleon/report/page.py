@@ -85,7 +85,7 @@ SECTIONS = {
     ),
     "repeats": (
         "Repeated text",
-        "Documents that repeat an earlier document of their domain; training reads them again.",
+        "Documents that repeat an earlier document of their domain.",
     ),
     "affinity": ("Affinity", "Similarity of the domains' embeddings."),
     "stability": ("Stability", "Change of the weights over the hyperparameters of the sweep."),

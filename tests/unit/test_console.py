@@ -11,7 +11,7 @@ import pytest
 
 from megatron_chameleon.cli import run_tool
 from megatron_chameleon.commands.doctor import DoctorOptions
-from megatron_chameleon.console import escaped, escaped_but_for_bars
+from megatron_chameleon.console import escaped, escaped_but_for_bars, message_line
 from tests.distributed.launch import REPOSITORY
 
 # A tool that prints more than a pipe holds, and then writes a file.
@@ -130,3 +130,12 @@ def test_system_error_is_one_line_without_a_traceback(capsys, error):
     assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
+
+
+def test_only_words_that_are_no_paths_are_cut_from_messages():
+    path, value = "/" + "p" * 4000, "v" * 2_000_000
+    line = message_line(f"{path}: weight of '{value}' is \x1b; fix it")
+    assert line.startswith(f"{path}: weight of 'vvv")
+    assert line.endswith(r"vvv' is \x1b; fix it")
+    assert len(line) < 5000
+    assert len(message_line("word " * 100_000)) < 9000
