@@ -429,6 +429,12 @@ def load_comparison(folder: RunFolder, options: CompareMethodsOptions) -> Method
         runs, results = _load_bases(folder, source, options)
         for run in runs:
             if not same_weights(run.mixture, mixture.weights):
+                if run.limited:
+                    raise UserError(
+                        f"{run.root} was trained with --max-repetition-action redistribute, which "
+                        f"changed the weights; compare the mixture within its limits "
+                        "(compute_mixture --max-epochs)"
+                    )
                 raise UserError(
                     f"{run.root} was trained with other weights than those of its mixture in "
                     f"{MIXTURE}; delete the run and its evaluation, and {HINT}"

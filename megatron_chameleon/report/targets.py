@@ -129,6 +129,8 @@ def predicted_gain_over(mixture: Mixture, baseline: str) -> float:
         return (
             0.0 if len(set(mixture.weights.values())) == 1 and baseline == "uniform" else math.nan
         )
+    if mixture.parameters.get("frozen"):  # its baselines have the frozen ratios
+        return math.nan
     gain = mixture.parameters.get("predicted_gain", {}).get(baseline)
     return math.nan if gain is None else float(gain["gain"])
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron_chameleon.artifacts import Corpus
@@ -199,7 +200,7 @@ def resumed_schedule(plan: TrainingPlan, checkpoint: CheckpointRecord | None) ->
         return plan.schedule
     past = MixtureSchedule.from_record(checkpoint.mixture_phases, plan.data.names).phases
     # check_run_folder has compared the hashes of the initial mixtures.
-    if past[0] != plan.schedule.phases[0]:
+    if not np.allclose(past[0].shares, plan.schedule.phases[0].shares, rtol=1e-9, atol=0.0):
         raise UserError(
             f"{checkpoint.root}: the run began with other weights, because of another "
             "--max-repetition-action, other limits (max_repetition), or, with redistribute, other "

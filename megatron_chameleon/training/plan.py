@@ -365,7 +365,10 @@ def load_schedule(
     if not all(options.data.mixture_change):
         raise UserError("--mixture-change has no value: pass STEP=MIXTURE, or leave it out")
     for step, (end, name) in sorted(changes.items()):
-        new = weights_for(data, load_mixture(name, data.names))
+        changed = load_mixture(name, data.names)
+        if changed.max_repetition and changed.max_repetition != mixture.max_repetition:
+            reject_other_limits(options, f"--mixture-change {step}={name}")
+        new = weights_for(data, changed)
         begin, stop = step * options.global_batch_size, end * options.global_batch_size
         schedule = schedule.ramp(begin, stop, new) if stop > begin else schedule.changed(begin, new)
     check_ramps(schedule, options.global_batch_size)
@@ -392,6 +395,18 @@ def staged_schedule(
             stacklevel=2,
         )
     return schedule
+
+
+def reject_other_limits(options: PretrainOptions, change: str) -> None:
+    """Warn that the ``max_repetition`` of a later mixture is not used.
+
+    Raises:
+        UserError: instead, if ``--max-repetition-action`` is to keep the limits.
+    """
+    problem = f"{change}: its max_repetition is not used: the limits are those of --mixture"
+    if options.max_repetition_action != "warn":
+        raise UserError(f"{problem}; move the limits to --mixture")
+    warnings.warn(problem, MixtureWarning, stacklevel=3)
 
 
 def planned_epochs(
@@ -434,6 +449,8 @@ def limit_repetition(
         )
     planned = planned_epochs(options, data, schedule)
     over = {name: planned[name] / limits[name] for name in limits if name in planned}
+    if not over:  # all limits are of domains without weight that the corpus does not have
+        return schedule, {}
     worst = max(over, key=lambda name: over[name])
     if action == "stop":
         if over[worst] > 1 + ROUNDING:
@@ -456,11 +473,21 @@ def limit_repetition(
         else math.inf
         for name, tokens in data.tokens.items()
     ]
+    for name, cap in zip(data.names, caps, strict=True):
+        if cap == 0 < planned[name]:
+            warnings.warn(
+                f"{flag}: domain '{name}' gets weight 0, since its limit of {limits[name]:g} "
+                f"epochs is less than {MAX_SURPLUS + 1} samples of the run",
+                MixtureWarning,
+                stacklevel=2,
+            )
     try:
         limited = schedule.limited(caps, options.train_iters * options.global_batch_size)
     except ValueError as error:
         (first, *others), shorter = schedule.phases, "train fewer steps"
-        if not others:
+        if options.target_tokens is not None:  # the tokens of the domains are cut in proportion
+            shorter = "pass a smaller --target-tokens"
+        elif not others:
             samples = sum(cap for cap, weight in zip(caps, first.weights, strict=True) if weight)
             shorter = f"train at most {samples // options.global_batch_size:,} steps"
         raise UserError(
@@ -481,31 +508,32 @@ def _most_that_fits(
 ) -> str:
     """Describe the longest run within ``limits``; ``excess`` is the largest epochs / limit."""
     if options.target_tokens is not None:  # epochs are proportional to it
-        most = math.floor(options.target_tokens / excess)
-        return f"at most --target-tokens {most} fits" if most >= options.tokens else "train less"
+        return f"pass --target-tokens {options.target_tokens} / {excess:.2f} or less"
 
     def exceeds(steps: int) -> bool:
         epochs = planned_epochs(options, data, schedule, steps)
         return any(epochs.get(name, 0.0) > most * (1 + ROUNDING) for name, most in limits.items())
 
-    steps = range(1, options.train_iters + 1)
-    return f"at most {bisect.bisect_left(steps, True, key=exceeds):,} steps fit (--train-iters)"
+    most = bisect.bisect_left(range(1, options.train_iters + 1), True, key=exceeds)
+    return f"at most {most:,} steps fit (--train-iters)" if most else "not even one step fits"
 
 
-def warn_of_repeats(plan: TrainingPlan, schedule: MixtureSchedule) -> None:
+def warn_of_repeats(
+    options: TrainingOptions, data: Domains, mixture: Mixture, schedule: MixtureSchedule
+) -> None:
     """Warn of every domain that ``schedule`` repeats more often than is useful or permitted.
 
     The limit is ``max_repetition`` of the mixture, or else ``MANY_EPOCHS``, or
     ``MANY_EPOCHS_OF_SCARCE_TEXT`` if most of the sampled text is abundant.
     """
-    epochs, limits = plan.epochs(schedule), plan.mixture.max_repetition or {}
-    sampled = {name: epochs[name] * tokens for name, tokens in plan.data.tokens.items()}
+    epochs, limits = planned_epochs(options, data, schedule), mixture.max_repetition or {}
+    sampled = {name: epochs[name] * tokens for name, tokens in data.tokens.items()}
     abundant = sum(tokens for name, tokens in sampled.items() if epochs[name] <= MANY_EPOCHS)
     many, why = MANY_EPOCHS, "repeated text helps less (Muennighoff et al. 2023)"
     if abundant >= ABUNDANT_SHARE * sum(sampled.values()):
         many = MANY_EPOCHS_OF_SCARCE_TEXT
         why = "scarce text helps less, even in a mixture (Sedova et al. 2026)"
-    for name, tokens in plan.data.tokens.items():
+    for name, tokens in data.tokens.items():
         if (limit := limits.get(name)) is not None:
             if epochs[name] > limit * (1 + ROUNDING):
                 warnings.warn(

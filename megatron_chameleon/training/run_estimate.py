@@ -24,10 +24,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_chameleon.artifacts import Corpus
+from megatron_chameleon.blend.dataset import check_enough_tokens
+from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.domains import Domains, open_domains
 from megatron_chameleon.model.communication import Communication, step_communication
 from megatron_chameleon.model.config import DEFAULT_MODEL, ModelConfig
@@ -52,6 +55,7 @@ from megatron_chameleon.training.plan import (
     load_mixture,
     planned_epochs,
     staged_schedule,
+    warn_of_repeats,
     weights_for,
 )
 
@@ -275,6 +279,9 @@ def estimate_domains(options: PlanRunOptions, data: Domains) -> dict[str, Domain
     weights = weights_for(data, mixture)
     planned = staged_schedule(options, options.mixture, data, mixture, weights)
     schedule, _ = limit_repetition(options, data, mixture, planned)
+    for phase in schedule.phases:
+        check_enough_tokens(data, phase.weights, options.seq_length)
+    warn_of_repeats(options, data, mixture, schedule)
     before, epochs = (planned_epochs(options, data, each) for each in (planned, schedule))
     limits = mixture.max_repetition or {}
     return {
@@ -441,17 +448,21 @@ def _lines(estimate: RunEstimate, options: PlanRunOptions) -> Iterator[str]:
 
 
 def _domain_lines(domains: dict[str, DomainEstimate]) -> Iterator[str]:
-    width = max(map(len, domains), default=0)
-    if domains:
-        yield f"\n{'domain':<{width}}{'weight':>10}{'tokens':>18}{'epochs':>10}{'limit':>10}"
+    if not domains:
+        return
+    rows = [["domain", "weight", "tokens", "epochs", "limit"]]
+    remarks = [""]
     for name, one in domains.items():
         limit = "" if one.max_repetition is None else f"{one.max_repetition:g}"
-        line = f"{name:<{width}}{one.weight:10.4f}{one.tokens:18,}{one.epochs:10.2f}{limit:>10}"
+        rows.append([name, f"{one.weight:.4f}", f"{one.tokens:,}", f"{one.epochs:.2f}", limit])
+        remark = ""
         if one.max_repetition is not None and one.epochs > one.max_repetition * (1 + ROUNDING):
-            line += "  exceeds its limit (--max-repetition-action)"
+            remark = "  exceeds its limit (--max-repetition-action)"
         elif one.epochs < one.planned_epochs * (1 - ROUNDING):
-            line += f"  lowered from {one.planned_epochs:.2f} epochs"
-        yield line
+            remark = f"  lowered from {one.planned_epochs:.2f} epochs"
+        remarks.append(remark)
+    yield ""
+    yield from map(operator.add, align_columns(rows), remarks)
 
 
 def _memory_lines(estimate: RunEstimate, device_memory_gb: float | None) -> Iterator[str]:

@@ -93,7 +93,7 @@ def pretrain(
                     f"{options.run_dir} is finished at step {progress.step}; nothing to do"
                 )
                 return
-            warn_of_repeats(plan, samples.schedule)
+            warn_of_repeats(options, plan.data, plan.mixture, samples.schedule)
             if progress.checkpoint:
                 check_same_samples(samples, progress.checkpoint)
             load_hook(hook, progress.checkpoint)

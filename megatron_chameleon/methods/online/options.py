@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -22,6 +23,7 @@ def find_online_methods() -> dict[str, OnlineMethod]:
     return find_declared("ONLINE", OnlineMethod)
 
 
+@functools.cache
 def online_columns() -> dict[str, str]:
     """Return the name of each online method's column in a comparison -> value of ``--online``.
 

@@ -157,7 +157,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         return Fitted(
             heading="\n".join(
                 [
-                    *headlines(gains, baselines),
+                    *headlines(gains, baselines, is_frozen=self.space.frozen is not None),
                     written,
                     f"Surrogate: a stack of models for each loss, {search}",
                 ]
@@ -279,17 +279,20 @@ def predicted_gains(
     }
 
 
-def headlines(gains: Mapping[str, Gain], baselines: Mapping[str, Array]) -> list[str]:
+def headlines(
+    gains: Mapping[str, Gain], baselines: Mapping[str, Array], *, is_frozen: bool
+) -> list[str]:
     """Describe the gain over each baseline; baselines that may be as good come first.
 
-    A baseline whose mixture an earlier one has is left out.
+    A baseline whose mixture an earlier one has is left out. With ``is_frozen``, all baselines have
+    the ratios of ``--freeze``.
     """
     certain, uncertain, seen = [], [], list[Array]()
     for name, gain in gains.items():
         if any(np.allclose(baselines[name], other, atol=1e-9) for other in seen):
             continue
         seen.append(baselines[name])
-        baseline = BASELINE_LABELS[name]
+        baseline = BASELINE_LABELS[name] + " with the frozen ratios" * is_frozen
         gained = f"gain {gain.gain:.4f} ({gain.low:.4f} to {gain.high:.4f})"
         confident = f"with {CONFIDENCE:.0%} confidence: {gained}"
         if gain.low > 0:

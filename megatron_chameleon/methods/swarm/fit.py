@@ -263,11 +263,12 @@ class FitMethod(abc.ABC, Generic[Options]):
             return None
         swarm = SwarmRecord.load(ratios.parent)
         if (frozen := swarm.frozen_mixture) != self.space.frozen_hash:
-            hint = f"the mixture with SHA-256 {frozen[:8]}..." if frozen else "no mixture"
-            raise UserError(
-                f"--freeze {self.options.freeze}: the swarm in {ratios.parent} was generated with "
-                f"{hint}; pass the same --freeze"
-            )
+            flag = f"--freeze {self.options.freeze}: " if self.options.freeze else ""
+            found, fix = "without --freeze", "omit --freeze"
+            if frozen:
+                found = f"with --freeze of the mixture with SHA-256 {frozen[:8]}..."
+                fix = "pass this mixture as --freeze"
+            raise UserError(f"{flag}the swarm in {ratios.parent} was generated {found}; {fix}")
         return swarm
 
     def target_shares(self, table: MixtureRuns) -> Array:

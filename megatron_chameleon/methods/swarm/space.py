@@ -18,8 +18,10 @@ from megatron_chameleon.errors import UserError, format_names, quoted
 from megatron_chameleon.mixture.checks import Array
 
 LABEL = "frozen"
-# Tables of runs may have rounded shares.
-RATIO_TOLERANCE = 1e-3
+# Tables of runs may have rounded shares: this share of the frozen mixture's tokens, or of all
+# tokens, may be sampled in other ratios.
+RATIO_TOLERANCE = 0.05
+SHARE_TOLERANCE = 0.005
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,11 +97,20 @@ class SearchSpace:
 
         Args:
             weights: [..., k] of the corpus's domains, summing to 1.
+
+        Raises:
+            UserError: if they have no weight but for domains whose frozen ratio is 0.
         """
         if self.frozen is None:
             return weights
         found: Array = weights @ (self.ratios > 0).T
-        return found / found.sum(axis=-1, keepdims=True)
+        total = found.sum(axis=-1, keepdims=True)
+        if not total.all():
+            raise UserError(
+                "--prior: all of its weight is on domains with weight 0 in the mixture of "
+                "--freeze; pass another --prior"
+            )
+        return found / total
 
     def of_runs(self, keys: list[str], mixtures: Array) -> Array:
         """Return the weights [n, r] of the mixtures [n, k] of the runs ``keys``.
@@ -108,10 +119,12 @@ class SearchSpace:
             UserError: if a run does not have the frozen ratios.
         """
         found = mixtures @ self.old.T
-        off = np.abs(self.expand(found) - mixtures).max(axis=1)
-        if off.size and off.max() > RATIO_TOLERANCE:
+        # Half of the sum is the share of tokens in other domains than with the frozen ratios.
+        off = np.abs(self.expand(found) - mixtures).sum(axis=1) / 2
+        excess = off - np.maximum(RATIO_TOLERANCE * found[:, 0], SHARE_TOLERANCE)
+        if self.frozen and excess.size and excess.max() > 0:
             raise UserError(
-                f"run {keys[int(off.argmax())]} does not sample the domains of --freeze in the "
+                f"run {keys[int(excess.argmax())]} does not sample the domains of --freeze in the "
                 "ratios of this mixture; pass the mixture that swarm generate --freeze had, or "
                 "omit --freeze"
             )

@@ -83,7 +83,7 @@ def test_a_mixture_may_change_and_limit_repetition(plan, tmp_path):
     expected = (Phase(0, (1, 0, 0)), Phase(2 * 8, (0, 1, 0)), Phase(9 * 8, (1, 0, 0)))
     assert made.schedule.phases == expected
     with pytest.warns(MixtureWarning) as caught:
-        warn_of_repeats(made, made.schedule)
+        warn_of_repeats(made.options, made.data, made.mixture, made.schedule)
     assert ["'code'" in str(warning.message) for warning in caught] == [True]
     for data in (changing("3=uniform"), DataOptions()):  # other changes; Megatron's order
         mixture.write_text(mixture.read_text().replace('"step": 9', '"step": 5'))
@@ -126,15 +126,26 @@ def test_limits_that_cannot_hold_are_an_error(plan, tmp_path):
     path = tmp_path / "m.json"
     Mixture(dict.fromkeys(DOMAINS, 1 / 3), max_repetition=dict.fromkeys(DOMAINS, 0.01)).save(path)
     run = {"mixture": str(path), "max_repetition_action": "redistribute"}
-    for changes in (
-        run,  # all domains are limited
-        {**run, "data": changing("0..3=uniform")},
-        {**run, "mixture": None},  # no limits
-        {**run, "reload": ReloadOptions(reload_mixture=path, reload_interval=2)},
-        {**run, "mixture": str(path), "target_tokens": 9000, "max_repetition_action": "stop"},
+    for changes, problem in (
+        (run, "too few tokens"),  # all domains are limited
+        ({**run, "data": changing("0..3=uniform")}, "linearly"),
+        ({**run, "mixture": None}, "no max_repetition"),
+        ({**run, "data": changing(f"3={path}"), "mixture": None}, "move the limits"),
+        (
+            {**run, "reload": ReloadOptions(reload_mixture=path, reload_interval=2)},
+            "--reload-mixture",
+        ),
     ):
-        with pytest.raises(UserError, match="--max-repetition-action"):
+        with pytest.raises(UserError, match=problem):
             plan(**changes)
+    run = {"mixture": str(path), "max_repetition_action": "stop"}
+    with pytest.raises(UserError, match=r"--target-tokens 9000 / [0-9.]+ or less") as caught:
+        plan(**run, target_tokens=9000)
+    excess = float(re.findall(r"9000 / ([0-9.]+)", str(caught.value))[0])
+    assert excess > 1
+    # Limits of domains without weight that the corpus does not have change nothing.
+    Mixture({**dict.fromkeys(DOMAINS, 1 / 3), "web": 0.0}, max_repetition={"web": 1.0}).save(path)
+    assert not plan(**run).limited
 
 
 def test_scarce_text_may_be_repeated_more_often_than_all_text(plan):
@@ -153,7 +164,7 @@ def test_scarce_text_may_be_repeated_more_often_than_all_text(plan):
         options = dataclasses.replace(made.options, train_iters=steps)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            warn_of_repeats(dataclasses.replace(made, data=data, options=options), schedule)
+            warn_of_repeats(options, data, made.mixture, schedule)
         return [str(warning.message).split("'")[1] for warning in caught]
 
     assert warned(3, 14) == []

@@ -20,6 +20,7 @@ from megatron_chameleon.methods.surrogate import OptimumOptions, SurrogateOption
 from megatron_chameleon.methods.surrogate.compute import SurrogateFit
 from megatron_chameleon.methods.swarm import CollectOptions, GenerateOptions
 from megatron_chameleon.methods.swarm.any_trainer import collect_swarm, generate_swarm
+from megatron_chameleon.methods.swarm.space import SearchSpace
 from tests.small_corpus import DOMAINS
 from tests.unit.methods.swarm.test_fit import LAWS, SAMPLING, SWARM, TREES, TRUE, bowls
 
@@ -122,7 +123,7 @@ def test_a_swarm_over_a_frozen_mixture_is_generated_trained_and_fitted(
     mixture = Mixture.load(options["output"])
     assert mixture.weights["news"] == pytest.approx(3 * mixture.weights["code"], rel=1e-12)
     tables = {"ratios": folder / "ratios.csv", "metrics": folder / "metrics.csv"}
-    with pytest.raises(UserError, match="--freeze None"):
+    with pytest.raises(UserError, match="pass this mixture as --freeze"):
         Regmix(RegmixOptions(corpus=corpus.root, output=tmp_path / "n.json", **tables)).compute()
     capsys.readouterr()
     collect_swarm(CollectOptions(swarm_dir=folder))
@@ -153,6 +154,23 @@ def test_later_rounds_keep_the_frozen_ratios(corpus, old, tmp_path):
     best = grid[bowls(on_the_line(grid)).mean(axis=1).argmin()]
     later = mixtures[8:, :2].sum(axis=1)
     assert np.abs(later - best).mean() < np.abs(first[:, :2].sum(axis=1) - best).mean()
+
+
+def test_runs_and_priors_must_have_the_frozen_ratios():
+    """Half of 600 frozen domains are missing in a run, each by less than a rounding error."""
+    frozen = Mixture(dict.fromkeys(map(str, range(600)), 1 / 600))
+    ratios = np.zeros((2, 601))
+    ratios[0, :600], ratios[1, 600] = 1 / 600, 1
+    space = SearchSpace(["frozen", "new"], ratios, ratios > 0, frozen)
+    run = np.full(601, 0.5 / 600)
+    run[600] = 0.5
+    np.testing.assert_allclose(space.of_runs(["0"], run[None]), [[0.5, 0.5]])
+    run[:300], run[300:600] = 0, 0.5 / 300
+    with pytest.raises(UserError, match="run 0"):
+        space.of_runs(["0"], run[None])
+    space.ratios[0, :600] = np.eye(600)[0]
+    with pytest.raises(UserError, match="--prior"):
+        space.project(np.eye(601)[1])
 
 
 @pytest.mark.parametrize(
