@@ -36,7 +36,7 @@ from megatron_chameleon.corpus.join import Joined, join_shards
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import DocumentReader, MalformedLines
 from megatron_chameleon.corpus.repeats import find_repeats, repeats_table, require_minhash
-from megatron_chameleon.corpus.shards import Shard, make_shard
+from megatron_chameleon.corpus.shards import Shard, is_limited, make_shard
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
     SOURCES_NAME,
@@ -67,8 +67,6 @@ def preprocess_data(options: PreprocessOptions) -> None:
     tokenizer = _load_tokenizer(options)
     sources = find_sources(options.source, options.domains)
     budgets = token_budgets(options, sources)
-    if budgets is not None:
-        sources = [s for s in sources if s.split == "held_out" or s.domain in (None, *budgets)]
     plan = plan_shards(options, tokenizer, sources, budgets)
     total = len(plan.shards)
     with corpus_folder(
@@ -216,9 +214,10 @@ class _Run:
         """Write the shards that fill the ``budgets``; return their numbers."""
         shards: dict[int, Shard] = {}
         scratch, drop = self.folder.staging / "left-out", self.options.drop_duplicates
+        shares = self._subset_shares()
         while True:
             shards |= {n: self._load(n) for n in self.folder.finished() - shards.keys()}
-            used, missing = next_shards(self.plan, budgets, shards, scratch, drop)
+            used, missing = next_shards(self.plan, budgets, shards, scratch, drop, shares)
             if not missing:
                 return used
             for number in missing.keys() & shards.keys():
@@ -240,10 +239,17 @@ class _Run:
         made = self.folder.staging / "corpus"
         with writing(made):
             made.mkdir()
-        first_domains = [source.domain for source in self.plan.sources if source.domain is not None]
         drop, budgets = self.options.drop_duplicates, self.plan.budgets
+        first_domains = [
+            source.domain
+            for source in self.plan.sources
+            if source.domain is not None
+            and (budgets is None or source.split == "held_out" or source.domain in budgets)
+        ]
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
-            joined = join_shards(shards, first_domains, made, drop, bar.update, budgets)
+            joined = join_shards(
+                shards, first_domains, made, drop, bar.update, budgets, self._subset_shares()
+            )
         joined.malformed.check(self.options.source.max_malformed_share)
         # Without a domain key, find_sources has already reported the renames.
         if self.options.domains.domain_key is not None:
@@ -263,12 +269,15 @@ class _Run:
         hashes: dict[Chunk, str | None] = {}
         for place, (number, shard) in enumerate(zip(numbers, shards, strict=True)):
             for chunk, sha256 in zip(self.plan.shards[number], shard.hashes, strict=True):
-                domain = sources[chunk.source].domain
-                # How far the text after the last budget is read depends on interruptions.
-                if domain is None and not joined.unfilled[place + 1]:
-                    sha256 = None
-                if domain is None or domain in joined.unfilled[place]:
-                    hashes[chunk] = sha256
+                source = sources[chunk.source]
+                if budgets is not None and is_limited(source):
+                    names = budgets.keys() & joined.unfilled[place]
+                    if source.domain not in (None, *names):
+                        continue
+                    # How far the text after the last budget is read depends on interruptions.
+                    if source.domain is None and not names & joined.unfilled[place + 1]:
+                        sha256 = None
+                hashes[chunk] = sha256
         sources_hash = _write_sources(made / SOURCES_NAME, sources, hashes)
         # These options are not recorded, since the corpus does not depend on them.
         options = dataclasses.replace(self.options, workers=None, shard=None, ray=False)
@@ -299,6 +308,11 @@ class _Run:
         corpus.save()
         self.folder.publish(made)
         return joined
+
+    def _subset_shares(self) -> tuple[float, float, float] | None:
+        """The argument ``subset_shares`` of :func:`join_shards`."""
+        is_by_hash = any(source.split is None for source in self.plan.sources)
+        return self.options.split_shares if self.plan.budgets and is_by_hash else None
 
     def _reader(self, on_bytes: OnBytes | None = None) -> DocumentReader:
         source, domains = self.options.source, self.options.domains

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Domain, Mixture
 from megatron_chameleon.corpus.join import examine, is_written
 from megatron_chameleon.corpus.options import PreprocessOptions
-from megatron_chameleon.corpus.shards import Shard, domain_number
+from megatron_chameleon.corpus.shards import Shard, domain_number, is_limited
 from megatron_chameleon.corpus.sources import Source
 from megatron_chameleon.corpus.staging import ShardPlan
 from megatron_chameleon.errors import UserError, quoted
@@ -63,6 +63,7 @@ def next_shards(
     finished: Mapping[int, Shard],
     scratch: Path,
     drop_duplicates: bool,
+    subset_shares: tuple[float, float, float] | None,
 ) -> tuple[list[int], dict[int, dict[str, int]]]:
     """Find the shards that are used, and those that have to be made for them.
 
@@ -75,6 +76,7 @@ def next_shards(
         finished: number -> finished shard.
         scratch: temporary file.
         drop_duplicates: whether repeated texts in a domain are left out.
+        subset_shares: as in :func:`examine`.
 
     Returns:
         The numbers of the used shards, complete if no shard has to be made; the number and the
@@ -82,18 +84,18 @@ def next_shards(
     """
     # Text that is not limited is always read: it is removed from the train splits.
     domains = [
-        {plan.sources[c.source].domain for c in chunks if _is_limited(plan.sources[c.source])}
+        {plan.sources[c.source].domain for c in chunks if is_limited(plan.sources[c.source])}
         for chunks in plan.shards
     ]
     unlimited = [
         number
         for number, chunks in enumerate(plan.shards)
-        if not all(_is_limited(plan.sources[chunk.source]) for chunk in chunks)
+        if not all(is_limited(plan.sources[chunk.source]) for chunk in chunks)
     ]
     used = set(unlimited)
     if to_make := [number for number in unlimited if number not in finished]:
         return sorted(used), {number: dict(budgets) for number in to_make}
-    tokens = _train_tokens(finished, budgets, scratch, drop_duplicates)
+    tokens = _train_tokens(finished, budgets, scratch, drop_duplicates, subset_shares)
     missing: dict[int, dict[str, int]] = {}
     filled: set[str] = set()
     for name, budget in budgets.items():
@@ -120,12 +122,12 @@ def next_shards(
     return sorted(used), missing
 
 
-def _is_limited(source: Source) -> bool:
-    return source.split in (None, "train")
-
-
 def _train_tokens(
-    shards: Mapping[int, Shard], budgets: Mapping[str, int], scratch: Path, drop_duplicates: bool
+    shards: Mapping[int, Shard],
+    budgets: Mapping[str, int],
+    scratch: Path,
+    drop_duplicates: bool,
+    subset_shares: tuple[float, float, float] | None,
 ) -> dict[tuple[int, str], int]:
     """(shard, domain) -> train tokens that the corpus would have of them."""
     in_order = sorted(shards)
@@ -134,7 +136,8 @@ def _train_tokens(
         domain_number(numbers, name)
     names = list(numbers)
     tokens: dict[tuple[int, str], int] = {}
-    examined = examine([shards[n] for n in in_order], numbers, scratch, drop_duplicates, None)
+    read = [shards[number] for number in in_order]
+    examined = examine(read, numbers, scratch, drop_duplicates, None, subset_shares)
     for number, blocks in zip(in_order, examined, strict=True):
         for documents, domains, reasons in blocks:
             train = is_written(reasons, drop_duplicates) & (documents["split"] == 0)
