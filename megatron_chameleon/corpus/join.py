@@ -538,7 +538,9 @@ def link_domains(
     }
     kept = {name: n for name, n in corpus.not_written.items() if name in domains | held}
     budgets = {name: n for name, n in corpus.max_tokens.items() if name in domains}
-    repeats = {name: n for name, n in corpus.repeats.items() if name in domains}
+    # A domain that becomes held out loses its train text, and so its counts.
+    counted = {*domains, *(held.keys() & corpus.held_out.keys())}
+    repeats = {name: n for name, n in corpus.repeats.items() if name in counted}
     return dataclasses.replace(
         corpus,
         root=folder,
