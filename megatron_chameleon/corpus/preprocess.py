@@ -45,7 +45,12 @@ from megatron_chameleon.corpus.staging import (
     corpus_folder,
     plan_shards,
 )
-from megatron_chameleon.corpus.subset import next_shards, token_budgets, warn_short_domains
+from megatron_chameleon.corpus.subset import (
+    next_shards,
+    token_budgets,
+    warn_left_out,
+    warn_short_domains,
+)
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
@@ -258,6 +263,7 @@ class _Run:
         never_trained = {source.domain for source in sources if source.split == "held_out"}
         held_out = [name for name in joined.domains if name in never_trained]
         if budgets is not None:
+            warn_left_out(shards, self.options.mixture)
             warn_short_domains(joined.domains, budgets)
         check_domains(joined.domains, held_out, sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
@@ -381,7 +387,12 @@ def _write_sources(
         read = [{"start": c.start, "stop": c.stop, "sha256": sha256} for c, sha256 in pairs]
         sources.append({"name": source.name, "bytes": source.bytes, "pieces": read})
     _SourceHashes(sources).save(path)
-    return sha256_of_json(list(hashes.values()))
+    # Text that was not read to its end has no hash.
+    contents = [
+        sha256 or [all_sources[c.source].name, all_sources[c.source].bytes, c.start, c.stop]
+        for c, sha256 in hashes.items()
+    ]
+    return sha256_of_json(contents)
 
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:

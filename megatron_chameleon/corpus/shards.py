@@ -100,6 +100,7 @@ class Shard(FolderRecord):
         seconds: wall time.
         budgets: domain -> train tokens after which reading stopped; None if everything was read.
         stopped: domains of which some text was not read, because their budget was reached.
+        left_out: domain without a budget -> number of its documents that were skipped.
     """
 
     KIND = "preprocessed shard"
@@ -121,6 +122,7 @@ class Shard(FolderRecord):
     seconds: float
     budgets: dict[str, int] | None = None
     stopped: list[str] = dataclasses.field(default_factory=list)
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def token_bytes(self) -> int:
@@ -344,6 +346,7 @@ def make_shard(
         seconds=stopwatch.seconds(),
         budgets=None if budgets is None else dict(budgets),
         stopped=[] if limits is None else sorted(limits.stopped),
+        left_out={} if limits is None else dict(limits.left_out),
     ).save()
 
 
@@ -357,12 +360,13 @@ class _Limits:
         left: domain -> tokens, 0 or less if its budget is reached.
         unfilled: domains whose budget is not reached.
         stopped: domains of which some text was not read.
+        left_out: domain without a budget -> number of its documents that were skipped.
     """
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
         self.left, self.stopped = dict(budgets), set[str]()
         self.unfilled = {name for name, tokens in budgets.items() if tokens > 0}
-        self._encoded: Counter[str] = Counter()
+        self.left_out, self._encoded = Counter[str](), Counter[str]()
 
     def add(self, documents: NDArray[np.void], names: Sequence[str]) -> None:
         """Count the train tokens of an encoded batch; :meth:`update` makes them visible."""
@@ -384,6 +388,12 @@ class _Limits:
             return False
         self.stopped.update(self.left if domain is None else self.left.keys() & {domain})
         return True
+
+    def skip(self, domain: str) -> None:
+        """Count a skipped document, if it has no budget; a wrong key may name very many domains."""
+        is_counted = domain in self.left_out or len(self.left_out) < MAX_DOMAINS
+        if domain not in self.left and is_counted:
+            self.left_out[domain] += 1
 
 
 def is_limited(source: Source) -> bool:
@@ -408,6 +418,8 @@ def _documents(
             elif limits.stop(source.domain):
                 check_unchanged(source)
                 break
+            else:
+                limits.skip(document.domain)
 
 
 def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:

@@ -9,7 +9,8 @@ in which shards are made, nor on interruptions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_chameleon.artifacts import Domain, Mixture
@@ -45,7 +46,8 @@ def token_budgets(options: PreprocessOptions, sources: Sequence[Source]) -> dict
         )
     else:
         weights = Mixture.uniform(known).weights
-    if left_out := [name for name, weight in weights.items() if weight == 0]:
+    left_out = [name for name, weight in weights.items() if weight == 0]
+    if left_out and len(known) == len(names):  # warn_left_out counts documents that name theirs
         warnings.warn(
             f"--mixture {options.mixture} leaves out {quoted(left_out)}, whose weight is 0",
             stacklevel=2,
@@ -146,6 +148,19 @@ def _train_tokens(
                 key = number, names[domain]
                 tokens[key] = tokens.get(key, 0) + here
     return tokens
+
+
+def warn_left_out(shards: Iterable[Shard], mixture: str | None) -> None:
+    """Warn about the documents of domains without a weight, which ``shards`` do not have."""
+    counts = Counter[str]()
+    for shard in shards:
+        counts.update(shard.left_out)
+    if counts:
+        warnings.warn(
+            f"--mixture {mixture} leaves out {quoted(sorted(counts))}, which have no weight: "
+            f"{counts.total():,} of the documents that were read",
+            stacklevel=2,
+        )
 
 
 def warn_short_domains(domains: Mapping[str, Domain], budgets: Mapping[str, int]) -> None:

@@ -244,6 +244,40 @@ def test_a_domain_with_too_little_text_is_used_completely_and_reported(
     assert full.train_tokens["a"] < 4000 <= corpus.train_tokens["b"] < full.train_tokens["b"]
 
 
+def test_documents_of_domains_without_a_weight_are_counted(jsonl, texts, tokenizer_json, tmp_path):
+    lines = [{"text": text, "set": "ab"[i % 2]} for i, text in enumerate(texts(80))]
+    (tmp_path / "m.json").write_text(json.dumps({"weights": {"a": 1.0}}))
+    options = PreprocessOptions(
+        source_options(jsonl("all.jsonl", lines)),
+        tmp_path / "corpus",
+        tokenizer_json,
+        DomainOptions(domain_key="set"),
+        split="60,20,20",
+        workers=1,
+        max_tokens=10**6,
+        mixture=str(tmp_path / "m.json"),
+    )
+    with (
+        pytest.warns(UserWarning, match="not 1,000,000"),
+        pytest.warns(UserWarning, match="leaves out 'b', which have no weight: 40 of"),
+    ):
+        assert list(make_corpus(options).domains) == ["a"]
+
+
+def test_the_hash_of_the_sources_covers_a_file_that_is_not_read_to_its_end(
+    jsonl, texts, tokenizer_json, tmp_path
+):
+    hashes = set()
+    for seed in (1, 2):
+        path = jsonl(f"{seed}.jsonl", texts(3000, seed))
+        options = PreprocessOptions(
+            source_options(f"a={path}"), tmp_path / f"{seed}", tokenizer_json, split="60,20,20"
+        )
+        corpus = make_corpus(replace(options, workers=1, max_tokens=1000))
+        hashes.add(corpus.provenance.inputs["sources"])
+    assert len(hashes) == 2
+
+
 @pytest.mark.filterwarnings("ignore:--mixture .* leaves out 'never'")
 def test_options_without_a_meaning_together_are_errors(
     jsonl, texts, tokenizer_json, tmp_path, mixture
