@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.corpus import join, shards
+from megatron_chameleon.corpus import join, preprocess, shards
 from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions
 from megatron_chameleon.corpus.shards import assign_splits, text_digest
 from megatron_chameleon.corpus.staging import CorpusFolder
@@ -242,6 +243,35 @@ def test_a_domain_with_too_little_text_is_used_completely_and_reported(
     assert corpus.max_tokens == {"a": 4000, "b": 4000}
     assert corpus.domain_hash("a") == full.domain_hash("a")
     assert full.train_tokens["a"] < 4000 <= corpus.train_tokens["b"] < full.train_tokens["b"]
+
+
+def test_a_touched_file_only_removes_its_own_shards(
+    jsonl, texts, tokenizer_json, tmp_path, monkeypatch, capsys
+):
+    files = [jsonl(f"{name}.jsonl", texts(400, 1)) for name in "ab"]
+    options = PreprocessOptions(
+        source_options(*(f"{path.stem}={path}" for path in files)),
+        tmp_path / "corpus",
+        tokenizer_json,
+        split="60,20,20",
+        workers=1,
+        max_tokens=3000,
+        shard_bytes=files[0].stat().st_size,
+    )
+    monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 400)
+    expected = make_corpus(replace(options, output=tmp_path / "once"))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preprocess, "join_shards", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make_corpus(options)
+    os.utime(files[0], (1, 1))
+    capsys.readouterr()
+    assert_same(make_corpus(options), expected)
+    assert "; 1 of 2 shards were finished before" in capsys.readouterr().out
 
 
 def test_documents_of_domains_without_a_weight_are_counted(jsonl, texts, tokenizer_json, tmp_path):
