@@ -200,7 +200,7 @@ class _Run:
         if not missing:
             return self.gigatoken
         if self.gigatoken is None:
-            chunks = [chunk for number in missing for chunk in self.plan.shards[number]]
+            chunks = [c for number in missing for c in self.plan.shards[number] if self._is_read(c)]
             reader = self._reader()
             sample = (document.text for chunk in chunks for document in reader.read(chunk))
             tokenizer = with_encoder(tokenizer, self.options.encoding.encoder, sample)
@@ -329,6 +329,10 @@ class _Run:
         corpus.save()
         self.folder.publish(made)
         return joined
+
+    def _is_read(self, chunk: Chunk) -> bool:
+        source, budgets = self.plan.sources[chunk.source], self.plan.budgets
+        return budgets is None or not is_limited(source) or source.domain in (None, *budgets)
 
     def _subset_shares(self) -> tuple[float, float, float] | None:
         """The argument ``subset_shares`` of :func:`join_shards`."""

@@ -43,8 +43,9 @@ def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tupl
     Returns:
         (domain, digest) -> 'FILE:LINE' of the first line with this text, counted from 1; of a
         table, 'FILE:ROW'. If the corpus keeps duplicates, all lines with the text, separated by
-        commas. Texts that are not found are missing: the file has changed, or the tokenizer does
-        not decode tokens to exactly the text that was encoded.
+        commas; in a subset, also lines after the document that ends the domain. Texts that are not
+        found are missing: the file has changed, or the tokenizer does not decode tokens to exactly
+        the text that was encoded.
 
     Raises:
         UserError: if the corpus does not record its sources, or a source cannot be read.
