@@ -48,6 +48,7 @@ from megatron_chameleon.corpus.shards import (
     DOCUMENT,
     DOCUMENTS_NAME,
     Shard,
+    assign_splits,
     domain_number,
 )
 from megatron_chameleon.corpus.shards import TOKENS_NAME as SHARD_TOKENS_NAME
@@ -177,11 +178,12 @@ class Joined:
 
 def join_shards(
     shards: Sequence[Shard],
-    first_domains: Iterable[str],
+    first_domains: Sequence[str],
     folder: Path,
     drop_duplicates: bool,
     on_bytes: Callable[[int], object],
     budgets: Mapping[str, int] | None = None,
+    subset_shares: tuple[float, float, float] | None = None,
 ) -> Joined:
     """Write the .bin/.idx files of every domain and split.
 
@@ -195,22 +197,27 @@ def join_shards(
         folder: an existing, empty folder.
         drop_duplicates: whether repeated texts in a domain are left out.
         on_bytes: called with the number of bytes of tokens just copied.
-        budgets: as in :func:`examine`.
+        budgets: as in :func:`examine`; other domains are written only if they are among
+            ``first_domains``. Their text is removed from the train splits all the same.
+        subset_shares: as in :func:`examine`.
 
     Raises:
         UserError: if there are too many domains, or the disk is full.
     """
     numbers: dict[str, int] = {}
-    for name in [*first_domains, *(name for shard in shards for name in shard.domains)]:
+    names = [*first_domains, *(name for shard in shards for name in shard.domains)]
+    of_corpus = {*first_domains, *(names if budgets is None else budgets)}
+    for name in sorted(names, key=lambda name: name not in of_corpus):
         domain_number(numbers, name)
+    written = [name for name in numbers if name in of_corpus]
     with writing(folder):
         (folder / TOKENS_NAME).mkdir()
-    writer = CorpusWriter(folder, list(numbers), shards[0].dtype, on_bytes)
+    writer = CorpusWriter(folder, written, shards[0].dtype, on_bytes)
     malformed, by_domain = MalformedLines(), Counter[str]()
     counts, tokens_of = np.zeros((2, len(REASONS), len(numbers)), np.int64)
     budgets = budgets or {}
     unfilled = [set(numbers)]
-    blocks = examine(shards, numbers, folder / "left-out", drop_duplicates, budgets)
+    blocks = examine(shards, numbers, folder / "left-out", drop_duplicates, budgets, subset_shares)
     for shard, of_shard in zip(shards, blocks, strict=True):
         start = 0
         with (shard.root / SHARD_TOKENS_NAME).open("rb") as tokens:
@@ -218,6 +225,7 @@ def join_shards(
             for documents, domains, reasons in of_shard:
                 files = domains * len(SPLITS) + documents["split"]
                 files[~is_written(reasons, drop_duplicates)] = -1
+                files[domains >= len(written)] = -1
                 lengths = documents["tokens"]
                 writer.copy(files, lengths, documents["text_bytes"], read, start)
                 np.add.at(counts, (reasons, domains), 1)
@@ -228,6 +236,7 @@ def join_shards(
         unfilled.append(
             {n for n in numbers if n not in budgets or writer.train_tokens(n) < budgets[n]}
         )
+    numbers = {name: numbers[name] for name in written}
     not_written = {
         name: NotWritten(
             duplicates=int(counts[DUPLICATE, number]),
@@ -273,6 +282,7 @@ def examine(
     path: Path,
     drop_duplicates: bool,
     budgets: Mapping[str, int] | None,
+    subset_shares: tuple[float, float, float] | None = None,
 ) -> Iterator[Iterator[Block]]:
     """Yield the blocks of each shard, with the reason to leave out each document.
 
@@ -284,12 +294,13 @@ def examine(
         budgets: domain -> train tokens after which the domain ends. The document that reaches them
             is the last one. Validation and test text that a source defines is not limited, nor are
             domains without a budget.
+        subset_shares: as in :func:`reasons_to_leave_out`.
 
     Raises:
         UserError: if the disk is full.
     """
     of_shards = [np.array([numbers[n] for n in s.domains], dtype=np.int64) for s in shards]
-    find_left_out(shards, of_shards, path)
+    find_left_out(shards, of_shards, path, subset_shares)
     left = np.full(len(numbers), -1)
     for name in numbers.keys() & (budgets or {}).keys():
         left[numbers[name]] = (budgets or {})[name]
@@ -317,7 +328,10 @@ def examine(
 
 
 def find_left_out(
-    shards: Sequence[Shard], domain_numbers: Sequence[NDArray[np.int64]], path: Path
+    shards: Sequence[Shard],
+    domain_numbers: Sequence[NDArray[np.int64]],
+    path: Path,
+    subset_shares: tuple[float, float, float] | None = None,
 ) -> None:
     """Find duplicates and held-out documents by the digests of all texts.
 
@@ -326,6 +340,7 @@ def find_left_out(
         domain_numbers: for each shard, the corpus's number of each of the shard's domains.
         path: file to write, with one byte per document: KEPT, DUPLICATE or HELD_OUT. An empty
             document is KEPT.
+        subset_shares: as in :func:`reasons_to_leave_out`.
 
     Raises:
         UserError: if the disk is full.
@@ -336,7 +351,7 @@ def find_left_out(
         # the process.
         os.posix_fallocate(stream.fileno(), 0, max(1, int(bases[-1])))
     for texts in _ranges(shards, domain_numbers, bases):
-        reasons = reasons_to_leave_out(texts)
+        reasons = reasons_to_leave_out(texts, subset_shares)
         left = np.flatnonzero(reasons)
         if left.size:
             np.memmap(path, np.uint8, "r+")[texts["order"][left]] = reasons[left]
@@ -354,9 +369,25 @@ def read_reasons(path: Path, first: int, count: int) -> NDArray[np.uint8]:
     return _read_records(path, np.dtype(np.uint8), first, count).copy()
 
 
-def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
-    """Return KEPT, DUPLICATE or HELD_OUT for each TEXT record in ``texts``, [num_texts] uint8."""
+def reasons_to_leave_out(
+    texts: NDArray[np.void], subset_shares: tuple[float, float, float] | None = None
+) -> NDArray[np.uint8]:
+    """Return KEPT, DUPLICATE or HELD_OUT for each TEXT record in ``texts``, [num_texts] uint8.
+
+    Args:
+        texts: TEXT records of all documents of some texts.
+        subset_shares: shares of train, valid and test; None if all text was read, or if no text
+            that may be unread is split by hash. With them, the result does not depend on unread
+            text: train text set by a source is held out if its hash assigns it to another split,
+            as unread copies may be; and valid or test text set by a source is never a duplicate of
+            text that is split by hash.
+    """
     reasons = np.full(texts.size, KEPT, dtype=np.uint8)
+    is_set = (texts["by_source"] > 0) & (subset_shares is not None)
+    if is_set.any() and subset_shares is not None:
+        is_train = is_set & (texts["split"] == 0)
+        is_train[is_train] = assign_splits(texts["high"][is_train], subset_shares) > 0
+        reasons[is_train] = HELD_OUT
     by_digest = np.argsort(texts["high"], kind="stable")
     same = np.diff(texts["high"][by_digest]) == 0
     # Most texts occur once: process only repeated texts.
@@ -372,10 +403,12 @@ def reasons_to_leave_out(texts: NDArray[np.void]) -> NDArray[np.uint8]:
     ranks = np.where(some["split"] > 0, some["split"] + 2 * some["by_source"], 0)
     highest = np.maximum.reduceat(ranks, np.append(0, np.flatnonzero(changes) + 1))
     held_out = some["split"] != np.array([0, 1, 2, 1, 2])[highest[text]]
+    held_out |= reasons[several] == HELD_OUT
     reasons[several[held_out]] = HELD_OUT
 
     several, some, text = several[~held_out], some[~held_out], text[~held_out]
-    by_domain = np.lexsort((some["order"], some["domain"], text))
+    is_later = ~is_set[several] | (some["split"] == 0)
+    by_domain = np.lexsort((some["order"], is_later, some["domain"], text))
     repeats = (np.diff(text[by_domain]) == 0) & (np.diff(some["domain"][by_domain]) == 0)
     reasons[several[by_domain[1:][repeats]]] = DUPLICATE
     return reasons
@@ -505,7 +538,9 @@ def link_domains(
     }
     kept = {name: n for name, n in corpus.not_written.items() if name in domains | held}
     budgets = {name: n for name, n in corpus.max_tokens.items() if name in domains}
-    repeats = {name: n for name, n in corpus.repeats.items() if name in domains}
+    # A domain that becomes held out loses its train text, and so its counts.
+    counted = {*domains, *(held.keys() & corpus.held_out.keys())}
+    repeats = {name: n for name, n in corpus.repeats.items() if name in counted}
     return dataclasses.replace(
         corpus,
         root=folder,

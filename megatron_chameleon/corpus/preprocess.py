@@ -36,7 +36,7 @@ from megatron_chameleon.corpus.join import Joined, join_shards
 from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.readers import DocumentReader, MalformedLines
 from megatron_chameleon.corpus.repeats import find_repeats, format_repeats, require_minhash
-from megatron_chameleon.corpus.shards import Shard, make_shard
+from megatron_chameleon.corpus.shards import Shard, is_limited, make_shard
 from megatron_chameleon.corpus.sources import Chunk, Source, find_sources
 from megatron_chameleon.corpus.staging import (
     SOURCES_NAME,
@@ -45,7 +45,12 @@ from megatron_chameleon.corpus.staging import (
     corpus_folder,
     plan_shards,
 )
-from megatron_chameleon.corpus.subset import next_shards, token_budgets, warn_short_domains
+from megatron_chameleon.corpus.subset import (
+    next_shards,
+    token_budgets,
+    warn_left_out,
+    warn_short_domains,
+)
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, system_error_message
 from megatron_chameleon.progress import progress_bar
@@ -67,8 +72,6 @@ def preprocess_data(options: PreprocessOptions) -> None:
     tokenizer = _load_tokenizer(options)
     sources = find_sources(options.source, options.domains)
     budgets = token_budgets(options, sources)
-    if budgets is not None:
-        sources = [s for s in sources if s.split == "held_out" or s.domain in (None, *budgets)]
     plan = plan_shards(options, tokenizer, sources, budgets)
     total = len(plan.shards)
     with corpus_folder(
@@ -87,12 +90,12 @@ def preprocess_data(options: PreprocessOptions) -> None:
                     "are finished\nnext: join them with the same command without --shard"
                 )
                 return
-            numbers: Sequence[int] = range(total)
             if budgets is None:
-                run.make_shards(numbers, tokenizer)
+                run.make_shards(range(total), tokenizer)
+                shards = {number: run.load(number) for number in range(total)}
             else:
-                numbers = run.make_subset(tokenizer, budgets)
-            joined = run.join(numbers, found, tokenizer, stopwatch)
+                shards = run.make_subset(tokenizer, budgets)
+            joined = run.join(shards, found, tokenizer, stopwatch)
         except BaseException:
             finished = len(folder.finished())
             if total == 1 and options.shard is None and not folder.is_publishing:
@@ -109,7 +112,8 @@ def preprocess_data(options: PreprocessOptions) -> None:
     print(_summary(corpus, joined.malformed))
     if options.find_repeats == "near":
         print(format_repeats(corpus))
-    reused = f"; {len(found)} of {total} shards were finished before" if found else ""
+    num_reused = len(set(found) - run.removed.keys())
+    reused = f"; {num_reused} of {total} shards were finished before" if num_reused else ""
     print(
         f"wrote {corpus.root} in {corpus.cost.wall_seconds:.0f} s{reused}\n"
         f"next: megatron-chameleon pretrain_gpt --corpus {shlex.quote(str(corpus.root))} --run-dir "
@@ -131,16 +135,19 @@ class _Run:
         plan: plan with the current states of the sources.
         plan_hash: hash of the plan that all processes have agreed on.
         folder: corpus folder.
-        gigatoken: whether workers encode with gigatoken.
+        gigatoken: whether workers encode with gigatoken; None until it is known.
         budgets: shard -> the budgets with which it is made; empty if everything is read.
+        removed: shard -> wall times, in seconds, of the finished shards that this run has removed
+            to make them again.
     """
 
     options: PreprocessOptions
     plan: ShardPlan
     plan_hash: str
     folder: CorpusFolder
-    gigatoken: bool = False
+    gigatoken: bool | None = None
     budgets: Mapping[int, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    removed: dict[int, list[float]] = dataclasses.field(default_factory=dict)
 
     def make_shard(
         self, tokenizer: Tokenizer, number: int, on_bytes: OnBytes | None = None
@@ -158,42 +165,47 @@ class _Run:
     def check_sources(self, finished: Sequence[int], existing: ShardPlan) -> None:
         """Check that sources with another time or ETag match the hashes of finished shards.
 
-        A shard that was not read to its end has no hash, and is removed.
+        A shard that did not read such a source to its end has no hash of it, and is removed.
 
         Raises:
             UserError: naming the first source whose content has changed.
         """
-        before = [source.state for source in existing.sources]
+        pairs = enumerate(zip(self.plan.sources, existing.sources, strict=True))
+        changed = {number for number, (now, then) in pairs if now.state != then.state}
         hashes: dict[Chunk, str | None] = {}
-        if before != [source.state for source in self.plan.sources]:
-            for number in finished:
-                found = dict(zip(self.plan.shards[number], self._load(number).hashes, strict=True))
-                if all(found.values()):
-                    hashes |= found
+        for number in finished:
+            chunks = self.plan.shards[number]
+            if any(chunk.source in changed for chunk in chunks):
+                shard = self.load(number)
+                found = zip(chunks, shard.hashes, strict=True)
+                of_changed = {c: sha256 for c, sha256 in found if c.source in changed}
+                if all(of_changed.values()):
+                    hashes |= of_changed
                 else:
-                    self.folder.remove_shard(number)
+                    self._remove(shard, number)
         for chunk, sha256 in hashes.items():
-            source = self.plan.sources[chunk.source]
-            if source.state != before[chunk.source]:
-                reader = self._reader()
-                for _ in reader.read(chunk):
-                    pass
-                if reader.hashes[chunk] != sha256:
-                    raise UserError(
-                        f"{source.name} has changed since it was read for {existing.root}; restore "
-                        f"it, or remove {existing.root} to start from scratch"
-                    )
+            reader = self._reader()
+            for _ in reader.read(chunk):
+                pass
+            if reader.hashes[chunk] != sha256:
+                raise UserError(
+                    f"{self.plan.sources[chunk.source].name} has changed since it was read for "
+                    f"{existing.root}; restore it, or remove {existing.root} to start from scratch"
+                )
 
-    def make_shards(self, wanted: Sequence[int], tokenizer: Tokenizer) -> None:
-        """Write the ``wanted`` shards that are not finished yet."""
+    def make_shards(self, wanted: Sequence[int], tokenizer: Tokenizer) -> bool | None:
+        """Write the ``wanted`` shards that are not finished yet; return ``gigatoken``."""
         finished = self.folder.finished()
         missing = [number for number in wanted if number not in finished]
         if not missing:
-            return
-        chunks = [chunk for number in missing for chunk in self.plan.shards[number]]
-        reader = self._reader()
-        sample = (document.text for chunk in chunks for document in reader.read(chunk))
-        tokenizer = with_encoder(tokenizer, self.options.encoding.encoder, sample)
+            return self.gigatoken
+        if self.gigatoken is None:
+            chunks = [c for number in missing for c in self.plan.shards[number] if self._is_read(c)]
+            reader = self._reader()
+            sample = (document.text for chunk in chunks for document in reader.read(chunk))
+            tokenizer = with_encoder(tokenizer, self.options.encoding.encoder, sample)
+        elif self.gigatoken:
+            tokenizer = with_gigatoken(tokenizer)
         run = dataclasses.replace(self, gigatoken=tokenizer.fast_encoder is not None)
         # By default there is one worker fewer than cores, since each worker reads and encodes
         # concurrently, which keeps more than one core busy.
@@ -203,47 +215,60 @@ class _Run:
         with progress_bar(total, "B", "tokenizing") as bar:
             if self.options.ray:
                 make_on_ray(run, missing, bar.update)
-                return
-            if num_workers > 1:
+            elif num_workers > 1:
                 # Free the memory of the tokenizer, since each worker loads its own copy.
                 del tokenizer
                 make_in_processes(run, missing, num_workers, bar.update)
-                return
-            for number in missing:
-                self.make_shard(tokenizer, number, bar.update)
+            else:
+                for number in missing:
+                    self.make_shard(tokenizer, number, bar.update)
+        return run.gigatoken
 
-    def make_subset(self, tokenizer: Tokenizer, budgets: Mapping[str, int]) -> list[int]:
-        """Write the shards that fill the ``budgets``; return their numbers."""
+    def make_subset(self, tokenizer: Tokenizer, budgets: Mapping[str, int]) -> dict[int, Shard]:
+        """Write the shards that fill the ``budgets``; return them by number, in order."""
+        run = self
         shards: dict[int, Shard] = {}
         scratch, drop = self.folder.staging / "left-out", self.options.drop_duplicates
+        shares = self._subset_shares()
         while True:
-            shards |= {n: self._load(n) for n in self.folder.finished() - shards.keys()}
-            used, missing = next_shards(self.plan, budgets, shards, scratch, drop)
+            shards |= {n: self.load(n) for n in self.folder.finished() - shards.keys()}
+            used, missing = next_shards(self.plan, budgets, shards, scratch, drop, shares)
             if not missing:
-                return used
+                return {number: shards[number] for number in used}
             for number in missing.keys() & shards.keys():
-                del shards[number]
-                self.folder.remove_shard(number)
-            run = dataclasses.replace(self, budgets=missing)
-            run.make_shards(sorted(missing), tokenizer)
+                self._remove(shards.pop(number), number)
+            run = dataclasses.replace(run, budgets=missing)
+            gigatoken = run.make_shards(sorted(missing), tokenizer)
+            run = dataclasses.replace(run, gigatoken=gigatoken)
+
+    def _remove(self, shard: Shard, number: int) -> None:
+        self.folder.remove_shard(number)
+        self.removed.setdefault(number, []).append(shard.seconds)
 
     def join(
         self,
-        numbers: Sequence[int],
+        by_number: Mapping[int, Shard],
         found: Sequence[int],
         tokenizer: Tokenizer,
         stopwatch: Stopwatch,
     ) -> Joined:
-        """Join the shards ``numbers``, of which ``found`` were finished before this run."""
-        shards = [self._load(number) for number in numbers]
+        """Join shards, in order; those with numbers in ``found`` were finished before this run."""
+        shards = list(by_number.values())
         joining = Stopwatch()
         made = self.folder.staging / "corpus"
         with writing(made):
             made.mkdir()
-        first_domains = [source.domain for source in self.plan.sources if source.domain is not None]
         drop, budgets = self.options.drop_duplicates, self.plan.budgets
+        first_domains = [
+            source.domain
+            for source in self.plan.sources
+            if source.domain is not None
+            and (budgets is None or source.split == "held_out" or source.domain in budgets)
+        ]
         with progress_bar(sum(shard.token_bytes for shard in shards), "B", "joining") as bar:
-            joined = join_shards(shards, first_domains, made, drop, bar.update, budgets)
+            joined = join_shards(
+                shards, first_domains, made, drop, bar.update, budgets, self._subset_shares()
+            )
         joined.malformed.check(self.options.source.max_malformed_share)
         # Without a domain key, find_sources has already reported the renames.
         if self.options.domains.domain_key is not None:
@@ -252,23 +277,28 @@ class _Run:
         never_trained = {source.domain for source in sources if source.split == "held_out"}
         held_out = [name for name in joined.domains if name in never_trained]
         if budgets is not None:
+            warn_left_out(shards, self.options.mixture)
             warn_short_domains(joined.domains, budgets)
         check_domains(joined.domains, held_out, sources, self.options.min_tokens_per_split)
         tokenizer.save(made)
+        seconds = {n: [*self.removed.get(n, []), s.seconds] for n, s in by_number.items()}
         cost = Cost(
-            device_seconds=sum(shard.seconds for shard in shards) + joining.seconds(),
-            wall_seconds=stopwatch.seconds()
-            + sum(shard.seconds for n, shard in zip(numbers, shards, strict=True) if n in found),
+            device_seconds=sum(map(sum, seconds.values())) + joining.seconds(),
+            # A shard that was found and made again was made by the earlier run the first time.
+            wall_seconds=stopwatch.seconds() + sum(seconds[n][0] for n in found if n in seconds),
         )
         hashes: dict[Chunk, str | None] = {}
-        for place, (number, shard) in enumerate(zip(numbers, shards, strict=True)):
+        for place, (number, shard) in enumerate(by_number.items()):
             for chunk, sha256 in zip(self.plan.shards[number], shard.hashes, strict=True):
-                domain = sources[chunk.source].domain
-                # How far the text after the last budget is read depends on interruptions.
-                if domain is None and not joined.unfilled[place + 1]:
-                    sha256 = None
-                if domain is None or domain in joined.unfilled[place]:
-                    hashes[chunk] = sha256
+                source = sources[chunk.source]
+                if budgets is not None and is_limited(source):
+                    names = budgets.keys() & joined.unfilled[place]
+                    if source.domain not in (None, *names):
+                        continue
+                    # How far the text after the last budget is read depends on interruptions.
+                    if source.domain is None and not names & joined.unfilled[place + 1]:
+                        sha256 = None
+                hashes[chunk] = sha256
         sources_hash = _write_sources(made / SOURCES_NAME, sources, hashes)
         # These options are not recorded, since the corpus does not depend on them.
         options = dataclasses.replace(self.options, workers=None, shard=None, ray=False)
@@ -300,11 +330,25 @@ class _Run:
         self.folder.publish(made)
         return joined
 
+    def _is_read(self, chunk: Chunk) -> bool:
+        source, budgets = self.plan.sources[chunk.source], self.plan.budgets
+        return budgets is None or not is_limited(source) or source.domain in (None, *budgets)
+
+    def _subset_shares(self) -> tuple[float, float, float] | None:
+        """The argument ``subset_shares`` of :func:`join_shards`."""
+        is_by_hash = any(source.split is None for source in self.plan.sources)
+        return self.options.split_shares if self.plan.budgets and is_by_hash else None
+
     def _reader(self, on_bytes: OnBytes | None = None) -> DocumentReader:
         source, domains = self.options.source, self.options.domains
         return DocumentReader(source, self.plan.sources, domains, on_bytes)
 
-    def _load(self, number: int) -> Shard:
+    def load(self, number: int) -> Shard:
+        """Read the finished shard ``number``.
+
+        Raises:
+            UserError: if it belongs to another plan or is damaged.
+        """
         shard = Shard.load(self.folder.shard_folder(number))
         if shard.plan != self.plan_hash:
             plan = self.folder.partial / ShardPlan.FILE_NAME
@@ -367,7 +411,12 @@ def _write_sources(
         read = [{"start": c.start, "stop": c.stop, "sha256": sha256} for c, sha256 in pairs]
         sources.append({"name": source.name, "bytes": source.bytes, "pieces": read})
     _SourceHashes(sources).save(path)
-    return sha256_of_json(list(hashes.values()))
+    # Text that was not read to its end has no hash.
+    contents = [
+        sha256 or [all_sources[c.source].name, all_sources[c.source].bytes, c.start, c.stop]
+        for c, sha256 in hashes.items()
+    ]
+    return sha256_of_json(contents)
 
 
 def _summary(corpus: Corpus, malformed: MalformedLines) -> str:

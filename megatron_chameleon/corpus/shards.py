@@ -38,7 +38,7 @@ from megatron_chameleon.corpus.readers import (
     MalformedLines,
     check_unchanged,
 )
-from megatron_chameleon.corpus.sources import Chunk
+from megatron_chameleon.corpus.sources import Chunk, Source
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 
@@ -100,6 +100,7 @@ class Shard(FolderRecord):
         seconds: wall time.
         budgets: domain -> train tokens after which reading stopped; None if everything was read.
         stopped: domains of which some text was not read, because their budget was reached.
+        left_out: domain without a budget -> number of its documents that were skipped.
     """
 
     KIND = "preprocessed shard"
@@ -121,6 +122,7 @@ class Shard(FolderRecord):
     seconds: float
     budgets: dict[str, int] | None = None
     stopped: list[str] = dataclasses.field(default_factory=list)
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def token_bytes(self) -> int:
@@ -293,8 +295,8 @@ def make_shard(
         plan_hash: hash of the plan that all processes have agreed on.
         folder: existing, empty folder to write into.
         budgets: domain -> number of train tokens, repeated texts included, after which its text is
-            not read any more. Validation and test text that a source defines, and held-out domains,
-            are read completely; other domains without a budget are not read. None reads everything.
+            not read any more; train text of other domains is not read. Validation and test text
+            that a source defines is read completely. None reads everything.
 
     Raises:
         UserError: if a source cannot be read or has changed, or the disk is full.
@@ -344,6 +346,7 @@ def make_shard(
         seconds=stopwatch.seconds(),
         budgets=None if budgets is None else dict(budgets),
         stopped=[] if limits is None else sorted(limits.stopped),
+        left_out={} if limits is None else dict(limits.left_out),
     ).save()
 
 
@@ -355,12 +358,15 @@ class _Limits:
 
     Attributes:
         left: domain -> tokens, 0 or less if its budget is reached.
+        unfilled: domains whose budget is not reached.
         stopped: domains of which some text was not read.
+        left_out: domain without a budget -> number of its documents that were skipped.
     """
 
     def __init__(self, budgets: Mapping[str, int]) -> None:
         self.left, self.stopped = dict(budgets), set[str]()
-        self._encoded: Counter[str] = Counter()
+        self.unfilled = {name for name, tokens in budgets.items() if tokens > 0}
+        self.left_out, self._encoded = Counter[str](), Counter[str]()
 
     def add(self, documents: NDArray[np.void], names: Sequence[str]) -> None:
         """Count the train tokens of an encoded batch; :meth:`update` makes them visible."""
@@ -370,16 +376,29 @@ class _Limits:
 
     def update(self) -> None:
         """Subtract what was counted."""
-        for name in self.left:
-            self.left[name] -= self._encoded.pop(name, 0)
+        for name in self.left.keys() & self._encoded.keys():
+            self.left[name] -= self._encoded[name]
+            if self.left[name] <= 0:
+                self.unfilled.discard(name)
+        self._encoded.clear()
 
     def stop(self, domain: str | None) -> bool:
         """Whether no more text of a domain is read, None for all domains; record that it stops."""
-        names = self.left.keys() if domain is None else self.left.keys() & {domain}
-        is_reached = all(self.left[name] <= 0 for name in names)
-        if is_reached:
-            self.stopped.update(names)
-        return is_reached
+        if self.unfilled if domain is None else domain in self.unfilled:
+            return False
+        self.stopped.update(self.left if domain is None else self.left.keys() & {domain})
+        return True
+
+    def skip(self, domain: str) -> None:
+        """Count a skipped document, if it has no budget; a wrong key may name very many domains."""
+        is_counted = domain in self.left_out or len(self.left_out) < MAX_DOMAINS
+        if domain not in self.left and is_counted:
+            self.left_out[domain] += 1
+
+
+def is_limited(source: Source) -> bool:
+    """Whether a budget limits the text of ``source``: it is no valid, test or held-out text."""
+    return source.split in (None, "train")
 
 
 def _documents(
@@ -388,19 +407,19 @@ def _documents(
     """Yield the documents of ``chunks``; stop each domain at its limit."""
     for chunk in chunks:
         source = reader.sources[chunk.source]
-        if limits is None or source.split == "held_out":
+        if limits is None or not is_limited(source):
             yield from reader.read(chunk)
             continue
-        is_limited = source.split in (None, "train")
-        if is_limited and limits.stop(source.domain):
+        if limits.stop(source.domain):
             continue
         for document in reader.read(chunk):
-            if is_limited and limits.stop(document.domain):
-                if limits.stop(source.domain):
-                    check_unchanged(source)
-                    break
-            elif document.domain in limits.left:
+            if not limits.stop(document.domain):
                 yield document
+            elif limits.stop(source.domain):
+                check_unchanged(source)
+                break
+            else:
+                limits.skip(document.domain)
 
 
 def _next_in_thread(batches: Iterator[_Batch]) -> Future[_Batch | None]:

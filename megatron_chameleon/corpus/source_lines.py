@@ -43,8 +43,9 @@ def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tupl
     Returns:
         (domain, digest) -> 'FILE:LINE' of the first line with this text, counted from 1; of a
         table, 'FILE:ROW'. If the corpus keeps duplicates, all lines with the text, separated by
-        commas. Texts that are not found are missing: the file has changed, or the tokenizer does
-        not decode tokens to exactly the text that was encoded.
+        commas; in a subset, also lines after the document that ends the domain. Texts that are not
+        found are missing: the file has changed, or the tokenizer does not decode tokens to exactly
+        the text that was encoded.
 
     Raises:
         UserError: if the corpus does not record its sources, or a source cannot be read.
@@ -54,6 +55,7 @@ def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tupl
     where = f"{corpus.root / corpus.FILE_NAME}: provenance.options"
     recorded = check_values(where, _RecordedSources, options, corpus.RESTORE)
     lines: dict[tuple[str, bytes], str] = {}
+    missing = {name: set(some) for name, some in digests.items() if some}
     with in_folder(corpus.provenance.working_folder):
         sources = find_sources(recorded.source, recorded.domains)
         needed = [n for n, source in enumerate(sources) if source.domain in (None, *digests)]
@@ -61,13 +63,21 @@ def source_lines(corpus: Corpus, digests: Mapping[str, Set[bytes]]) -> dict[tupl
         with progress_bar(total, "B", "finding source lines") as bar:
             reader = DocumentReader(recorded.source, sources, recorded.domains, bar.update)
             for number in needed:
+                domain = sources[number].domain
                 for line, document in reader.read_numbered(Chunk(number)):
+                    if recorded.drop_duplicates and not (
+                        missing if domain is None else missing.get(domain)
+                    ):
+                        break  # all texts are found
                     key = document.domain, text_digest(document.text.encode())
                     if key[1] not in digests.get(document.domain, ()):
                         continue
                     place = f"{sources[number].name}:{line}"
                     if key not in lines:
                         lines[key] = place
+                        missing[key[0]].discard(key[1])
+                        if not missing[key[0]]:
+                            del missing[key[0]]
                     elif not recorded.drop_duplicates:
                         lines[key] += f", {place}"
     return lines

@@ -135,7 +135,10 @@ class ShardPlan(FolderRecord):
 
     def _compared(self) -> dict[str, str]:
         """Everything that determines the shards, keyed by the names that messages use."""
-        compared = {flag_of(name): repr(value) for name, value in self.options.items()}
+        of_options = {name: value for name, value in self.options.items() if name != "max_tokens"}
+        compared = {flag_of(name): repr(value) for name, value in of_options.items()}
+        for name, budget in sorted((self.budgets or {}).items()):
+            compared[f"--max-tokens with --mixture for domain '{name}'"] = f"{budget} tokens"
         compared |= {"the hash of --tokenizer-model": self.tokenizer, **self.versions}
         for source in self.sources:
             domain = f"domain {source.domain}, split {source.split}"

@@ -9,13 +9,14 @@ in which shards are made, nor on interruptions.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_chameleon.artifacts import Domain, Mixture
 from megatron_chameleon.corpus.join import examine, is_written
 from megatron_chameleon.corpus.options import PreprocessOptions
-from megatron_chameleon.corpus.shards import Shard, domain_number
+from megatron_chameleon.corpus.shards import Shard, domain_number, is_limited
 from megatron_chameleon.corpus.sources import Source
 from megatron_chameleon.corpus.staging import ShardPlan
 from megatron_chameleon.errors import UserError, quoted
@@ -45,7 +46,8 @@ def token_budgets(options: PreprocessOptions, sources: Sequence[Source]) -> dict
         )
     else:
         weights = Mixture.uniform(known).weights
-    if left_out := [name for name, weight in weights.items() if weight == 0]:
+    left_out = [name for name, weight in weights.items() if weight == 0]
+    if left_out and len(known) == len(names):  # warn_left_out counts documents that name theirs
         warnings.warn(
             f"--mixture {options.mixture} leaves out {quoted(left_out)}, whose weight is 0",
             stacklevel=2,
@@ -63,6 +65,7 @@ def next_shards(
     finished: Mapping[int, Shard],
     scratch: Path,
     drop_duplicates: bool,
+    subset_shares: tuple[float, float, float] | None,
 ) -> tuple[list[int], dict[int, dict[str, int]]]:
     """Find the shards that are used, and those that have to be made for them.
 
@@ -75,6 +78,7 @@ def next_shards(
         finished: number -> finished shard.
         scratch: temporary file.
         drop_duplicates: whether repeated texts in a domain are left out.
+        subset_shares: as in :func:`examine`.
 
     Returns:
         The numbers of the used shards, complete if no shard has to be made; the number and the
@@ -82,18 +86,18 @@ def next_shards(
     """
     # Text that is not limited is always read: it is removed from the train splits.
     domains = [
-        {plan.sources[c.source].domain for c in chunks if _is_limited(plan.sources[c.source])}
+        {plan.sources[c.source].domain for c in chunks if is_limited(plan.sources[c.source])}
         for chunks in plan.shards
     ]
     unlimited = [
         number
         for number, chunks in enumerate(plan.shards)
-        if not all(_is_limited(plan.sources[chunk.source]) for chunk in chunks)
+        if not all(is_limited(plan.sources[chunk.source]) for chunk in chunks)
     ]
     used = set(unlimited)
     if to_make := [number for number in unlimited if number not in finished]:
         return sorted(used), {number: dict(budgets) for number in to_make}
-    tokens = _train_tokens(finished, budgets, scratch, drop_duplicates)
+    tokens = _train_tokens(finished, budgets, scratch, drop_duplicates, subset_shares)
     missing: dict[int, dict[str, int]] = {}
     filled: set[str] = set()
     for name, budget in budgets.items():
@@ -120,12 +124,12 @@ def next_shards(
     return sorted(used), missing
 
 
-def _is_limited(source: Source) -> bool:
-    return source.split in (None, "train")
-
-
 def _train_tokens(
-    shards: Mapping[int, Shard], budgets: Mapping[str, int], scratch: Path, drop_duplicates: bool
+    shards: Mapping[int, Shard],
+    budgets: Mapping[str, int],
+    scratch: Path,
+    drop_duplicates: bool,
+    subset_shares: tuple[float, float, float] | None,
 ) -> dict[tuple[int, str], int]:
     """(shard, domain) -> train tokens that the corpus would have of them."""
     in_order = sorted(shards)
@@ -134,7 +138,8 @@ def _train_tokens(
         domain_number(numbers, name)
     names = list(numbers)
     tokens: dict[tuple[int, str], int] = {}
-    examined = examine([shards[n] for n in in_order], numbers, scratch, drop_duplicates, None)
+    read = [shards[number] for number in in_order]
+    examined = examine(read, numbers, scratch, drop_duplicates, None, subset_shares)
     for number, blocks in zip(in_order, examined, strict=True):
         for documents, domains, reasons in blocks:
             train = is_written(reasons, drop_duplicates) & (documents["split"] == 0)
@@ -143,6 +148,19 @@ def _train_tokens(
                 key = number, names[domain]
                 tokens[key] = tokens.get(key, 0) + here
     return tokens
+
+
+def warn_left_out(shards: Iterable[Shard], mixture: str | None) -> None:
+    """Warn about the documents of domains without a weight, which ``shards`` do not have."""
+    counts = Counter[str]()
+    for shard in shards:
+        counts.update(shard.left_out)
+    if counts:
+        warnings.warn(
+            f"--mixture {mixture} leaves out {quoted(sorted(counts))}, which have no weight: "
+            f"{counts.total():,} of the documents that were read",
+            stacklevel=2,
+        )
 
 
 def warn_short_domains(domains: Mapping[str, Domain], budgets: Mapping[str, int]) -> None:

@@ -141,9 +141,9 @@ def test_memory_holds_one_range_however_often_a_text_occurs(tmp_path, monkeypatc
     once = [(2 * value, 1, 0, 0, 0) for value in high]
     sizes = []
 
-    def counting(texts):
+    def counting(texts, subset_shares):
         sizes.append(texts.size)
-        return reasons_to_leave_out(texts)
+        return reasons_to_leave_out(texts, subset_shares)
 
     monkeypatch.setattr(join, "_RANGE_TEXTS", 10)
     monkeypatch.setattr(join, "reasons_to_leave_out", counting)

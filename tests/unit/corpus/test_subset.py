@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.corpus import join, shards
+from megatron_chameleon.corpus import join, preprocess, shards
 from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions
 from megatron_chameleon.corpus.shards import assign_splits, text_digest
 from megatron_chameleon.corpus.staging import CorpusFolder
@@ -23,16 +24,35 @@ from tests.unit.corpus.corpus_making import (
     source_options,
 )
 
-BUDGETS = {"a": 1500, "b": 600, "c": 900}
+BUDGETS = {"a": 1500, "b": 600, "c": 900, "d": 700}
 
 
 @pytest.fixture
 def stream(texts):
-    """(domain, text) of all documents: repeated and empty texts, and texts held out elsewhere."""
+    """(domain, text) of all documents: repeated and empty texts, and texts held out elsewhere.
+
+    Some texts of d are far behind in a.
+    """
     some = texts(500, 1)
-    found = [("abc"[i % 3], text) for i, text in enumerate(some)]
+    found = [("abcd"[i % 4], text) for i, text in enumerate(some)]
     repeated = [("a", text) for _, text in found[:30] for _ in range(4)]
-    return [*found[:20], ("b", ""), ("a", ""), *found[20:40], *repeated, *found[40:]]
+    shared = [("d", text) for name, text in found[300:] if name == "a"]
+    return [*found[:20], ("b", ""), ("a", ""), *found[20:40], *repeated, *shared, *found[40:]]
+
+
+def texts_of(stream, name):
+    return [text for domain, text in stream if domain == name]
+
+
+def by_source_of_b(stream):
+    """Texts of --test-input: the domain has the last one by hash, too, beyond its budget."""
+    own = [text for text in texts_of(stream, "b") if text]
+    return [*own[3:6], next(text for text in own[::-1] if split_of(text) == "test")]
+
+
+def split_of(text):
+    head = np.frombuffer(text_digest(text.encode())[:8], ">u8").astype(np.uint64)
+    return SPLITS[assign_splits(head, (0.6, 0.2, 0.2))[0]]
 
 
 @pytest.fixture
@@ -44,54 +64,65 @@ def mixture(tmp_path):
     return path
 
 
-@pytest.fixture(params=["named", "key"])
+@pytest.fixture
 def whole(request, stream, jsonl, texts, tokenizer_json, tmp_path):
-    """Options without a budget: domains by name, one of them compressed, or by the records.
+    """Options without a budget: domains by name, one of them compressed, or by the records ("key").
 
-    Some text of a is in a held-out domain, and the file of --test-input has texts of b.
+    Some text of a is in a held-out domain, and in the test text of a domain without a weight. The
+    file of --test-input has texts of b. If domains have names, a source defines all splits of d.
     """
-    held_out = [*texts(40, 2), *(text for name, text in stream if name == "a")][:55]
-    test = [text for name, text in stream if name == "b"][3:6]
+    held_out = [*texts(40, 2), *texts_of(stream, "a")][:55]
     held = ((f"h={jsonl('h.jsonl', held_out)}",),)
+    tests = {"b": by_source_of_b(stream), "never": texts_of(stream, "a")[10:30]}
     if request.param == "key":
         lines = [{"text": text, "set": name} for name, text in stream]
         never = [{"text": text, "set": "never"} for text in texts(20, 3)]
         source = source_options(jsonl("all.jsonl", [*lines[:50], *never, *lines[50:]]))
-        tests = jsonl("test.jsonl", [{"text": text, "set": "b"} for text in test])
-        domains = DomainOptions(domain_key="set", test_input=((f"{tests}",),), held_out=held)
+        test_lines = [{"text": t, "set": name} for name, some in tests.items() for t in some]
+        test_input: tuple[str, ...] = (str(jsonl("test.jsonl", test_lines)),)
+        domains = DomainOptions(domain_key="set", test_input=(test_input,), held_out=held)
     else:
-        files = {
-            name: jsonl(f"{name}.jsonl", [t for n, t in stream if n == name]) for name in "abc"
-        }
+        files = {name: jsonl(f"{name}.jsonl", texts_of(stream, name)) for name in BUDGETS}
+        files["never"] = jsonl("never.jsonl", texts(20, 3))
         (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(files["c"].read_bytes()))
-        inputs = [f"a={files['a']}", f"b={files['b']}", f"c={tmp_path / 'c.jsonl.gz'}"]
-        source = source_options(*inputs, f"never={jsonl('n.jsonl', texts(20, 3))}")
-        domains = DomainOptions(test_input=((f"b={jsonl('test.jsonl', test)}",),), held_out=held)
+        files["c"] = tmp_path / "c.jsonl.gz"
+        tests["d"] = texts(9, 4)
+        test_input = tuple(f"{n}={jsonl(f'test-{n}.jsonl', some)}" for n, some in tests.items())
+        valid_input = (f"d={jsonl('valid.jsonl', texts(9, 5))}",)
+        source = source_options(*(f"{name}={path}" for name, path in files.items()))
+        domains = DomainOptions(valid_input=(valid_input,), test_input=(test_input,), held_out=held)
     return PreprocessOptions(
         source, tmp_path / "whole", tokenizer_json, domains, split="60,20,20", workers=1
     )
 
 
-def subset_reference(whole, full, stream, drop):
-    """Domain -> split -> texts: document by document, up to the one that reaches the budget."""
+def subset_reference(full, stream, drop):
+    """Domain -> split -> texts: document by document, up to the one that reaches the budget.
+
+    Splits that a source defines come last.
+    """
     encode = corpus_tokenizer(full).encode_documents
     subset = {}
+    is_by_source = full.provenance.options["domains"].get("domain_key") is None
     for name, budget in BUDGETS.items():
         of_full = {split: documents_of(full, name, split) for split in SPLITS}
         found: dict[str, list[str]] = {split: [] for split in SPLITS}
         tokens = 0
-        for text in (text for domain, text in stream if domain == name):
-            head = np.frombuffer(text_digest(text.encode())[:8], ">u8").astype(np.uint64)
-            split = SPLITS[assign_splits(head, whole.split_shares)[0]]
+        for text in texts_of(stream, name):
+            split = split_of(text)
+            if is_by_source and name == "d" and split != "train":
+                continue  # other domains may have it in this split, beyond their budgets
             if text not in of_full[split] or (drop and text in found[split]):
                 continue
             found[split].append(text)
             tokens += len(encode([text])[0]) if split == "train" else 0
             if tokens >= budget:
                 break
-        if name == "b":  # all of --test-input
-            by_source = [text for domain, text in stream if domain == "b"][3:6]
-            found["test"] += [t for t in by_source if not (drop and t in found["test"])]
+        if name == "b":
+            tests = by_source_of_b(stream)
+            found["test"] = [t for t in found["test"] if not (drop and t in tests)] + tests
+        if is_by_source and name == "d":
+            found |= {"valid": of_full["valid"], "test": of_full["test"]}
         subset[name] = found
     return subset
 
@@ -102,17 +133,31 @@ def subset_of(options, mixture, output, **changes):
 
 
 @pytest.mark.filterwarnings("ignore:--mixture .* leaves out 'never'")
-@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize(
+    ("whole", "drop", "layouts"),
+    [
+        ("named", True, [(10**9, 1 << 21), (3000, 400), (1000, 1 << 21)]),
+        ("named", False, [(9000, 400)]),
+        ("key", True, [(10**9, 400), (9000, 1 << 21)]),
+    ],
+    indirect=["whole"],
+)
 def test_a_subset_is_the_beginning_of_each_domain(
-    whole, mixture, stream, tmp_path, monkeypatch, drop
+    whole, mixture, stream, tmp_path, monkeypatch, drop, layouts
 ):
     """It does not depend on shards and batches, and trains on no other valid or test text."""
     whole = replace(whole, drop_duplicates=drop)
     full = make_corpus(whole)
-    expected = subset_reference(whole, full, stream, drop)
+    judged = {
+        text
+        for name in full.all_domains
+        for split in SPLITS[1:]
+        for text in documents_of(full, name, split)
+    }
+    expected = subset_reference(full, stream, drop)
     monkeypatch.setattr(join, "_BLOCK_DOCUMENTS", 7)
     made = []
-    for shard_bytes, batch in ((10**9, 1 << 21), (10**9, 400), (3000, 400), (9000, 1 << 21)):
+    for shard_bytes, batch in layouts:
         monkeypatch.setattr(shards, "_BATCH_CHARACTERS", batch)
         output = tmp_path / f"{shard_bytes}-{batch}"
         options = subset_of(whole, mixture, output, shard_bytes=shard_bytes)
@@ -123,7 +168,8 @@ def test_a_subset_is_the_beginning_of_each_domain(
         for name in BUDGETS:
             found = {split: documents_of(corpus, name, split) for split in SPLITS}
             assert found == expected[name]
-            assert len(found["valid"]) < len(documents_of(full, name, "valid"))
+            assert judged.isdisjoint(found["train"])
+            assert len(found["train"]) < len(documents_of(full, name, "train"))
         assert corpus.domain_hash("h") == full.domain_hash("h")
         made.append(corpus)
         assert (corpus.domains, corpus.not_written) == (made[0].domains, made[0].not_written)
@@ -134,7 +180,18 @@ def test_a_subset_is_the_beginning_of_each_domain(
 
 
 @pytest.mark.filterwarnings("ignore:--mixture .* leaves out 'never'")
-def test_workers_and_interruptions_do_not_change_a_subset(whole, mixture, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("whole", "interruptions"),
+    [
+        ("named", [1, 7, 14]),
+        pytest.param("named", range(1, 100), marks=pytest.mark.slow),
+        pytest.param("key", range(1, 100), marks=pytest.mark.slow),
+    ],
+    indirect=["whole"],
+)
+def test_workers_and_interruptions_do_not_change_a_subset(
+    whole, mixture, tmp_path, monkeypatch, interruptions
+):
     """It is interrupted when shards are made, and when they are removed to be made again."""
     options = subset_of(whole, mixture, tmp_path / "once", shard_bytes=9000)
     expected = make_corpus(options)
@@ -157,7 +214,7 @@ def test_workers_and_interruptions_do_not_change_a_subset(whole, mixture, tmp_pa
     interrupt_after("put_shard")
     interrupt_after("remove_shard")
     interrupted_after = set()
-    for most in range(1, 100):
+    for most in interruptions:
         events.clear()
         again = replace(options, output=tmp_path / f"{most}")
         try:
@@ -186,6 +243,69 @@ def test_a_domain_with_too_little_text_is_used_completely_and_reported(
     assert corpus.max_tokens == {"a": 4000, "b": 4000}
     assert corpus.domain_hash("a") == full.domain_hash("a")
     assert full.train_tokens["a"] < 4000 <= corpus.train_tokens["b"] < full.train_tokens["b"]
+
+
+def test_a_touched_file_only_removes_its_own_shards(
+    jsonl, texts, tokenizer_json, tmp_path, monkeypatch, capsys
+):
+    files = [jsonl(f"{name}.jsonl", texts(400, 1)) for name in "ab"]
+    options = PreprocessOptions(
+        source_options(*(f"{path.stem}={path}" for path in files)),
+        tmp_path / "corpus",
+        tokenizer_json,
+        split="60,20,20",
+        workers=1,
+        max_tokens=3000,
+        shard_bytes=files[0].stat().st_size,
+    )
+    monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 400)
+    expected = make_corpus(replace(options, output=tmp_path / "once"))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preprocess, "join_shards", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make_corpus(options)
+    os.utime(files[0], (1, 1))
+    capsys.readouterr()
+    assert_same(make_corpus(options), expected)
+    assert "; 1 of 2 shards were finished before" in capsys.readouterr().out
+
+
+def test_documents_of_domains_without_a_weight_are_counted(jsonl, texts, tokenizer_json, tmp_path):
+    lines = [{"text": text, "set": "ab"[i % 2]} for i, text in enumerate(texts(80))]
+    (tmp_path / "m.json").write_text(json.dumps({"weights": {"a": 1.0}}))
+    options = PreprocessOptions(
+        source_options(jsonl("all.jsonl", lines)),
+        tmp_path / "corpus",
+        tokenizer_json,
+        DomainOptions(domain_key="set"),
+        split="60,20,20",
+        workers=1,
+        max_tokens=10**6,
+        mixture=str(tmp_path / "m.json"),
+    )
+    with (
+        pytest.warns(UserWarning, match="not 1,000,000"),
+        pytest.warns(UserWarning, match="leaves out 'b', which have no weight: 40 of"),
+    ):
+        assert list(make_corpus(options).domains) == ["a"]
+
+
+def test_the_hash_of_the_sources_covers_a_file_that_is_not_read_to_its_end(
+    jsonl, texts, tokenizer_json, tmp_path
+):
+    hashes = set()
+    for seed in (1, 2):
+        path = jsonl(f"{seed}.jsonl", texts(3000, seed))
+        options = PreprocessOptions(
+            source_options(f"a={path}"), tmp_path / f"{seed}", tokenizer_json, split="60,20,20"
+        )
+        corpus = make_corpus(replace(options, workers=1, max_tokens=1000))
+        hashes.add(corpus.provenance.inputs["sources"])
+    assert len(hashes) == 2
 
 
 @pytest.mark.filterwarnings("ignore:--mixture .* leaves out 'never'")
