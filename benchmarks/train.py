@@ -323,6 +323,7 @@ def time_at_best(
 
     Micro-batch sizes increase until a size does not fit or is slower than the previous size.
     """
+    torch.compiler.reset()  # a function is compiled for 8 shapes at most
     contestant = make()
     speeds: dict[int, float] = {}
     try:
