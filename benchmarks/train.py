@@ -198,9 +198,10 @@ def main() -> int:
         print(f"{name}, torch {torch.__version__}; {torch.get_num_threads()} threads")
         tflops = arguments.peak_tflops
         arguments.peak = tflops * 1e12 if tflops else DENSE_BF16_PEAK.get(name)
-        rows = (gpu_rows if on_gpu else cpu_rows)(layout, arguments)
+        make_rows = gpu_rows if on_gpu else cpu_rows
         if arguments.documents:
-            rows = document_rows(layout, arguments)
+            make_rows = document_rows
+        rows = make_rows(layout, arguments)
         save = partial(put_row, device_file("train", name), on)
         return measure_rows(rows, save, arguments.seconds, arguments.resume)
 
@@ -227,6 +228,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.repeats < LEAST_REPEATS:
         parser.error(f"--repeats {arguments.repeats}: must be >= {LEAST_REPEATS}")
+    if arguments.documents and not {*DOCUMENT_SIZES}.issuperset(arguments.size or ()):
+        parser.error(f"--size: --documents measures only {' and '.join(DOCUMENT_SIZES)}")
     return arguments
 
 
@@ -323,6 +326,7 @@ def time_at_best(
 
     Micro-batch sizes increase until a size does not fit or is slower than the previous size.
     """
+    torch.compiler.reset()  # a function is compiled for 8 shapes at most
     contestant = make()
     speeds: dict[int, float] = {}
     try:

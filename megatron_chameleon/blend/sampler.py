@@ -117,7 +117,9 @@ def no_embedding(token: int, num_embeddings: int, where: str) -> str:
     """Return the message for a token id without an embedding; ``where`` is its text."""
     return (
         f"token id {token}{where} has no embedding: the model has {num_embeddings:,} embeddings, "
-        "and its tokenizer more tokens; leave out documents with such tokens, or pass another model"
+        "and its tokenizer more tokens; leave out documents with such tokens, or pass the "
+        "model's own tokenizer (--tokenizer-model, where the command has this flag) or another "
+        "model"
     )
 
 

@@ -114,14 +114,18 @@ def stored_types(files: Sequence[Path]) -> dict[str, str]:
     """Read the type of every tensor in safetensors files, such as BF16, without its values.
 
     Raises:
-        UserError: if a file is damaged.
+        UserError: if a file is damaged or cannot be read.
     """
     types: dict[str, str] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as tensors:
                 types |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
+            raise UserError(
+                f"cannot read {path} ({first_line(error)}); check its permissions and its disk"
+            ) from error
+        except SafetensorError as error:
             raise UserError(
                 f"cannot read {path} ({first_line(error)}): it is damaged; download the model again"
             ) from error

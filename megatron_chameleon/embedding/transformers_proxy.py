@@ -35,6 +35,7 @@ from megatron_chameleon.corpus.tokenizer import (
 )
 from megatron_chameleon.embedding.proxy import Proxy
 from megatron_chameleon.errors import UserError, first_line
+from megatron_chameleon.model.huggingface import CONSTANT, UNQUANTIZED
 from megatron_chameleon.model.huggingface_config import CONFIG_NAME
 from megatron_chameleon.model.readout import DEFAULT_WINDOW_LIMIT
 from megatron_chameleon.parallel.layout import Layout
@@ -42,12 +43,8 @@ from megatron_chameleon.parallel.options import ParallelOptions
 
 # Window length of a model without a maximum: the most tokens of a sequence in an .idx.
 _UNLIMITED = 2**31 - 1
-# Types of safetensors that are not quantized.
-_UNQUANTIZED = {"F64", "F32", "F16", "BF16"}
 # Names of tensors that scale quantized weights or activations.
 _SCALE = re.compile(r"(.*[._])?(scales?|scale_inv|q?zeros|zero_points?|absmax|quant_map|SCB|g_idx)")
-# Older folders store masks, positions or rotary frequencies, which transformers computes.
-_CONSTANT = re.compile(r".*(attn\.bias|masked_bias|position_ids|inv_freq)")
 # Fields of config.json with the number of layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # Files that configure the model and its tokenizer.
@@ -84,11 +81,12 @@ class TransformersProxy(Proxy):
                 or for a model that is neither causal nor an encoder of text.
         """
         folder = found.where
-        _reject_excess_layers(found)
+        types = stored_types(found.files)
+        _reject_excess_layers(folder, len(types))
         config = _read_config(folder, trust_remote_code=trust_remote_code)
         # transformers scales the weights if the config describes how they are quantized.
         if getattr(config, "quantization_config", None) is None:
-            _reject_quantized(found)
+            _reject_quantized(folder, types)
         if config.is_encoder_decoder or config.get_text_config() is not config:
             raise UserError(
                 f"{folder} ({config.model_type}): an encoder-decoder or multimodal model cannot "
@@ -323,17 +321,16 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         return config
 
 
-def _reject_excess_layers(model: HuggingFaceModel) -> None:
-    """Check that the weights can have the layers of config.json.
+def _reject_excess_layers(folder: Path, tensors: int) -> None:
+    """Check that weights of ``tensors`` tensors can have the layers of config.json.
 
     transformers would construct any number of layers, and take hours or all memory for it.
 
     Raises:
         UserError: if there are more layers than tensors, or config.json cannot be read.
     """
-    path = model.where / CONFIG_NAME
+    path = folder / CONFIG_NAME
     body = read_foreign_json(path, "download the model again")
-    tensors = len(stored_types(model.files))
     for field in _LAYERS:
         if isinstance(layers := body.get(field), int) and layers > tensors:
             raise UserError(
@@ -342,16 +339,20 @@ def _reject_excess_layers(model: HuggingFaceModel) -> None:
             )
 
 
-def _reject_quantized(model: HuggingFaceModel) -> None:
+def _reject_quantized(folder: Path, types: dict[str, str]) -> None:
     """Check that the weights are stored in floating-point types of 16 bits or more.
+
+    Args:
+        folder: the model, for messages.
+        types: from :func:`stored_types`.
 
     Raises:
         UserError: if they are not.
     """
-    for name, kind in stored_types(model.files).items():
-        if kind not in _UNQUANTIZED and "weight" in name.rpartition(".")[2]:
+    for name, kind in types.items():
+        if kind not in UNQUANTIZED and "weight" in name.rpartition(".")[2]:
             raise UserError(
-                f"{model.where}: tensor {name} is stored as {kind}, and its config.json does not "
+                f"{folder}: tensor {name} is stored as {kind}, and its config.json does not "
                 "describe how to scale it (quantization_config); use an unquantized copy"
             )
 
@@ -372,7 +373,7 @@ def _unused_tensors(model: torch.nn.Module, unexpected: Iterable[str], where: Pa
         name
         for name in sorted(unexpected)
         if (name.startswith(prefix) or name.partition(".")[0] in children)
-        and not _CONSTANT.fullmatch(name)
+        and not CONSTANT.fullmatch(name)
     ]
     if scales := [name for name in unused if _SCALE.fullmatch(name)]:
         raise UserError(

@@ -102,7 +102,11 @@ def block_mask(packed: torch.Tensor, batch: int, length: int) -> BlockMask:
     )
 
 
-compiled_flex_attention: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+# Without fullgraph, torch would run flex attention eagerly, with a matrix of all scores, once there
+# are more shapes than it compiles a function for.
+compiled_flex_attention: Callable[..., Any] = torch.compile(
+    flex_attention, dynamic=False, fullgraph=True
+)
 
 
 def document_attention(

@@ -89,6 +89,7 @@ class GPT(GPTModel):
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = additive_mask(attention_mask, self.config.params_dtype)
         elif attention_mask is not None:
+            assert attention_mask.dtype == torch.int64, "expected document starts"
             attention_mask = document_blocks(attention_mask)
         return super().forward(input_ids, position_ids, attention_mask, **more)
 

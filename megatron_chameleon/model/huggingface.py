@@ -32,10 +32,16 @@ Tensors = dict[str, torch.Tensor]
 Part = tuple[str, tuple[int, ...]]
 """Name and shape of a Hugging Face tensor."""
 
-_UNQUANTIZED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+UNQUANTIZED = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""Types that are not quantized, by their names in safetensors files."""
+CONSTANT = re.compile(r"(.*\.)?(attn\.bias|masked_bias|position_ids|inv_freq)")
+"""Names of masks, positions and rotary frequencies, which only older folders store."""
 _HEAD = "lm_head.weight"
-# Older folders store the causal mask, or the rotary frequencies, as tensors.
-_CONSTANT = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|layers\.\d+\..*\.inv_freq")
 
 
 def _prefix(config: ModelConfig) -> str:
@@ -198,7 +204,7 @@ def checked_tensors(
             f"{where} holds both {twice} and {prefix}{twice}, two versions of one tensor; "
             "download the folder again"
         )
-    found = {name: tensor for name, tensor in found.items() if not _CONSTANT.fullmatch(name)}
+    found = {name: tensor for name, tensor in found.items() if not CONSTANT.fullmatch(name)}
     expected = huggingface_tensors(config)
     tied_head = None if OUTPUT_LAYER in expected else found.pop(_HEAD, None)
     checked = {}
@@ -210,7 +216,7 @@ def checked_tensors(
         problem = None
         if tuple(tensor.shape) != shape:
             problem = f"has shape {list(tensor.shape)}, its config.json requires {list(shape)}"
-        elif tensor.dtype not in _UNQUANTIZED:
+        elif tensor.dtype not in UNQUANTIZED.values():
             problem = f"is {tensor.dtype}: quantized weights are not supported"
         elif not torch.isfinite(tensor).all():
             problem = "has NaN or infinite values; use another copy or model"

@@ -52,7 +52,7 @@ class Tools:
 
         A test with more ranks than GPUs is skipped.
         """
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_LOGS": "graph_code"}
         if on_cpu or IS_SIMULATED:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if not on_cpu:
@@ -67,6 +67,9 @@ class Tools:
         with log.open("wb") as output:
             status = run_within(command, 280, output, cwd=ROOT, environment=environment)
         assert status == 0, log.read_text()  # after 280 s, the status is None
+        # The losses are those of the dense mask, so look for the kernel in the compiled graphs.
+        if "flex" in flags and not IS_SIMULATED:
+            assert "higher_order.flex_attention" in log.read_text()
 
     def pretrain(
         self, folder: Path, *flags: str | Path, ranks: int = 1, on_cpu: bool = False

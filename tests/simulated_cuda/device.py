@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.simulated_cuda.synchronizations import FORWARD_PASS, TRAINING_STEP
+from tests.simulated_cuda.synchronizations import FLEX_ATTENTION, FORWARD_PASS, TRAINING_STEP
 from tests.simulated_cuda.tensors import DEVICE, DeviceTensor, DispatchMode
 from tests.simulated_cuda.torch_internals import register_cuda
 
@@ -110,11 +110,18 @@ def hide_triton() -> None:
 
 
 def replace_flex_attention() -> None:
-    """Compute flex attention with torch's plain operations: the device cannot compile it."""
+    """Compute flex attention with torch's plain operations: the device cannot compile it.
+
+    Its calls are marked in ``DEVICE.synchronizations``.
+    """
     from megatron_chameleon.model import document_attention
     from tests.block_masks import attention_of_blocks
 
-    document_attention.compiled_flex_attention = attention_of_blocks
+    def marked(*heads: torch.Tensor, **options: Any) -> torch.Tensor:
+        DEVICE.synchronizations.mark(FLEX_ATTENTION)
+        return attention_of_blocks(*heads, **options)
+
+    document_attention.compiled_flex_attention = marked
 
 
 def _move_parameters_as_new_ones() -> None:

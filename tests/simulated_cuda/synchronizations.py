@@ -16,8 +16,9 @@ DEVICE_MODULES = tuple(
     str(Path(__file__).with_name(f"{name}.py"))
     for name in ("synchronizations", "tensors", "device")
 )
-# Names of marks, which are set after each training step and before each forward pass.
-TRAINING_STEP, FORWARD_PASS = "training step", "forward pass"
+# Names of marks, which are set after each training step, before each forward pass, and before each
+# call of flex attention.
+TRAINING_STEP, FORWARD_PASS, FLEX_ATTENTION = "training step", "forward pass", "flex attention"
 REPOSITORY = str(Path(__file__).parents[2])
 Counts = collections.Counter[str]
 """'kind at file:line function < file:line function' -> number of synchronizations."""

@@ -16,6 +16,7 @@ from tests.simulated_cuda.cases import (
     TRAINING,
 )
 from tests.simulated_cuda.conftest import Finished, Tools
+from tests.simulated_cuda.synchronizations import FLEX_ATTENTION
 
 
 def params(*names: str) -> list[Any]:
@@ -54,6 +55,8 @@ def test_losses_are_those_of_the_cpu(tools: Tools, name: str) -> None:
     assert_near(found, expected, case.tolerance)
     assert "CUDA" in found.log or "H100" in found.log
     assert found.values("loss")[0] - found.values("loss")[-1] > 100 * case.tolerance
+    for waits in found.synchronizations():
+        assert (FLEX_ATTENTION in waits.intervals) == ("flex" in case.flags)
 
 
 @pytest.mark.parametrize("name", params(*TRAINING))

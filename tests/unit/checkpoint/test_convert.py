@@ -27,7 +27,7 @@ from megatron_chameleon.checkpoint.convert import (
     convert_to_checkpoint,
     convert_to_huggingface,
 )
-from megatron_chameleon.checkpoint.huggingface import read_tensors
+from megatron_chameleon.checkpoint.huggingface import read_tensors, stored_types
 from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,
@@ -217,6 +217,11 @@ def test_a_damaged_pickle_is_a_user_error(tmp_path, zipped):
         except UserError:
             rejected += 1
     assert rejected > 20
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*permissions and its disk"):
+        stored_types([tmp_path])  # a folder, since root may read every file
 
 
 def change_config(folder, **fields):

@@ -239,14 +239,21 @@ def declare_bytes(record, code):
     ],
     ids=["index", "tensor", "bytes"],
 )
-def test_code_in_a_file_is_not_run(one_rank, record, tmp_path, craft, problem):
-    trace = tmp_path / "ran"
+def test_code_in_a_file_is_not_run(one_rank, tmp_path, craft, problem):
+    trace, trainer = tmp_path / "ran", trainer_of(one_rank)
+    train(trainer, 1, 1)
+    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
+    record = CheckpointRecord.load(tmp_path / "step")
     craft(record, PickledCode(trace))
     record = dataclasses.replace(record, files=hash_files(record.root))
-    with pytest.raises(UserError, match=problem) as error:
-        CheckpointModel(record).reader(one_rank)
-    assert "weights_only" not in str(error.value)  # torch's own message advises to allow the code
-    assert not trace.exists()
+    for read in (
+        lambda: CheckpointModel(record).reader(one_rank),
+        lambda: load_training(record, *trainer),
+    ):
+        with pytest.raises(UserError, match=problem) as error:
+            read()
+        assert "weights_only" not in str(error.value)  # torch's message advises to allow the code
+        assert not trace.exists()
 
 
 def test_torch_does_not_unpickle_the_index_again(one_rank, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import create_block_mask
@@ -71,23 +72,30 @@ def assert_near(found, expected):
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("whole_layers", [False, True])
-def test_losses_and_gradients_are_those_of_the_dense_mask(
-    one_rank, monkeypatch, family, whole_layers
-):
+def test_losses_and_gradients_are_those_of_the_dense_mask(one_rank, family, whole_layers):
     model = build_model(FAMILIES[family], one_rank, seed=1)
     batches = [random_starts(FAMILIES[family].max_sequence_length, 0.1, seed) for seed in range(2)]
     with torch.compiler.set_stance("force_eager"):
         right = [losses_and_gradients(model, starts, document_mask(starts)) for starts in batches]
     graphs = CompileCounterWithBackend("aot_eager")
     if whole_layers:
-        compile_layers(model, backend=graphs)
-    else:
-        compiled = torch.compile(flex.flex_attention, backend=graphs, dynamic=False)
-        monkeypatch.setattr(document_attention, "compiled_flex_attention", compiled)
-    for starts, expected in zip(batches, right, strict=True):
-        assert_near(losses_and_gradients(model, starts, starts), expected)
+        compile_layers(model)
+    with torch.compiler.set_stance("default", force_backend=graphs):
+        for starts, expected in zip(batches, right, strict=True):
+            assert_near(losses_and_gradients(model, starts, starts), expected)
     assert graphs.frame_count == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_more_shapes_than_the_compiler_keeps_do_not_run_eagerly():
+    """Eager flex attention computes all scores, and may be wrong."""
+    packed = document_blocks(torch.zeros(1, 32, dtype=torch.int64))
+    with (
+        torch._dynamo.config.patch(recompile_limit=0),
+        pytest.raises(FailOnRecompileLimitHit),
+    ):
+        document_attention.document_attention(*torch.ones(3, 1, 2, 32, 16), packed, 1.0)
 
 
 @pytest.mark.parametrize("granularity", [None, "selective", "full"])
