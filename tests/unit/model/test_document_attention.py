@@ -92,12 +92,13 @@ def test_losses_and_gradients_are_those_of_the_dense_mask(one_rank, family, whol
 @pytest.mark.usefixtures("_compiler")
 def test_more_shapes_than_the_compiler_keeps_do_not_run_eagerly():
     """Eager flex attention computes all scores, and may be wrong."""
+    heads = torch.ones(1, 2, 32, 16)
     packed = document_blocks(torch.zeros(1, 32, dtype=torch.int64))
     with (
         torch._dynamo.config.patch(recompile_limit=0),
         pytest.raises(FailOnRecompileLimitHit),
     ):
-        document_attention.document_attention(*torch.ones(3, 1, 2, 32, 16), packed, 1.0)
+        document_attention.document_attention(heads, heads, heads, packed, 1.0)
 
 
 @pytest.mark.parametrize("granularity", [None, "selective", "full"])
