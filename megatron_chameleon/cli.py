@@ -380,11 +380,19 @@ def start() -> int:
     """Open the standard streams, after a restart in UTF-8 mode if necessary; return the rank.
 
     If RANK is set by something other than torchrun, such as a pod, a rank other than 0 prints that
-    it prints nothing else.
+    it prints nothing else. RANK without WORLD_SIZE is removed, with a warning.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     open_output()
+    if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+        del os.environ["RANK"]
+        print(
+            "warning: RANK is set, but not WORLD_SIZE: running as a single process; launch several "
+            "ranks with torchrun",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         rank, world_size = launched_rank(os.environ)
     except UserError as error:
@@ -398,15 +406,13 @@ def launched_rank(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return the rank and the number of ranks that a launcher set; (0, 1) without RANK.
 
     Raises:
-        UserError: if the variables of torch.distributed are incomplete or invalid.
+        UserError: if MASTER_ADDR or MASTER_PORT is missing, or a variable is invalid.
     """
     if "RANK" not in environment:
         return 0, 1
     fix = "unset RANK to run a single process, or launch with torchrun"
     try:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    except KeyError:
-        raise UserError(f"RANK is set, but not WORLD_SIZE; {fix}") from None
     except ValueError:
         raise UserError(f"RANK and WORLD_SIZE must be integers; {fix}") from None
     if not 0 <= rank < world_size:

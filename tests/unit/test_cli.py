@@ -199,7 +199,6 @@ def test_help_shows_every_docstring_on_rank_0(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "named"),
     [
-        ({"RANK": "1"}, "WORLD_SIZE"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT"),
     ],
@@ -209,6 +208,15 @@ def test_incomplete_variables_of_a_launcher_are_an_error(capsys, monkeypatch, va
         monkeypatch.setenv(name, value)
     assert exit_status(lambda _options: None) == cli.USER_ERROR_STATUS
     assert named in capsys.readouterr().err
+
+
+def test_a_rank_without_a_number_of_ranks_is_a_single_process(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert exit_status(lambda _options: print("ran")) == 0
+    out, err = capsys.readouterr()
+    assert out == "ran\n"
+    assert "WORLD_SIZE" in err
+    assert "RANK" not in os.environ
 
 
 @pytest.mark.parametrize(
