@@ -104,10 +104,12 @@ def require_embeddings(
     """
     for batch in batches:
         for name in ("tokens", "labels"):
-            ids = batch.get(name)
-            if ids is None or not ids.numel() or int(ids.max()) < num_embeddings:
+            if name not in batch:
                 continue
-            row, *_ = (ids >= num_embeddings).nonzero()[0].tolist()
+            ids = batch[name].numpy()  # fails for a tensor on a device, whose read would wait
+            if not ids.size or ids.max() < num_embeddings:
+                continue
+            row = int((ids >= num_embeddings).any(axis=1).argmax())
             where = f" of domain '{names[int(batch['domain'][row])]}'" if names else ""
             raise UserError(no_embedding(int(ids[row].max()), num_embeddings, where))
         yield batch

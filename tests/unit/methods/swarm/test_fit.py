@@ -299,8 +299,8 @@ def test_a_swarm_is_trained_fitted_and_costed(compute, tmp_path, capsys):
     files = {"output": tmp_path / "again.json", "fallback": ACCEPTING, **tables}
     fitted = compute(RegmixOptions, **files)
     assert fitted.weights == pytest.approx(mixture.weights, abs=1e-9)
-    assert fitted.parameters["unknown_costs"] == [f"the runs of {swarm / 'ratios.csv'}"]
-    assert not {"total_cost", "paper_flops"} & set(fitted.parameters)
+    assert fitted.parameters["total_cost"]["flops"] == mixture.parameters["total_cost"]["flops"]
+    assert fitted.parameters["made_from"] == ["out/mixture/swarm"]
 
 
 FEW = OptimumOptions(num_draws=1000, splits=2)
