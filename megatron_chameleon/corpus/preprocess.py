@@ -11,19 +11,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import multiprocessing
 import os
 import secrets
 import shlex
-import signal
 import sys
-import threading
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +45,11 @@ from megatron_chameleon.corpus.subset import (
     warn_short_domains,
 )
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
-from megatron_chameleon.errors import UserError, system_error_message
+from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.study.executor import Executor, Job
 from megatron_chameleon.study.ray import map_on_ray
+from megatron_chameleon.study.workers import reason, workers
 
 OnBytes = Callable[[int], object]
 
@@ -455,13 +450,9 @@ def make_on_ray(run: _Run, numbers: Sequence[int], on_bytes: OnBytes) -> None:
 
     Raises:
         UserError: from a task, or if Ray is unreachable or kills the same task several times.
-        RuntimeError: with the traceback of a task that failed for another reason.
     """
-    task = functools.partial(_make_shard_on_ray, run)
-    with contextlib.closing(map_on_ray(task, numbers)) as made:
-        for number, error in made:
-            if error:
-                raise error
+    with contextlib.closing(map_on_ray(functools.partial(_make_on_ray, run), numbers)) as made:
+        for number in made:
             on_bytes(run.plan.shard_bytes(number))
 
 
@@ -472,90 +463,52 @@ def make_in_processes(
 
     Raises:
         UserError: from a worker, or because a worker was killed.
-        RuntimeError: with the traceback of a worker that failed for another reason.
     """
-    # Workers are not forked, since a forked process could inherit locks that our threads hold.
-    context = multiprocessing.get_context("spawn")
     threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
-    pool = ProcessPoolExecutor(num_workers, context, _start_worker, (run, threads))
-    try:
-        # Workers inherit the signal mask, so only this process receives Ctrl-C; it then kills the
-        # workers.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        try:
-            made = {pool.submit(_make_shard_in_worker, number): number for number in numbers}
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for future in as_completed(made):
-            if error := future.result():
-                raise error
-            on_bytes(run.plan.shard_bytes(made[future]))
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a worker process was killed, as happens when memory runs out: use fewer --workers, "
-            "or run the same command again"
-        ) from error
-    finally:
-        # Python 3.12 sends SIGTERM to the workers of a broken pool and holds the pool's lock until
-        # they end. The workers block SIGTERM, so they are killed before the shutdown.
-        workers = multiprocessing.active_children()
-        for process in workers:
-            process.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in workers:
-            process.join()
+    prepare = functools.partial(_open_in_worker, run, threads)
+    with workers(num_workers, prepare, "fewer --workers") as launch:
+        executor = Executor([_job(run, number) for number in numbers], num_workers, launch)
+        while executor.is_active:
+            for event in executor.poll():
+                if event.state == "failed":
+                    raise UserError(event.message)
+                if event.state == "stopped":
+                    raise UserError("a worker process was stopped; run the same command again")
+                if event.state == "done":
+                    on_bytes(run.plan.shard_bytes(int(event.job.name)))
 
 
-_worker_run: _Run  # in a worker process, which serves one run
+def _job(run: _Run, number: int) -> Job:
+    return Job(
+        name=str(number),
+        work=functools.partial(_make_in_worker, number=number),
+        done=run.folder.shard_folder(number).exists,
+    )
 
 
-def _start_worker(run: _Run, threads: int) -> None:
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _set_worker_run(run, threads)
-
-
-def _make_shard_on_ray(run: _Run, number: int) -> tuple[int, Exception | None]:
-    """Write shard ``number``; return it with the error of :func:`_make_shard_in_worker`."""
-    _set_worker_run(run, threads=1)
-    return number, _make_shard_in_worker(number)
-
-
-def _set_worker_run(run: _Run, threads: int) -> None:
-    global _worker_run
-    _worker_run = run
+def _open_in_worker(run: _Run, threads: int) -> tuple[_Run, Tokenizer]:
     # Limit the threads of the Rust libraries, which would otherwise use all cores in each worker.
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     # The parent process has already printed these warnings.
     warnings.simplefilter("ignore")
+    return run, _worker_tokenizer(run.options, bool(run.gigatoken))
 
 
-def _make_shard_in_worker(number: int) -> Exception | None:
-    """Write shard ``number``; return any error in a form that survives pickling.
+@functools.cache  # a worker of Ray opens it for each of its tasks
+def _worker_tokenizer(options: PreprocessOptions, gigatoken: bool) -> Tokenizer:
+    tokenizer = _load_tokenizer(options)
+    return with_gigatoken(tokenizer) if gigatoken else tokenizer
 
-    Pickling drops causes and tracebacks, and fails for some exceptions. The traceback is added as a
-    note, since the message may be searched for the text of system errors.
-    """
+
+def _make_in_worker(opened: tuple[_Run, Tokenizer], number: int) -> bool:
+    run, tokenizer = opened
+    run.make_shard(tokenizer, number)
+    return True
+
+
+def _make_on_ray(run: _Run, number: int) -> int:
     try:
-        _worker_run.make_shard(_worker_tokenizer(), number)
-    except UserError as error:
-        return UserError(str(error))
-    except BaseException as error:
-        if message := system_error_message(error):
-            return UserError(f"{message}; fix it and run the same command again")
-        failed = RuntimeError("a worker process failed")
-        failed.add_note(traceback.format_exc())
-        return failed
-    return None
-
-
-@functools.cache
-def _worker_tokenizer() -> Tokenizer:
-    tokenizer = _load_tokenizer(_worker_run.options)
-    return with_gigatoken(tokenizer) if _worker_run.gigatoken else tokenizer
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
+        _make_in_worker(_open_in_worker(run, threads=1), number)
+    except Exception as error:
+        raise UserError(reason(error)) from error
+    return number

@@ -50,7 +50,8 @@ class Job:
     Attributes:
         name: unique name in the study.
         work: a command, or a picklable function for a process of
-            :func:`~megatron_chameleon.study.workers.workers`, which returns False after a stop.
+            :func:`~megatron_chameleon.study.workers.workers`. It gets what the process has
+            prepared, and returns False after a stop.
         done: whether the output is complete. Called before the job starts and after it ends.
         after: names of the jobs that must be done before this one starts.
         log: file to which the command's output is appended; None for the terminal.
@@ -63,7 +64,7 @@ class Job:
     """
 
     name: str
-    work: Sequence[str] | Callable[[], bool]
+    work: Sequence[str] | Callable[[Any], bool]
     done: Callable[[], bool]
     after: Sequence[str] = ()
     log: Path | None = None
@@ -128,6 +129,7 @@ class Executor:
             job.name: "done" if job.done() else "waiting" for job in jobs
         }
         self.started: dict[str, float] = {}
+        self._waiting = [job for job in jobs if self.states[job.name] == "waiting"]
         self._launch = launch or Command
         self._running: dict[str, tuple[Job, Process]] = {}
         self._is_stopping = False
@@ -176,16 +178,15 @@ class Executor:
         """The first job that can start."""
         if self._is_stopping or len(self._running) >= self.slots:
             return None
-        for job in self.jobs:
-            if self.states[job.name] == "waiting" and all(
-                self.states[before] == "done" for before in job.after
-            ):
+        for job in self._waiting:
+            if all(self.states[before] == "done" for before in job.after):
                 return job
         return None
 
     def _start_jobs(self) -> list[Event]:
         events = list[Event]()
         while (job := self._next()) is not None:
+            self._waiting.remove(job)
             self.started[job.name] = time.monotonic()
             if job.done():  # another job, or another command, has written the output meanwhile
                 events.append(self._ended(job, "done", "already"))

@@ -20,12 +20,12 @@ from megatron_chameleon.errors import UserError, first_line, system_error_messag
 from megatron_chameleon.study.executor import STOP_SIGNALS, Job, Process, State
 
 # Exit codes of a worker that a stop signal ended; 0 is that of SIGINT.
-STOPPED = (0, -signal.SIGTERM, -signal.SIGUSR1)
+STOPPED = (0, *(-number for number in STOP_SIGNALS))
 
 
 @contextlib.contextmanager
 def workers(
-    count: int, prepare: Callable[[], None], preload: str, *, forks: bool, fewer: str
+    count: int, prepare: Callable[[], Any], fewer: str, preload: str | None = None
 ) -> Iterator[Callable[[Job, float | None], Process]]:
     """Provide the ``launch`` of an executor with ``count`` slots; kill its workers on an error.
 
@@ -35,15 +35,15 @@ def workers(
 
     Args:
         count: number of worker processes.
-        prepare: picklable function that each worker calls first.
-        preload: module that forked workers have imported.
-        forks: fork the workers from a process that has imported ``preload``, since the imports take
-            several seconds. Otherwise they are spawned, because forked processes cannot use CUDA.
+        prepare: picklable function that each worker calls first; its result is passed to the work
+            of each job.
         fewer: for messages, how the user runs fewer jobs concurrently.
+        preload: fork the workers from a process that has imported this module, since the imports
+            take several seconds. None to spawn them, because forked processes cannot use CUDA.
     """
     pool = list[_Worker]()
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
-    multiprocessing.set_forkserver_preload([preload])
+    context = multiprocessing.get_context("forkserver" if preload else "spawn")
+    multiprocessing.set_forkserver_preload([preload] if preload else [])
     resource_tracker.ensure_running()  # started first, since starting it unblocks the signals
 
     def launch(job: Job, deadline: float | None) -> Process:
@@ -79,7 +79,7 @@ class _Worker:
         is_busy: whether a job is running.
     """
 
-    def __init__(self, context: Any, prepare: Callable[[], None], fewer: str) -> None:
+    def __init__(self, context: Any, prepare: Callable[[], Any], fewer: str) -> None:
         self._connection, other_end = context.Pipe()
         self._process = context.Process(target=_work, args=(prepare, other_end))
         self._process.start()
@@ -110,12 +110,12 @@ class _Worker:
         code = self._process.exitcode
         if code == -signal.SIGKILL:
             return "failed", (
-                "its process was killed, probably for lack of memory; run the same command again "
-                f"with {self._fewer}"
+                "a worker process was killed, probably for lack of memory; run the same command "
+                f"again with {self._fewer}"
             )
         if code in STOPPED:  # a stop signal ends a process that is not yet running the job
             return "stopped", ""
-        return "failed", f"its process ended with exit code {code}"
+        return "failed", f"a worker process ended with exit code {code}"
 
     def stop(self) -> None:
         """Send SIGTERM to let the job save its state and stop."""
@@ -131,7 +131,7 @@ class _Worker:
         self._process.join()
 
 
-def _work(prepare: Callable[[], None], connection: Connection) -> None:
+def _work(prepare: Callable[[], Any], connection: Connection) -> None:
     """Call the functions that ``connection`` sends, until it is closed; send results back.
 
     The process ends when its parent ends, even if SIGKILL ends the parent.
@@ -145,12 +145,12 @@ def _work(prepare: Callable[[], None], connection: Connection) -> None:
 
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        prepare()
         threading.Thread(target=exit_with_parent, daemon=True).start()
+        prepared = prepare()
         while True:
             function = connection.recv()
             try:
-                result: tuple[State, str] = ("done" if function() else "stopped"), ""
+                result: tuple[State, str] = ("done" if function(prepared) else "stopped"), ""
             except Exception as error:
                 result = "failed", reason(error)
             connection.send(result)
@@ -161,6 +161,6 @@ def reason(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if message := system_error_message(error):
-        return message
+        return f"{message}; fix it and run the same command again"
     traceback.print_exc()
     return f"{type(error).__name__}: {first_line(error)}"

@@ -398,14 +398,13 @@ def _train_on_ray(
 ) -> None:
     """Train or resume a member in a Ray worker."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _prepare_worker(device.type)
     # On a CPU, Ray runs a member on each core.
     cores = len(os.sched_getaffinity(0))
     at_once = cores if device.type == "cpu" else options.members_at_once or 1
     options = dataclasses.replace(options, members_at_once=at_once)
     swarm = _session(options, Corpus.load(corpus), mixtures, folder, device, at_once)
     try:
-        finished = train_member(swarm, member)
+        finished = train_member(_prepare_worker(swarm, device.type), member)
     except Exception as error:
         raise _member_error(swarm, member, reason(error)) from error
     if not finished:
@@ -525,10 +524,9 @@ def _train_members(
     total = torch.tensor(len(members), device=layout.device)
     torch.distributed.all_reduce(total)
     bar = progress_bar(int(total), " members", "swarm", quiet=not layout.is_main)
-    device = layout.device.type
-    prepare = functools.partial(_prepare_worker, device)
-    fewer = "a smaller --members-at-once"
-    with bar, workers(count, prepare, __name__, forks=device == "cpu", fewer=fewer) as launch:
+    prepare = functools.partial(_prepare_worker, swarm, layout.device.type)
+    preload = __name__ if layout.device.type == "cpu" else None
+    with bar, workers(count, prepare, "a smaller --members-at-once", preload) as launch:
         executor = Executor([_job(swarm, member) for member in members], count, launch)
         while True:
             events = executor.poll(POLL_SECONDS)
@@ -561,16 +559,17 @@ def _train_members(
 def _job(swarm: Swarm, member: int) -> Job:
     return Job(
         name=str(member),
-        work=functools.partial(train_member, swarm, member),
+        work=functools.partial(train_member, member=member),
         done=member_path(swarm.folder, member).exists,
     )
 
 
-def _prepare_worker(device: str) -> None:
+def _prepare_worker(swarm: Swarm, device: str) -> Swarm:
     for name in NOT_FOR_WORKERS:
         os.environ.pop(name, None)
     if device == "cpu":
         torch.set_num_threads(1)  # losses must not depend on the number of concurrent members
+    return swarm
 
 
 def train_member(swarm: Swarm, member: int) -> bool:

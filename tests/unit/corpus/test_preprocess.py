@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import itertools
 import json
 import os
-import pickle
-import re
 import shutil
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,13 +17,13 @@ from tokenizers import Tokenizer
 from tokenizers.normalizers import Strip
 
 from megatron_chameleon.artifacts import SPLITS
-from megatron_chameleon.corpus import indexed, join, preprocess, shards
+from megatron_chameleon.corpus import indexed, join, shards
 from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.staging import ShardPlan
 from megatron_chameleon.corpus.tokenizer import Tokenizer as CorpusTokenizer
-from megatron_chameleon.errors import UserError, system_error_message
+from megatron_chameleon.errors import UserError
 from tests.full_disk import largest_file_size
 from tests.unit.corpus.corpus_making import (
     all_documents,
@@ -243,31 +239,18 @@ def test_unusable_text_is_rejected_and_leaves_no_output(
 # Workers and threads
 
 
-DISK_FULL, BUG = RuntimeError("failed"), KeyError("bug")
-DISK_FULL.__cause__ = BUG.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "message", "traceback"),
-    [
-        (UserError("x.jsonl is damaged"), UserError, "x.jsonl is damaged", ""),
-        (DISK_FULL, UserError, "No space left on device; .* run the same command again", ""),
-        (BUG, RuntimeError, "a worker process failed", "KeyError: 'bug'"),
-    ],
-)
-def test_an_error_in_a_worker_is_reported_as_in_one_process(
-    monkeypatch, error, kind, message, traceback
-):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(preprocess, "_worker_run", SimpleNamespace(make_shard=fail), raising=False)
-    monkeypatch.setattr(preprocess, "_worker_tokenizer", lambda: None)
-    received = pickle.loads(pickle.dumps(preprocess._make_shard_in_worker(0)))
-    assert type(received) is kind
-    assert re.search(message, str(received))
-    assert traceback in "".join(getattr(received, "__notes__", [""]))
-    assert kind is UserError or system_error_message(received) is None
+def test_an_error_in_a_worker_is_reported_as_in_one_process(options, tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "some text"}\n' * 5000)[:-20])
+    source = source_options(f"b={tmp_path}/b.jsonl", f"a={path}")
+    options = replace(options, source=source, encoding=EncoderOptions(encoder="own"))
+    messages = []
+    for workers in (1, 2):
+        with pytest.raises(UserError) as raised:
+            preprocess_data(replace(options, workers=workers, output=tmp_path / str(workers)))
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    assert str(path) in messages[0]
 
 
 def test_a_stalled_read_does_not_delay_an_interrupt(options, monkeypatch):

@@ -314,7 +314,7 @@ def test_the_others_save_if_a_worker_is_killed(corpus, tmp_path):
 
     threading.Thread(target=kill_when_both_train, daemon=True).start()
     options = swarm_options(train_iters=100_000, eval_interval=0, save_interval=None)
-    with pytest.raises(UserError, match="member 0: its process was killed"):
+    with pytest.raises(UserError, match="member 0: a worker process was killed"):
         train_swarm(options, corpus, MIXTURES[:3], tmp_path / "swarm")
     assert TrainingRun.load(other).status == "interrupted"
     assert not member_path(tmp_path / "swarm", 2).with_suffix("").exists()
