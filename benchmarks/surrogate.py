@@ -22,13 +22,13 @@ import numpy as np
 import pandas as pd
 from scipy.stats import norm
 
+from megatron_chameleon.artifacts.swarm import METRICS_NAME, RATIOS_NAME
 from megatron_chameleon.interchange.mixture_runs import read_mixture_runs
 from megatron_chameleon.methods.surrogate.compute import (
     HALVES_PER_SEARCH,
     Gain,
     predicted_gains,
 )
-from megatron_chameleon.methods.swarm.swarm import METRICS_NAME, RATIOS_NAME
 from megatron_chameleon.mixture import Surrogate, fit_surrogate
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict, quality_of

@@ -9,6 +9,8 @@ from tqdm import tqdm
 from megatron_chameleon.console import escaped
 
 SECONDS_BETWEEN_LOG_LINES = 10.0
+# Delay of the bar of work that usually takes less time than this.
+SECONDS_WITHOUT_BAR = 2.0
 
 
 def progress_bar(

@@ -16,6 +16,9 @@ from megatron_chameleon.artifacts.record import Count, FileRecord, FolderRecord,
 from megatron_chameleon.artifacts.training_run import TrainingRun
 from megatron_chameleon.errors import UserError
 
+RATIOS_NAME, METRICS_NAME = "ratios.csv", "metrics.csv"
+"""Tables of the members' mixtures and losses."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SwarmRecord(FolderRecord):
@@ -45,6 +48,11 @@ class SwarmRecord(FolderRecord):
                 raise ValueError(
                     f"mixture {member} must have a weight for each domain, and a sum of 1"
                 )
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks on which the members are evaluated."""
+        return list(self.settings.get("tasks", []))
 
     @property
     def cost(self) -> Cost:

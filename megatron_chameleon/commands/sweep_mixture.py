@@ -5,12 +5,11 @@ N ranks: ``torchrun --nproc-per-node N -m megatron_chameleon sweep_mixture ...``
 
 from __future__ import annotations
 
-import os
-
 from megatron_chameleon.cli import Tool
 from megatron_chameleon.errors import STOPPED_STATUS
 from megatron_chameleon.methods.sweep import SharedSweepOptions
 from megatron_chameleon.methods.sweep.options import SweepOptions
+from megatron_chameleon.parallel.options import is_rank_0
 
 
 def main(options: SharedSweepOptions) -> int | None:
@@ -21,7 +20,7 @@ def main(options: SharedSweepOptions) -> int | None:
     sweep = sweep_mixture(options)
     if sweep is None:
         return STOPPED_STATUS
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_rank_0():
         report_stability(sweep)
     return None
 

@@ -42,10 +42,9 @@ from megatron_chameleon.corpus.repeats import find_repeats, format_repeats, requ
 from megatron_chameleon.corpus.staging import TOKENS_NAME, WEIGHTS_NAME, corpus_folder
 from megatron_chameleon.corpus.tokenizer import Tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, quoted
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 from megatron_chameleon.storage import absolute, file_state, location, reading
 
-_DELAY_SECONDS = 2.0
 # Blocks of each .bin whose token ids are checked, and documents whose last token is checked.
 _SAMPLED_BLOCKS, _SAMPLED_DOCUMENTS = 64, 16
 
@@ -83,7 +82,7 @@ def import_corpus(options: ImportOptions) -> None:
     with (
         corpus_folder(options.output, options.overwrite, shared=False) as folder,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
-        progress_bar(len(path.prefixes), " files", "reading", delay=_DELAY_SECONDS) as bar,
+        progress_bar(len(path.prefixes), " files", "reading", delay=SECONDS_WITHOUT_BAR) as bar,
     ):
         found: dict[str, _Import] = {}
         imports = pool.map(read, path.prefixes, path.names)

@@ -45,6 +45,7 @@ from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions
 from megatron_chameleon.evaluation.scoring import Scorer
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.parallel.layout import distributed, from_main
+from megatron_chameleon.parallel.options import is_rank_0
 
 if TYPE_CHECKING:
     from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
@@ -76,7 +77,7 @@ def register_model() -> None:
 
 def main() -> None:
     """Run lm-eval's command. User errors exit with status 2 and a one-line message."""
-    if int(os.environ.get("RANK", "0")) > 0:
+    if not is_rank_0():
         os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")  # only rank 0 logs
     try:
         require_lm_eval()

@@ -35,7 +35,7 @@ from megatron_chameleon.model.readout import (
     padded_length,
 )
 from megatron_chameleon.parallel.layout import from_main
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
 Tokens = NDArray[np.int32]
 
@@ -301,7 +301,9 @@ class Scorer:
         # Row 0: log-likelihoods. Row 1: the number of tokens that are not the most likely token.
         sums, flops = torch.zeros(2, len(questions), dtype=torch.float64, device=layout.device), 0.0
         is_quiet = not layout.is_main
-        bar = progress_bar(len(questions), " requests", description, quiet=is_quiet, delay=2.0)
+        bar = progress_bar(
+            len(questions), " requests", description, quiet=is_quiet, delay=SECONDS_WITHOUT_BAR
+        )
         checked = require_embeddings(own, shape.vocab_size)
         with bar, read_ahead(checked, layout.device) as ahead:
             for number, (first, last, width) in enumerate(all_batches):

@@ -28,7 +28,7 @@ from megatron_chameleon.mixture.doge import DogeState
 from megatron_chameleon.mixture.doremi import DoremiState
 from megatron_chameleon.model.config import name_of
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main
-from megatron_chameleon.parallel.options import ParallelOptions
+from megatron_chameleon.parallel.options import ParallelOptions, is_rank_0
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.hook import HookFactory, TrainingHook, load_hook
 from megatron_chameleon.training.options import PretrainOptions
@@ -96,7 +96,7 @@ def train_proxy(
     Raises:
         UserError: the errors of :func:`pretrain`, prefixed with ``name``.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         print(f"\n{name}: {options.run_dir}")
     try:
         with stops:  # without the handler, a stop signal would end the process

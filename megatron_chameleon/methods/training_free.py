@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from megatron_chameleon.methods.output import (
     write_and_print,
 )
 from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.parallel.options import is_rank_0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ def run_training_free(
     Raises:
         UserError: for a mistake in the options or in the files that they name.
     """
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not is_rank_0():
         return
     check_output(options.output, Mixture.KIND)
     stopwatch = Stopwatch()

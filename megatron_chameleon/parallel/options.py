@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, Literal
 
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.ranges import CheckedOptions, Count, Minutes
+
+
+def is_rank_0() -> bool:
+    """Whether this process is rank 0 of torchrun's, or the only process."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,13 +48,12 @@ from megatron_chameleon.mixture.shrinkage import (
     shrunk_weights,
 )
 from megatron_chameleon.mixture.target import similarity_shares, target_prior
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
 # Warn if the target raises the weights of its domains by less than this share of the mean weight.
 MIN_TARGET_GAIN = 0.05
 # Intervals of weights that resampling does not change are not exactly 0.
 _ROUNDING = 1e-9
-PROGRESS_DELAY_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +256,7 @@ class Weighting:
         adds directions, and would weaken it.
         """
         count = self.options.bootstrap_resamples
-        bar = progress_bar(count, " resamples", "intervals", delay=PROGRESS_DELAY_SECONDS)
+        bar = progress_bar(count, " resamples", "intervals", delay=SECONDS_WITHOUT_BAR)
         with bar as progress:
 
             def adjusted(means: Array) -> Array:

@@ -50,7 +50,7 @@ from megatron_chameleon.methods.chameleon import ExtractionOptions
 from megatron_chameleon.methods.chameleon.compute import EmbeddingPlan, plan_embedding
 from megatron_chameleon.methods.discovery import DiscoverOptions
 from megatron_chameleon.parallel.layout import distributed, from_main
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
 # Documents per block of embeddings; a killed run loses at most one block. A block takes 256 MiB at
 # 4 windows per document and a hidden size of 2048.
@@ -65,7 +65,6 @@ PREVIEW_CHARACTERS = 100
 # characters.
 _PREVIEW_TOKENS = 4 * PREVIEW_CHARACTERS
 _SHARES_SHOWN = 4
-_PROGRESS_DELAY_SECONDS = 2.0
 
 Labels = dict[tuple[str, Split], NDArray[np.int32]]
 """(domain, split) -> [num_documents] cluster of each document."""
@@ -269,7 +268,7 @@ def fit_clusters(
     silhouettes: dict[int, float] = {}
     fitted: dict[int, KMeans] = {}
     runs = len(numbers) * restarts
-    with progress_bar(runs, " starts", "fitting", delay=_PROGRESS_DELAY_SECONDS) as bar:
+    with progress_bar(runs, " starts", "fitting", delay=SECONDS_WITHOUT_BAR) as bar:
         for number in numbers:
             chosen: MiniBatchKMeans | None = None
             for start in range(restarts if number <= len(scaled) else 0):
@@ -342,7 +341,7 @@ def assign_documents(plan: DiscoverPlan, store: EmbeddingStore, fit: KMeansFit) 
     left = np.arange(count)
     while True:
         documents = sum(int((here == dissolved).sum()) for here in labels.values())
-        bar = progress_bar(documents, " documents", "assigning", delay=_PROGRESS_DELAY_SECONDS)
+        bar = progress_bar(documents, " documents", "assigning", delay=SECONDS_WITHOUT_BAR)
         with bar as progress:
             for block in plan.documents():
                 place = slice(block.documents.start, block.documents.stop)

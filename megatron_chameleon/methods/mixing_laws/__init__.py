@@ -93,7 +93,7 @@ def layer_parameters(name: str) -> float:
 class MixingLawsOptions(FitOptions):
     """Train proxies on a few mixtures, fit a law to each domain's loss, and take the best mixture.
 
-    With --ratios and --metrics, fit existing runs instead.
+    With --swarm-dir, or --ratios and --metrics, fit existing runs instead.
     """
 
     num_proxies: Repetitions = 20
@@ -104,10 +104,10 @@ class MixingLawsOptions(FitOptions):
         """Raise UserError for invalid combinations of options."""
         super().__post_init__()
         laws, target = self.laws, self.laws.target_steps
-        if self.ratios is not None and (target or laws.models):
+        if self.tables is not None and (target or laws.models):
             raise UserError(
                 "--target-steps, --models and --target-model need proxies that this command "
-                "trains; omit these options with --ratios"
+                "trains; omit these options, or pass no runs"
             )
         if self.swarm.downstream.tasks and (target or laws.models):
             raise UserError(

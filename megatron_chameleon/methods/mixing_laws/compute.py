@@ -19,11 +19,7 @@ from megatron_chameleon.methods.mixing_laws import (
     layer_parameters,
 )
 from megatron_chameleon.methods.output import by_name, warn
-from megatron_chameleon.methods.swarm.fit import (
-    SECONDS_WITHOUT_BAR,
-    FitMethod,
-    Fitted,
-)
+from megatron_chameleon.methods.swarm.fit import FitMethod, Fitted
 from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import folds_of
@@ -33,7 +29,7 @@ from megatron_chameleon.mixture.mixing_laws import (
     fit_power_laws,
     law_optimum,
 )
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
 MIN_RUNS = 4
 MAX_FOLDS = 128
@@ -134,15 +130,18 @@ class MixingLawsFit(FitMethod[MixingLawsOptions]):
                 "--max-extrapolation"
             )
         optimum = law_optimum(laws, shares, low, high, start=np.mean(table.mixtures, axis=0))
-
+        # If there are at most MAX_FOLDS runs, each run is its own fold.
+        folds = folds_of(len(table.keys), min(len(table.keys), MAX_FOLDS), options.fit_seed)
         return Fitted(
             heading=f"Data Mixing Laws: {len(table.metrics)} laws over {len(domains)} domains, "
             f"minimized by a grid search in steps of 1/{optimum.grid_steps} and a local search",
-            weights=optimum.weights,
+            optimum=self.within_epochs(optimum.weights),
+            free_optimum=optimum.weights,
             predict=laws.predict,
-            refit=lambda x, y: fit_mixing_laws(x, y, settings, near=laws).predict,
-            # If there are at most MAX_FOLDS runs, each run is its own fold.
-            folds=folds_of(len(table.keys), min(len(table.keys), MAX_FOLDS), options.fit_seed),
+            held_out=self.hold_out(
+                lambda x, y: fit_mixing_laws(x, y, settings, near=laws).predict, table, folds
+            ),
+            folds=folds,
             parameters={
                 "laws": {
                     metric: {

@@ -71,7 +71,8 @@ from megatron_chameleon.mixture.ngram import NgramModel
 from megatron_chameleon.mixture.weights import natural_weights
 from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.parallel.layout import distributed, from_main
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.parallel.options import is_rank_0
+from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.stopping import StopRequests
 
@@ -88,7 +89,6 @@ FEWEST_CERTAIN = 8
 # Bytes in a token of most text: gains in nats per byte are that much smaller.
 BYTES_PER_TOKEN = 4.0
 NUM_EXAMPLES, EXAMPLE_CHARACTERS = 3, 70
-SECONDS_WITHOUT_BAR = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,7 @@ def compute_mixture(options: MixminOptions, stops: StopRequests | None = None) -
     """
     if options.experts != (NGRAM,):
         return _compute_with_models(options, stops or StopRequests(options.training.stopping))
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_rank_0():
         stopwatch = Stopwatch()
         check_output(options.output, Mixture.KIND)
         plan = make_plan(options)

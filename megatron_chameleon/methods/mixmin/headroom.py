@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from megatron_chameleon.methods.mixmin.compute import (
 )
 from megatron_chameleon.methods.mixmin.text import ByteCoder
 from megatron_chameleon.methods.output import by_name
+from megatron_chameleon.parallel.options import is_rank_0
 
 # Paired differences of Uniform and Chameleon in the records of examples/compare_methods.sh with
 # SIZE=small have standard deviations of 0.02 to 0.04 nats between seeds.
@@ -117,7 +117,7 @@ def print_headroom(options: HeadroomOptions) -> None:
     Raises:
         UserError: for a mistake in the options or in the files that they name.
     """
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not is_rank_0():
         return
     headroom = measure_headroom(options, options.seed_noise)
     reason, prior = headroom.reason_for_prior, options.estimate.prior

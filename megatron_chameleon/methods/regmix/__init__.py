@@ -52,7 +52,7 @@ class TreeOptions(CheckedOptions):
 class RegmixOptions(FitOptions):
     """Train many tiny proxies on sampled mixtures, fit their losses, and take the best mixture.
 
-    With --ratios and --metrics, fit existing runs instead.
+    With --swarm-dir, or --ratios and --metrics, fit existing runs instead.
     """
 
     num_proxies: Repetitions = 512

@@ -8,12 +8,8 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns
 from megatron_chameleon.methods.output import by_name, format_weight
 from megatron_chameleon.methods.regmix import RegmixOptions
-from megatron_chameleon.methods.swarm.fit import (
-    SECONDS_WITHOUT_BAR,
-    FitMethod,
-    Fitted,
-    require_lightgbm,
-)
+from megatron_chameleon.methods.swarm.fit import FitMethod, Fitted
+from megatron_chameleon.methods.swarm.sampling import require_lightgbm
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import folds_of
 from megatron_chameleon.mixture.regmix import (
@@ -22,7 +18,7 @@ from megatron_chameleon.mixture.regmix import (
     runs_in_leaf,
     sampled_optimum,
 )
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
 # Print the ranges of this many domains: those whose weights vary most among the best mixtures.
 MAX_RANGES = 3
@@ -88,6 +84,7 @@ class Regmix(FitMethod[RegmixOptions]):
             losses[:, others] = of_others(mixtures)
             return losses
 
+        folds = folds_of(len(table.keys), trees.folds, trees.fit_seed)
         names, low, high = self.space.names, optimum.low, optimum.high
         ranges = ", ".join(
             f"{names[at]} {format_weight(low[at])} to {format_weight(high[at])}"
@@ -96,10 +93,11 @@ class Regmix(FitMethod[RegmixOptions]):
         return Fitted(
             heading=f"RegMix: mean of the {trees.num_best} best of {trees.num_draws:,} mixtures, "
             f"whose losses are predicted by {trees.num_trees} trees per loss",
-            weights=optimum.weights,
+            optimum=self.within_epochs(optimum.weights),
+            free_optimum=optimum.weights,
             predict=predict,
-            refit=lambda mixtures, losses: fit_trees(mixtures, losses, settings),
-            folds=folds_of(len(table.keys), trees.folds, trees.fit_seed),
+            held_out=self.hold_out(lambda x, y: fit_trees(x, y, settings), table, folds),
+            folds=folds,
             parameters={
                 "spread_of_the_best": by_name(names, optimum.spread),
                 "range_of_the_best": by_name(names, np.column_stack([low, high])),

@@ -44,8 +44,9 @@ class SurrogateOptions(FitOptions):
 
     Trees, exponential laws and Gaussian processes are cross-validated and stacked, loss by loss.
     The gain of the best mixture over Uniform, the natural mixture and --prior is predicted with
-    intervals. If the gain over --prior is not certain, --prior is written. With --ratios and
-    --metrics, fit existing runs instead.
+    intervals. If the gain over --prior is not certain, --prior is written.
+
+    With --swarm-dir, or --ratios and --metrics, fit existing runs instead.
     """
 
     num_proxies: Repetitions = 64

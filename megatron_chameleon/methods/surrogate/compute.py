@@ -15,12 +15,8 @@ from megatron_chameleon.interchange.mixture_runs import MixtureRuns
 from megatron_chameleon.methods.limits import bounds_within
 from megatron_chameleon.methods.output import by_name
 from megatron_chameleon.methods.surrogate import SurrogateOptions
-from megatron_chameleon.methods.swarm.fit import (
-    SECONDS_WITHOUT_BAR,
-    FitMethod,
-    Fitted,
-    require_lightgbm,
-)
+from megatron_chameleon.methods.swarm.fit import FitMethod, Fitted
+from megatron_chameleon.methods.swarm.sampling import require_lightgbm
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
 from megatron_chameleon.mixture.mixmin import Limits
@@ -37,7 +33,7 @@ from megatron_chameleon.mixture.surrogate import (
     fit_surrogate,
     optimism_of_halves,
 )
-from megatron_chameleon.progress import progress_bar
+from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
 CONFIDENCE = 0.9
 # Joint draws of the losses of the mixtures, for the intervals of their differences.
@@ -103,8 +99,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
 
     def fit(self, table: MixtureRuns, shares: Array) -> Fitted:
         """Fit stacked models to every loss; minimize the target loss within the bounds."""
-        options, fallback = self.options.optimum, self.options.fallback
-        names = self.space.names
+        options, names = self.options.optimum, self.space.names
         sampled = np.any(table.mixtures, axis=0).astype(np.float64)
         bounds, seed = self.bounds(sampled), options.fit_seed
         try:
@@ -127,51 +122,32 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
                 )
 
         optimum = free = optimum_within(*bounds)
-        prior = free_prior = self.limits().placed_prior
         if self.options.max_epochs is not None:
             free = optimum_within(*self.bounds(sampled, with_epochs=False))
-            free_prior = self.limits(with_epochs=False).placed_prior
-        uniform = self.project_uniform()
+        uniform, prior = self.project_uniform(), self.limits().placed_prior
         baselines = {"uniform": uniform, "natural": self.token_shares, "prior": prior}
         optimism = self.optimism(table, shares, bounds)
         gains = predicted_gains(surrogate, optimum.weights, baselines, shares, optimism, seed)
         # Predictions for a prior that samples domains of no run are extrapolated.
-        certain = gains["prior"].low > 0 and not prior[sampled == 0].any()
-        take_optimum = certain or fallback.accept_uncertain
-        if certain:
-            written = "written: the optimum"
-        elif fallback.accept_uncertain:
-            written = "written: the optimum (--accept-uncertain)"
-        else:
-            written = (
-                f"written: the prior '{fallback.prior}' within the limits, since the optimum is "
-                "not certain to be better; --accept-uncertain writes the optimum"
-            )
+        is_certain = gains["prior"].low > 0 and not prior[sampled == 0].any()
         search = f"minimized over {optimum.num_values:,} mixtures"
         if options.kl > 0:
             search += (
-                f", with {options.kl:g} times the divergence from the prior '{fallback.prior}' "
+                f", with {options.kl:g} times the divergence from the prior "
+                f"'{self.options.fallback.prior}' "
                 f"({max(optimum.divergence, 0.0):.4f} nats)"
             )
         models = model_errors(surrogate.report, table.metrics)
         return Fitted(
-            heading="\n".join(
-                [
-                    *headlines(gains, baselines, is_frozen=self.space.frozen is not None),
-                    written,
-                    f"Surrogate: a stack of models for each loss, {search}",
-                ]
-            ),
-            weights=free.weights if take_optimum else free_prior,
-            within_limit=optimum.weights if take_optimum else prior,
-            is_decided=True,
+            headlines=headlines(gains, baselines, is_frozen=self.space.frozen is not None),
+            heading=f"Surrogate: a stack of models for each loss, {search}",
+            optimum=optimum.weights,
+            free_optimum=free.weights,
+            is_certain=is_certain,
             predict=surrogate.mean,
-            refit=None,
             held_out=surrogate.report.held_out,
             folds=surrogate.report.folds,
             parameters={
-                "written": "optimum" if take_optimum else "prior",
-                "optimum": by_name(names, optimum.weights),
                 "predicted_gain": {
                     name: {**dataclasses.asdict(gain), "confidence": CONFIDENCE}
                     for name, gain in gains.items()

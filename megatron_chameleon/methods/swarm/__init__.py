@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from megatron_chameleon.artifacts.swarm import METRICS_NAME, RATIOS_NAME
 from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import TaskOptions
@@ -180,18 +181,21 @@ class FitOptions(TrainingMethodOptions):
     num_proxies: Repetitions
     """Proxies to train, each on its own mixture."""
     ratios: Path | None = None
-    """CSV table of the mixtures of existing runs, to fit these runs instead of training proxies. A
+    """CSV table of the mixtures of other runs, to fit these runs instead of training proxies. A
     row contains a run's name (column run, run_id, index or name) and its share of each domain, as
     in the files of RegMix and Olmix. Requires --metrics."""
     metrics: Path | None = None
     """CSV table of the results of the runs in --ratios, with the same run names, and one column per
     loss or other metric to be minimized."""
+    swarm_dir: Path | None = None
+    """Folder of a swarm of swarm generate, to fit the losses that swarm collect has written there,
+    instead of training proxies."""
     target: str | None = None
     """Losses to minimize, such as a,b or a=2,b=1 with their shares: domains (also held-out ones),
     --tasks, or columns of --metrics; or text that is not in the corpus, as NAME=PATH or
     NAME=PATH=SHARE in the format of preprocess_data --input, on which all proxies are measured.
-    Default: the mean over --tasks, or without --tasks, the mean of all losses but those of held-out
-    domains."""
+    Default: the mean over --tasks, also those of --swarm-dir, or without tasks, the mean of all
+    losses but those of held-out domains."""
     target_text_key: str = "text"
     """Key, or column, of the text in the files of --target."""
     freeze: Path | None = None
@@ -208,13 +212,25 @@ class FitOptions(TrainingMethodOptions):
             raise UserError("--ratios and --metrics must be used together; pass both tables")
         if self.target is None:
             self.reject_changed(["target_text_key"], "has no effect without --target")
-        if self.ratios is not None:
+        if self.swarm_dir is not None:
+            self.reject_changed(["ratios", "metrics"], "--swarm-dir has these tables")
+        if self.tables is not None:
+            flag = "--ratios" if self.swarm_dir is None else "--swarm-dir"
             unused = ["num_proxies", "work_dir", "seed_noise", "sampling", "swarm"]
-            self.reject_changed(unused, "nothing is trained with --ratios")
+            self.reject_changed(unused, f"nothing is trained with {flag}")
+
+    @property
+    def tables(self) -> tuple[Path, Path] | None:
+        """Tables of the mixtures and losses of existing runs; None to train proxies."""
+        if self.swarm_dir is not None:
+            return self.swarm_dir / RATIOS_NAME, self.swarm_dir / METRICS_NAME
+        if self.ratios is None or self.metrics is None:
+            return None
+        return self.ratios, self.metrics
 
     @property
     def objective(self) -> str | None:
-        """Return ``--target``, or its default; None stands for the mean of all losses."""
+        """``--target``, or ``--tasks``; None stands for the mean of all losses."""
         return self.target or ",".join(self.swarm.downstream.tasks) or None
 
 

@@ -10,18 +10,16 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Mixture
 from megatron_chameleon.artifacts.files import replacing
-from megatron_chameleon.artifacts.swarm import SwarmRecord, member_path
+from megatron_chameleon.artifacts.swarm import METRICS_NAME, RATIOS_NAME, SwarmRecord, member_path
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import FormatName, write_mixture
 from megatron_chameleon.interchange.convert import with_corpus
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, read_losses
 from megatron_chameleon.methods.output import warn
 from megatron_chameleon.methods.swarm import CollectOptions, GenerateOptions
-from megatron_chameleon.methods.swarm.fit import mixtures_to_train
+from megatron_chameleon.methods.swarm.sampling import mixtures_to_train
 from megatron_chameleon.methods.swarm.space import SearchSpace
 from megatron_chameleon.methods.swarm.swarm import (
-    METRICS_NAME,
-    RATIOS_NAME,
     collect,
     model_config,
     open_folder,
@@ -54,7 +52,7 @@ def generate_swarm(options: GenerateOptions) -> None:
         raise UserError(f"{corpus.root} has only one domain; add another domain")
     model_config(options.swarm, corpus)
     space, folder, name = SearchSpace.of(corpus, options.freeze), options.swarm_dir, options.format
-    mixtures = mixtures_to_train(options, corpus, space)
+    mixtures = mixtures_to_train(options, space)
     files = list[tuple[Path, str]]()
     if name not in (None, "json"):
         for member, weights in enumerate(mixtures.tolist()):
@@ -89,14 +87,10 @@ def collect_swarm(options: CollectOptions) -> None:
     """
     record = SwarmRecord.load(options.swarm_dir)
     folder, count = record.root, len(record.mixtures)
-    target = list[str]()
     if options.losses is None:
         if not record.finished:
             raise UserError(f"{folder} has no finished member; train members with swarm run")
-        settings = recorded_options(record)
-        collect(record, settings)
-        if settings.downstream.tasks:  # bits per byte are not averaged with nats per token
-            target = ["--target", ",".join(settings.downstream.tasks)]
+        collect(record, recorded_options(record))
     else:
         columns = dict[str, str]()
         for each in (value for group in options.column for value in group):
@@ -112,15 +106,7 @@ def collect_swarm(options: CollectOptions) -> None:
         )
     print(
         "fit them: megatron-chameleon compute_mixture --method surrogate --corpus CORPUS "
-        + shlex.join(
-            [
-                "--ratios",
-                f"{folder / RATIOS_NAME}",
-                "--metrics",
-                f"{folder / METRICS_NAME}",
-                *target,
-            ]
-        )
+        + shlex.join(["--swarm-dir", str(folder)])
         + (" --freeze FROZEN_MIXTURE.json" if record.frozen_mixture else "")
         + " --output MIXTURE.json"
     )

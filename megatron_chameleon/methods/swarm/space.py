@@ -32,12 +32,14 @@ class SearchSpace:
         names: the frozen mixture (if any), then the other domains in the corpus's order.
         ratios: [r, k] share of each domain of the corpus in each domain of the search.
         old: [r, k] bool, the domains of the corpus that belong to each domain of the search.
+        tokens: [k] training tokens of the corpus's domains.
         frozen: the frozen mixture; None without one.
     """
 
     names: list[str]
     ratios: Array
     old: np.ndarray
+    tokens: Array
     frozen: Mixture | None = None
 
     @classmethod
@@ -45,12 +47,16 @@ class SearchSpace:
         """Return the domains of ``corpus``, of which those of the mixture ``freeze`` are one.
 
         Raises:
-            UserError: if the mixture cannot be read, has another corpus's domains or all of them,
-                or if its domains, or the new ones, have no training text.
+            UserError: if there is no training text, or if the mixture cannot be read, has another
+                corpus's domains or all of them, or its domains, or the new ones, have no training
+                text.
         """
         every = list(corpus.names)
+        counts = np.array([corpus.train_tokens[name] for name in every], np.float64)
+        if not counts.any():
+            raise UserError(f"{corpus.root} has no training tokens; preprocess text into it")
         if freeze is None:
-            return cls(every, np.eye(len(every)), np.eye(len(every), dtype=bool))
+            return cls(every, np.eye(len(every)), np.eye(len(every), dtype=bool), counts)
         where = f"--freeze {freeze}"
         mixture, tokens = Mixture.load(freeze), corpus.train_tokens
         if unknown := [name for name in mixture.weights if name not in every]:
@@ -78,12 +84,17 @@ class SearchSpace:
         )
         old = np.array(rows, bool)
         ratios = np.concatenate([[weights / weights.sum()], old[1:].astype(np.float64)])
-        return cls([label, *new], ratios, old, mixture)
+        return cls([label, *new], ratios, old, counts, mixture)
 
     @property
     def frozen_hash(self) -> str | None:
         """Hash of the frozen mixture; None without one."""
         return self.frozen.hash if self.frozen else None
+
+    @property
+    def token_shares(self) -> Array:
+        """Share [r] of each domain in the training tokens."""
+        return self.project(self.tokens / self.tokens.sum())
 
     def expand(self, weights: Array) -> Array:
         """Return the weights [..., k] of the corpus's domains, for weights [..., r]."""

@@ -33,6 +33,8 @@ from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME as CHECKPOINTS
 from megatron_chameleon.artifacts.files import require_new
 from megatron_chameleon.artifacts.record import check_values, json_values
 from megatron_chameleon.artifacts.swarm import (
+    METRICS_NAME,
+    RATIOS_NAME,
     MemberRecord,
     SwarmRecord,
     finished_members,
@@ -72,7 +74,7 @@ from megatron_chameleon.training.run_folder import locked_run_folder, on_main
 from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
-RATIOS_NAME, METRICS_NAME, LOG_NAME = "ratios.csv", "metrics.csv", "log.txt"
+LOG_NAME = "log.txt"
 # Options that may change when a swarm resumes, since they affect only speed and rounding.
 FREE_SETTINGS = (
     "micro_batch_size",

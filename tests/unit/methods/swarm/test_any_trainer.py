@@ -18,7 +18,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import read_mixture
 from megatron_chameleon.methods.swarm import CollectOptions, FitOptions, GenerateOptions
 from megatron_chameleon.methods.swarm.any_trainer import collect_swarm, generate_swarm
-from megatron_chameleon.methods.swarm.fit import mixtures_to_train
+from megatron_chameleon.methods.swarm.sampling import mixtures_to_train
 from megatron_chameleon.methods.swarm.space import SearchSpace
 from megatron_chameleon.methods.swarm.swarm import open_folder
 from tests.small_corpus import DOMAINS
@@ -57,7 +57,7 @@ def test_compute_mixture_accepts_the_folder(generated, corpus, tmp_path):
         corpus=corpus.root, output=tmp_path / "mixture.json", num_proxies=4, swarm=OPTIONS
     )
     space = SearchSpace.of(corpus, None)
-    np.testing.assert_array_equal(mixtures_to_train(options, corpus, space), mixtures)
+    np.testing.assert_array_equal(mixtures_to_train(options, space), mixtures)
     assert open_folder(options.swarm, corpus, mixtures, folder) == [0, 1, 2, 3]
     with pytest.raises(UserError, match="no finished member"):
         collect_swarm(CollectOptions(swarm_dir=folder))

@@ -28,16 +28,12 @@ from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
 from megatron_chameleon.methods.regmix.compute import Regmix
 from megatron_chameleon.methods.surrogate import OptimumOptions, SurrogateOptions
 from megatron_chameleon.methods.surrogate.compute import SurrogateFit
-from megatron_chameleon.methods.swarm import CollectOptions, MixtureSamplingOptions
+from megatron_chameleon.methods.swarm import CollectOptions, MixtureSamplingOptions, sampling
 from megatron_chameleon.methods.swarm.any_trainer import collect_swarm
-from megatron_chameleon.methods.swarm.fit import (
-    FitMethod,
-    cross_validation,
-    fit_problems,
-    mixtures_to_train,
-    swarm_runs,
-    warn_untrained,
-)
+from megatron_chameleon.methods.swarm.fit import FitMethod
+from megatron_chameleon.methods.swarm.quality import cross_validation, fit_problems
+from megatron_chameleon.methods.swarm.runs import swarm_runs, warn_untrained
+from megatron_chameleon.methods.swarm.sampling import mixtures_to_train
 from megatron_chameleon.methods.swarm.space import SearchSpace
 from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.fit_quality import fit_linear, folds_of, held_out_predictions
@@ -88,9 +84,8 @@ def compute(corpus, tmp_path):
             tables = {"ratios": tmp_path / "ratios.csv", "metrics": tmp_path / "metrics.csv"}
             write_mixture_runs(runs, **tables)
             settings |= tables
-        elif "ratios" not in changes:
+        elif not {"ratios", "swarm_dir"} & changes.keys():
             settings["swarm"] = SWARM
-        if "ratios" not in settings and "ratios" not in changes:
             settings["fallback"] = ACCEPTING
         options = options_type(**{**settings, **changes})
         (method,) = (each for each in find_methods().values() if each.options is options_type)
@@ -111,6 +106,8 @@ TABLES = {"ratios": Path("r"), "metrics": Path("m")}
         (MixingLawsOptions, {"num_proxies": 3}, "3 runs"),
         (RegmixOptions, {"sampling": MixtureSamplingOptions(max_upweighting=0.1)}, "--num-proxies"),
         (RegmixOptions, {"ratios": Path("table.csv")}, "--metrics"),
+        (RegmixOptions, {"swarm_dir": Path("s"), **TABLES}, "--ratios"),
+        (RegmixOptions, {"swarm_dir": Path("s"), "num_proxies": 9}, "--swarm-dir"),
         (RegmixOptions, {"output": Path("/dev/null/mixture.json")}, "/dev/null"),
         (RegmixOptions, {"num_proxies": 64, **TABLES}, "--num-proxies 64"),
         (RegmixOptions, {"swarm": SWARM, **TABLES}, "--model nano"),
@@ -295,12 +292,18 @@ def test_a_swarm_is_trained_fitted_and_costed(compute, tmp_path, capsys):
     assert "swarm: training 0 of 6 members" in capsys.readouterr().out
     assert again.weights == mixture.weights
 
-    tables = {"ratios": swarm / "ratios.csv", "metrics": swarm / "metrics.csv"}
-    files = {"output": tmp_path / "again.json", "fallback": ACCEPTING, **tables}
+    files = {"output": tmp_path / "again.json", "fallback": ACCEPTING, "swarm_dir": swarm}
     fitted = compute(RegmixOptions, **files)
-    assert fitted.weights == pytest.approx(mixture.weights, abs=1e-9)
+    tables = {"ratios": swarm / "ratios.csv", "metrics": swarm / "metrics.csv"}
+    same = compute(RegmixOptions, **{**files, "swarm_dir": None}, **tables)
+    assert fitted.weights == same.weights == pytest.approx(mixture.weights, abs=1e-9)
     assert fitted.parameters["total_cost"]["flops"] == mixture.parameters["total_cost"]["flops"]
     assert fitted.parameters["made_from"] == ["out/mixture/swarm"]
+    (swarm / "metrics.csv").unlink()
+    with pytest.raises(UserError, match="swarm collect --swarm-dir"):
+        compute(RegmixOptions, **files)
+    with pytest.raises(UserError, match=r"swarm\.json"):
+        compute(RegmixOptions, **{**files, "swarm_dir": tmp_path})
 
 
 FEW = OptimumOptions(num_draws=1000, splits=2)
@@ -421,7 +424,7 @@ def test_later_rounds_take_the_mixtures_that_the_surrogate_predicts_to_be_best(
         num_proxies=20,
         sampling=dataclasses.replace(SAMPLING, smallest_weight=0.01),
     )
-    mixtures = mixtures_to_train(options, corpus, SearchSpace.of(corpus, None))
+    mixtures = mixtures_to_train(options, SearchSpace.of(corpus, None))
     losses, folder = bowls(mixtures), tmp_path / "out" / "mixture" / "swarm"
     (folder / "members").mkdir(parents=True)
     for member, row in enumerate(losses.tolist()):
@@ -451,7 +454,7 @@ def test_later_rounds_take_the_mixtures_that_the_surrogate_predicts_to_be_best(
 @pytest.mark.parametrize("limits", ["epochs", "bounds", "prior"])
 def test_rounds_choose_mixtures_that_may_be_the_result(corpus, tmp_path, monkeypatch, limits):
     """The loss falls with the weight of news, which the limits keep below its optimum of 1."""
-    monkeypatch.setattr(f"{FitMethod.__module__}.MAX_CANDIDATES", 256)
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 256)
     runs = runs_of(lambda mixtures: 3 - mixtures, 16)
     files = {"corpus": corpus.root, "output": tmp_path / "m.json"}
     settings: dict[str, Any] = {"num_proxies": 32, "swarm": ROUNDS, "target": "news", **files}
@@ -478,10 +481,10 @@ def test_rounds_choose_mixtures_that_may_be_the_result(corpus, tmp_path, monkeyp
 
 def test_rounds_never_repeat_a_mixture(corpus, tmp_path, monkeypatch):
     """Only as many mixtures as proxies are possible, so the second round takes the other half."""
-    monkeypatch.setattr(f"{FitMethod.__module__}.MAX_CANDIDATES", 0)
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 0)
     files = {"corpus": corpus.root, "output": tmp_path / "m.json"}
     method = SurrogateFit(SurrogateOptions(num_proxies=64, swarm=ROUNDS, **files))
-    mixtures = mixtures_to_train(method.options, corpus, method.space)
+    mixtures = mixtures_to_train(method.options, method.space)
     runs = dataclasses.replace(with_one_loss(runs_of(bowls, 32)), mixtures=mixtures[:32])
     found = method.with_next_round(runs.mixtures, runs)
     np.testing.assert_allclose(np.unique(np.round(found, 9), axis=0), np.unique(mixtures, axis=0))

@@ -161,7 +161,7 @@ def test_runs_and_priors_must_have_the_frozen_ratios():
     frozen = Mixture(dict.fromkeys(map(str, range(600)), 1 / 600))
     ratios = np.zeros((2, 601))
     ratios[0, :600], ratios[1, 600] = 1 / 600, 1
-    space = SearchSpace(["frozen", "new"], ratios, ratios > 0, frozen)
+    space = SearchSpace(["frozen", "new"], ratios, ratios > 0, np.ones(601), frozen)
     run = np.full(601, 0.5 / 600)
     run[600] = 0.5
     np.testing.assert_allclose(space.of_runs(["0"], run[None]), [[0.5, 0.5]])

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from megatron_chameleon.artifacts import Mixture
+from megatron_chameleon.artifacts import Mixture, MixtureWarning
 from megatron_chameleon.artifacts.downstream_result import DownstreamResult
 from megatron_chameleon.artifacts.swarm import MemberRecord, member_path
 from megatron_chameleon.artifacts.training_run import TrainingRun
@@ -95,6 +95,10 @@ def test_a_mixture_is_fitted_to_tasks_and_domains(options):
     assert not METHOD.compute(dataclasses.replace(again, work_dir=options.runs_folder))
     shares = Mixture.load(again.output).parameters["target_shares"]
     assert shares == {"stories": 0, "letters": 0, "lambada_openai": 0.5, "sciq": 0.5}
+    existing = type(options)(corpus=options.corpus, output=again.output, swarm_dir=swarm)
+    with pytest.warns(MixtureWarning):
+        assert not METHOD.compute(existing)
+    assert Mixture.load(again.output).parameters["target_shares"] == shares
 
 
 def with_tasks(options, output, **changes):
