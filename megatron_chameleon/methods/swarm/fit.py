@@ -242,7 +242,8 @@ class FitMethod(abc.ABC, Generic[Options]):
         runs = existing_runs(ratios, metrics, self.corpus)
         value = options.objective
         if swarm is not None and metrics.parent == swarm.root:
-            runs = with_cost(runs, swarm)
+            members = f"{len(runs.table.keys)} members of {swarm.root}"
+            runs = dataclasses.replace(with_cost(runs, swarm), origin=members)
             # Bits per byte of tasks are not averaged with nats per token of domains.
             tasks = [task for task in swarm.tasks if task in runs.table.metrics]
             value = value or ",".join(tasks) or None
@@ -537,9 +538,9 @@ class FitMethod(abc.ABC, Generic[Options]):
             mixture,
             options,
             self.corpus,
-            *fitted.headlines,
-            decision.line,
-            f"{fitted.heading}\nfitted to {runs.origin}",
+            "\n".join(
+                [*fitted.headlines, decision.line, fitted.heading, f"fitted to {runs.origin}"]
+            ),
             *self.frozen_lines(weights),
             *fitted.closing,
             f"error on held-out runs ({procedure}; * marks a loss in the target):",
