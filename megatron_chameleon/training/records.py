@@ -224,19 +224,14 @@ class RunRecords:
             target_loss: loss of the target, if there is one and this step has a validation.
             phases: timers of the training phases, which are read.
         """
-        plan, layout, guard, step = self.plan, self.layout, self.state.guard, self.step
+        plan, guard = self.plan, self.state.guard
         phase_seconds, skipped = phases.read(), guard.unlogged
         guard.unlogged = []
-        flops_per_token = training_flops(plan.config, 1, plan.options.seq_length)
-        tokens_per_second = interval.tokens_per_second / layout.world_size
-        tflops = flops_per_token * tokens_per_second / 1e12
-        # MFU is logged with --bf16 only, since DENSE_BF16_PEAK holds only the FLOP/s of bfloat16.
-        peak = DENSE_BF16_PEAK.get(device_name(layout.device)) if plan.options.bf16 else None
-        mfu = model_flops_utilization(flops_per_token, tokens_per_second, peak)
+        speed = self._speed(interval)
         seconds = self._stopwatch.seconds()
         hook = self.state.hook.metrics()
         figures = {
-            "tokens": step * plan.tokens_per_step,
+            "tokens": self.step * plan.tokens_per_step,
             "lr": lr,
             "seconds": round(self._cost_before().wall_seconds + seconds, 3),
             **dataclasses.asdict(interval),
@@ -244,8 +239,7 @@ class RunRecords:
             **({"target_loss": target_loss} if target_loss is not None else {}),
             "skipped_steps": guard.skipped,
             **({"skipped": [dataclasses.asdict(s) for s in skipped]} if skipped else {}),
-            "tflops_per_second_per_device": tflops,
-            **({"mfu": mfu} if mfu is not None else {}),
+            **speed,
             **({"hook": hook} if hook else {}),
             "sampled_tokens": {
                 name: {"target": round(d.target), "actual": d.actual, "epochs": round(d.epochs, 4)}
@@ -253,26 +247,47 @@ class RunRecords:
             },
             "phase_seconds": phase_seconds,
         }
-        last = plan.options.train_iters
-        done = f"step {step:{len(str(last))}d}/{last}"
-        line = [
-            done,
+        if self.layout.is_main:
+            with phases.during("logging"):
+                print(self._line(interval, lr, speed, seconds))
+                if validation_loss:
+                    self._print_validation(f"after {self._done}", validation_loss, target_loss)
+                self._write(figures)
+        self.state.meter.restart_clock()
+
+    def _speed(self, interval: Interval) -> dict[str, float]:
+        """TFLOP/s per device; with --bf16 also MFU, since DENSE_BF16_PEAK is that of bfloat16."""
+        options = self.plan.options
+        flops_per_token = training_flops(self.plan.config, 1, options.seq_length)
+        per_device = interval.tokens_per_second / self.layout.world_size
+        speed = {"tflops_per_second_per_device": flops_per_token * per_device / 1e12}
+        peak = DENSE_BF16_PEAK.get(device_name(self.layout.device)) if options.bf16 else None
+        mfu = model_flops_utilization(flops_per_token, per_device, peak)
+        return speed if mfu is None else {**speed, "mfu": mfu}
+
+    @property
+    def _done(self) -> str:
+        last = self.plan.options.train_iters
+        return f"step {self.step:{len(str(last))}d}/{last}"
+
+    def _line(
+        self, interval: Interval, lr: float, speed: Mapping[str, float], seconds: float
+    ) -> str:
+        """Format a line of the log, ``seconds`` after the start of this process."""
+        skipped, steps = self.state.guard.skipped, self.step - self.progress.step
+        left = seconds / steps * (self.plan.options.train_iters - self.step)
+        parts = [
+            self._done,
             f"loss {interval.loss:.4f}",
             f"lr {lr:.2e}",
             f"grad norm {interval.grad_norm:.2f}",
             f"{interval.tokens_per_second:,.0f} tokens/s",
-            f"{tflops:.3g} TFLOP/s",
-            *([f"{mfu:.1%} MFU"] if mfu is not None else []),
-            *([f"{guard.skipped} skipped"] if guard.skipped else []),
-            f"{format_duration(seconds / (step - self.progress.step) * (last - step))} left",
+            f"{speed['tflops_per_second_per_device']:.3g} TFLOP/s",
+            *([f"{speed['mfu']:.1%} MFU"] if "mfu" in speed else []),
+            *([f"{skipped} skipped"] if skipped else []),
+            f"{format_duration(left)} left",
         ]
-        if layout.is_main:
-            with phases.during("logging"):
-                print(" | ".join(line))
-                if validation_loss:
-                    self._print_validation(f"after {done}", validation_loss, target_loss)
-                self._write(figures)
-        self.state.meter.restart_clock()
+        return " | ".join(parts)
 
     def log_first(self, validation_loss: Mapping[str, float], target_loss: float | None) -> None:
         """Print and log the validation before the first step, on rank 0."""
