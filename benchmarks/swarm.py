@@ -63,7 +63,7 @@ def measured(
 
     from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
     from megatron_chameleon.methods.swarm import SwarmOptions
-    from megatron_chameleon.methods.swarm.swarm import train_swarm
+    from megatron_chameleon.methods.swarm.train import train_swarm
     from tests.small_corpus import write_small_corpus
 
     options = SwarmOptions(

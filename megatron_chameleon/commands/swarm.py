@@ -19,7 +19,7 @@ def generate(options: GenerateOptions) -> None:
 
 def run(options: RunOptions) -> int:
     """Train members that are not finished."""
-    from megatron_chameleon.methods.swarm.swarm import run_members
+    from megatron_chameleon.methods.swarm.train import run_members
 
     return 0 if run_members(options) else STOPPED_STATUS
 

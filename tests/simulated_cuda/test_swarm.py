@@ -14,7 +14,7 @@ import pytest
 
 from megatron_chameleon.artifacts import Cost
 from megatron_chameleon.artifacts.swarm import MemberRecord, SwarmRecord, member_path
-from megatron_chameleon.methods.swarm.swarm import LOG_NAME
+from megatron_chameleon.methods.swarm.train import LOG_NAME
 from tests.distributed.launch import REPOSITORY, environment
 from tests.simulated_cuda.cases import FP32_TOLERANCE, TRAINING_FLAGS
 from tests.simulated_cuda.conftest import HERE, Tools

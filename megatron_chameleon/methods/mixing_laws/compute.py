@@ -20,7 +20,7 @@ from megatron_chameleon.methods.mixing_laws import (
 )
 from megatron_chameleon.methods.output import by_name, warn
 from megatron_chameleon.methods.swarm.fit import FitMethod, Fitted
-from megatron_chameleon.methods.swarm.swarm import SwarmResult
+from megatron_chameleon.methods.swarm.folder import SwarmResult
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import folds_of
 from megatron_chameleon.mixture.mixing_laws import (

@@ -17,9 +17,7 @@ from megatron_chameleon.interchange.convert import with_corpus
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, read_losses
 from megatron_chameleon.methods.output import warn
 from megatron_chameleon.methods.swarm import CollectOptions, GenerateOptions
-from megatron_chameleon.methods.swarm.sampling import mixtures_to_train
-from megatron_chameleon.methods.swarm.space import SearchSpace
-from megatron_chameleon.methods.swarm.swarm import (
+from megatron_chameleon.methods.swarm.folder import (
     collect,
     model_config,
     open_folder,
@@ -27,6 +25,8 @@ from megatron_chameleon.methods.swarm.swarm import (
     write_member_mixture,
     write_tables,
 )
+from megatron_chameleon.methods.swarm.sampling import mixtures_to_train
+from megatron_chameleon.methods.swarm.space import SearchSpace
 from megatron_chameleon.training.run_folder import locked_run_folder
 
 # Suffix of the files of each format that is not JSON.

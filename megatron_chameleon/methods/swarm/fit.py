@@ -34,6 +34,7 @@ from megatron_chameleon.methods.output import (
 from megatron_chameleon.methods.predicted_gain import write_prior_without_gain
 from megatron_chameleon.methods.proxy import on_rank_0
 from megatron_chameleon.methods.swarm import FitOptions
+from megatron_chameleon.methods.swarm.folder import SwarmResult
 from megatron_chameleon.methods.swarm.objective import (
     check_target,
     parse_objective,
@@ -61,7 +62,7 @@ from megatron_chameleon.methods.swarm.sampling import (
     started_rounds,
 )
 from megatron_chameleon.methods.swarm.space import SearchSpace
-from megatron_chameleon.methods.swarm.swarm import SwarmResult, train_swarm
+from megatron_chameleon.methods.swarm.train import train_swarm
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import (
     Fit,

@@ -21,8 +21,8 @@ from megatron_chameleon.interchange.mixture_runs import (
     read_mixture_runs,
 )
 from megatron_chameleon.methods.output import by_name, warn
+from megatron_chameleon.methods.swarm.folder import SwarmResult
 from megatron_chameleon.methods.swarm.sampling import warn_rare_domains
-from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.checks import Array
 
 # Tokens that are counted, of a domain's training text and of its held-out text, for the loss of a

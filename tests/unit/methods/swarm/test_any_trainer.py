@@ -18,9 +18,9 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import read_mixture
 from megatron_chameleon.methods.swarm import CollectOptions, FitOptions, GenerateOptions
 from megatron_chameleon.methods.swarm.any_trainer import collect_swarm, generate_swarm
+from megatron_chameleon.methods.swarm.folder import open_folder
 from megatron_chameleon.methods.swarm.sampling import mixtures_to_train
 from megatron_chameleon.methods.swarm.space import SearchSpace
-from megatron_chameleon.methods.swarm.swarm import open_folder
 from tests.small_corpus import DOMAINS
 from tests.unit.methods.swarm.test_swarm import swarm_options
 

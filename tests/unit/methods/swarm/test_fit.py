@@ -31,11 +31,11 @@ from megatron_chameleon.methods.surrogate.compute import SurrogateFit
 from megatron_chameleon.methods.swarm import CollectOptions, MixtureSamplingOptions, sampling
 from megatron_chameleon.methods.swarm.any_trainer import collect_swarm
 from megatron_chameleon.methods.swarm.fit import FitMethod
+from megatron_chameleon.methods.swarm.folder import SwarmResult
 from megatron_chameleon.methods.swarm.quality import cross_validation, fit_problems
 from megatron_chameleon.methods.swarm.runs import swarm_runs, warn_untrained
 from megatron_chameleon.methods.swarm.sampling import mixtures_to_train
 from megatron_chameleon.methods.swarm.space import SearchSpace
-from megatron_chameleon.methods.swarm.swarm import SwarmResult
 from megatron_chameleon.mixture.fit_quality import fit_linear, folds_of, held_out_predictions
 from megatron_chameleon.mixture.mixing_laws import MixingLaws, simplex_grid
 from megatron_chameleon.mixture.regmix import TreeSettings, fit_trees, sample_mixtures

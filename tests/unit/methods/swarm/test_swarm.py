@@ -23,12 +23,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import TaskOptions
 from megatron_chameleon.methods.swarm import CollectOptions, RunOptions, SwarmOptions
 from megatron_chameleon.methods.swarm.any_trainer import collect_swarm
-from megatron_chameleon.methods.swarm.swarm import (
-    Swarm,
-    concurrency,
-    run_members,
-    train_swarm,
-)
+from megatron_chameleon.methods.swarm.train import Swarm, concurrency, run_members, train_swarm
 from megatron_chameleon.model.config import preset
 from megatron_chameleon.model.flops import forward_flops, training_flops
 from megatron_chameleon.model.options import ArchitectureOptions
@@ -248,7 +243,7 @@ import time
 from pathlib import Path
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.methods.swarm.swarm import train_swarm
+from megatron_chameleon.methods.swarm.train import train_swarm
 from tests.unit.methods.swarm.test_swarm import MIXTURES, swarm_options
 
 def main():

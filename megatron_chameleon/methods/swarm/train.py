@@ -1,13 +1,7 @@
 """A swarm of small proxies: an ordinary run of pretrain_gpt for each mixture.
 
-swarm.json              settings, corpus and mixtures, see artifacts/swarm.py
-members/00012/          member 12's run (run.json, metrics.jsonl, mixture.json, log.txt)
-members/00012.json      member 12's losses and cost, or why it diverged
-ratios.csv              weights of each member's mixture, without members that diverged
-metrics.csv             losses of the same members after the last step
-
 Each rank trains its shard of the members in worker processes, several concurrently. The ranks
-exchange stop requests, errors and progress a few times a second.
+exchange stop requests, errors and progress a few times a second. folder.py describes the files.
 """
 
 from __future__ import annotations
@@ -28,16 +22,11 @@ import numpy as np
 import psutil
 import torch
 
-from megatron_chameleon.artifacts import Corpus, Cost, Mixture, TrainingRun, provenance
+from megatron_chameleon.artifacts import Corpus, Cost, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME as CHECKPOINTS
-from megatron_chameleon.artifacts.files import require_new
-from megatron_chameleon.artifacts.record import check_values, json_values
 from megatron_chameleon.artifacts.swarm import (
-    METRICS_NAME,
-    RATIOS_NAME,
     MemberRecord,
     SwarmRecord,
-    finished_members,
     member_path,
 )
 from megatron_chameleon.artifacts.training_run import METRICS_NAME as RUN_METRICS
@@ -49,17 +38,23 @@ from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.downstream import check_tasks, evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions
-from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
 from megatron_chameleon.methods.online import options as online_options
 from megatron_chameleon.methods.swarm import RunOptions, SwarmOptions
+from megatron_chameleon.methods.swarm.folder import (
+    SwarmResult,
+    collect,
+    model_config,
+    open_folder,
+    recorded_options,
+    unfinished,
+    write_member_mixture,
+)
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.memory import TrainingSetup, peak_bytes_per_rank
-from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.parallel.layout import Layout, distributed, from_main, on_every_rank
 from megatron_chameleon.parallel.options import ParallelOptions, TrainingParallelOptions
 from megatron_chameleon.progress import progress_bar
-from megatron_chameleon.ranges import flag_of
 from megatron_chameleon.study.executor import Executor, Job
 from megatron_chameleon.study.ray import map_on_ray
 from megatron_chameleon.study.workers import reason, workers
@@ -75,16 +70,6 @@ from megatron_chameleon.training.stopping import StopRequests
 from megatron_chameleon.training.trainer import pretrain
 
 LOG_NAME = "log.txt"
-# Options that may change when a swarm resumes, since they affect only speed and rounding.
-FREE_SETTINGS = (
-    "micro_batch_size",
-    "members_at_once",
-    "deterministic",
-    "save_interval",
-    "log_interval",
-    "distributed_timeout_minutes",
-    "stopping",
-)
 # Default of --max-loss, as a multiple of the loss of uniform guessing.
 MAX_LOSS_FACTOR = 1.5
 # Share of the memory that members may use. Workspaces, fragmentation and other processes need the
@@ -101,55 +86,6 @@ POLL_SECONDS = 0.2
 # Environment variables that would make a worker join torchrun's process group, or log to Weights &
 # Biases.
 NOT_FOR_WORKERS = ("RANK", "WORLD_SIZE", "WANDB_API_KEY")
-
-
-@dataclasses.dataclass(frozen=True)
-class SwarmResult:
-    """Losses of every member: held-out losses of domains, and bits per byte on tasks.
-
-    Attributes:
-        folder: folder of the swarm.
-        domains: names of the k domains to train on, in the corpus's order.
-        mixtures: [n, k] float64, the mixture of each member.
-        steps: steps after which held-out losses were measured, the last step of training included.
-        losses: [n, len(steps), m] float64, for each domain, and then for each held-out domain, the
-            mean loss per held-out token in nats, then for each task the bits per byte of its gold
-            answers; NaN for members that diverged, domains without held-out text, and tasks before
-            the last step.
-        diverged: numbers of the members that diverged, ascending.
-        cost: training, held-out passes and evaluations of all members, over all sessions.
-        tasks: names of the tasks.
-        held_out: names of the held-out domains.
-    """
-
-    folder: Path
-    domains: list[str]
-    mixtures: Array
-    steps: list[int]
-    losses: Array
-    diverged: list[int]
-    cost: Cost
-    tasks: Sequence[str] = ()
-    held_out: Sequence[str] = ()
-
-    def runs(self, losses: Array, members: Sequence[int] | None = None) -> MixtureRuns:
-        """Return a table of ``members``, with their ``losses`` [n, m].
-
-        The default is all members that did not diverge. Domains without a finite loss, such as
-        those without held-out text, are left out.
-        """
-        names = [*self.domains, *self.held_out, *self.tasks]
-        kept = np.setdiff1d(np.arange(len(self.mixtures)), self.diverged)
-        if members is not None:
-            kept = np.array(members, int)
-        measured = np.flatnonzero(np.isfinite(losses[kept]).any(axis=0))
-        return MixtureRuns(
-            keys=[str(member) for member in kept],
-            domains=self.domains,
-            mixtures=self.mixtures[kept],
-            metrics=[names[position] for position in measured],
-            losses=losses[kept][:, measured],
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,13 +171,13 @@ def train_swarm(
     """
     with _ranks(options) as (stops, layout):
         mixtures = from_main(lambda: mixtures)
-        from_main(lambda: _check(options, corpus, mixtures, _unfinished(folder, len(mixtures))))
+        from_main(lambda: _check(options, corpus, mixtures, unfinished(folder, len(mixtures))))
         with on_main(locked_run_folder(folder)):
             members = from_main(
                 lambda: open_folder(options, corpus, mixtures, folder, frozen_mixture)
             )
             _train_on_ranks(options, corpus, mixtures, folder, members, layout, stops)
-            if from_main(lambda: _unfinished(folder, len(mixtures))):
+            if from_main(lambda: unfinished(folder, len(mixtures))):
                 if layout.is_main:
                     print(f"stopped; the same command resumes the swarm in {folder}")
                 return None
@@ -273,7 +209,7 @@ def run_members(run: RunOptions) -> bool:
     options = dataclasses.replace(options, members_at_once=at_once, stopping=run.stopping)
 
     def members_left() -> list[int]:
-        return [each for each in _unfinished(folder, len(mixtures)) if first <= each <= last]
+        return [each for each in unfinished(folder, len(mixtures)) if first <= each <= last]
 
     if run.ray:
         if "RANK" in os.environ:
@@ -301,20 +237,9 @@ def run_members(run: RunOptions) -> bool:
 
 def _print_finished(folder: Path, count: int) -> None:
     """Print how many of ``count`` members are finished, and the next command if all are."""
-    left = len(_unfinished(folder, count))
+    left = len(unfinished(folder, count))
     collect = f"; collect their losses: megatron-chameleon swarm collect --swarm-dir {folder}"
     print(f"{count - left} of {count} members are finished{'' if left else collect}")
-
-
-def recorded_options(record: SwarmRecord) -> SwarmOptions:
-    """Return the options recorded in ``swarm.json``.
-
-    Raises:
-        UserError: if they are damaged.
-    """
-    where = f"{record.root / record.FILE_NAME}: provenance.options"
-    hint = "generate the swarm again, in another folder"
-    return check_values(where, SwarmOptions, record.provenance.options, hint)
 
 
 @contextlib.contextmanager
@@ -333,12 +258,6 @@ def _check(options: SwarmOptions, corpus: Corpus, mixtures: Array, members: Sequ
     if options.downstream.tasks and members:
         corpus_tokenizer(corpus)
         check_tasks(options.downstream)
-
-
-def model_config(options: SwarmOptions, corpus: Corpus) -> ModelConfig:
-    """Return the config of the members' model. Raises UserError for an unknown model."""
-    sizes = corpus.tokenizer.vocab_size, options.seq_length
-    return resolve_model(options.model, options.architecture, *sizes)
 
 
 def _session(
@@ -447,68 +366,6 @@ def concurrency(
         most = min(cores, MEMBERS_ON_GPU) if on_gpu else cores
         at_once = min(most, int(free * USED_SHARE / member_bytes(size)))
     return size, max(1, min(at_once, members))
-
-
-def _unfinished(folder: Path, count: int) -> list[int]:
-    """Return the members without a result, ascending. Raises UserError for a damaged result."""
-    return sorted(set(range(count)) - finished_members(folder, count).keys())
-
-
-def open_folder(
-    options: SwarmOptions,
-    corpus: Corpus,
-    mixtures: Array,
-    folder: Path,
-    frozen_mixture: str | None = None,
-) -> list[int]:
-    """Write ``swarm.json``; an existing file must describe the same swarm.
-
-    Members may be added; finished members are kept.
-
-    Returns:
-        Members to train.
-
-    Raises:
-        UserError: if the file describes another swarm; the message names the first difference.
-    """
-    plain = json_values(options)
-    plain |= plain.pop("architecture") | plain.pop("downstream")
-    settings = {name: value for name, value in plain.items() if name not in FREE_SETTINGS}
-    rows = mixtures.tolist()
-    ratios, metrics = folder / RATIOS_NAME, folder / METRICS_NAME
-    if not SwarmRecord.exists(folder):
-        require_new((ratios, metrics), "choose another folder for the swarm")
-    else:
-        found = SwarmRecord.load(folder)
-        differences = [
-            f"it has {flag_of(name)} {found.settings.get(name)}, not {value}"
-            for name, value in settings.items()
-            if found.settings.get(name) != value
-        ]
-        if (found.domains, found.corpus_hash) != (corpus.names, corpus.hash):
-            differences.append("it was trained on another corpus")
-        if found.frozen_mixture != frozen_mixture:
-            differences.append("it was generated with another --freeze")
-        if len(found.mixtures) > len(rows):
-            differences.append(f"it has {len(found.mixtures)} members, more than {len(rows)}")
-        differences += [
-            f"its member {member} has another mixture"
-            for member, (old, new) in enumerate(zip(found.mixtures, rows, strict=False))
-            if old != new
-        ]
-        if differences:
-            fit = f", or fit the folder's tables with --ratios {ratios} --metrics {metrics}"
-            raise UserError(
-                f"{folder} holds another swarm: {differences[0]}; restore the earlier settings, or "
-                f"choose another folder{fit if ratios.exists() else ''}"
-            )
-    made_by = provenance(options, {"corpus": corpus.hash})
-    held_out = list(corpus.held_out)
-    record = SwarmRecord(
-        folder, settings, corpus.hash, corpus.names, rows, made_by, held_out, frozen_mixture
-    )
-    record.save()
-    return sorted(set(range(len(rows))) - record.finished.keys())
 
 
 def _train_members(
@@ -646,17 +503,6 @@ def _member_error(swarm: Swarm, member: int, reason: str) -> UserError:
     return UserError(f"member {member}: {reason}; see {log}")
 
 
-def write_member_mixture(
-    folder: Path, member: int, names: Sequence[str], weights: Sequence[float]
-) -> dict[str, float]:
-    """Write a member's ``mixture.json``; return its weights by name."""
-    path = member_path(folder, member).with_suffix("") / "mixture.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    mixture = dict(zip(names, weights, strict=True))
-    Mixture(mixture, method="swarm").save(path)
-    return mixture
-
-
 def score_tasks(options: SwarmOptions, run_dir: Path) -> tuple[dict[str, float], Cost]:
     """Evaluate the last checkpoint of a member on the tasks of ``options``.
 
@@ -694,44 +540,3 @@ def own_loss(losses: Mapping[str, float | None], mixture: Mapping[str, float]) -
     own = [name for name in losses if mixture.get(name)] or list(losses)
     weights = [mixture.get(name) or 1.0 for name in own]
     return float(np.average(np.array([losses[name] for name in own], np.float64), weights=weights))
-
-
-def collect(swarm: SwarmRecord, options: SwarmOptions) -> SwarmResult:
-    """Read the results of the finished members, and write tables of those that did not diverge.
-
-    Raises:
-        UserError: for a damaged member file.
-    """
-    folder, mixtures = swarm.root, np.array(swarm.mixtures)
-    tasks, steps, count = options.downstream.tasks, options.measured_steps, len(mixtures)
-    members, num_domains = swarm.finished, len(swarm.domains) + len(swarm.held_out)
-    losses = np.full((count, len(steps), num_domains + len(tasks)), np.nan)
-    diverged = [member for member, record in members.items() if record.diverged is not None]
-    for member in members.keys() - diverged:
-        record = members[member]
-        if record.steps != list(steps) or {*map(len, record.losses)} != {num_domains}:
-            raise UserError(
-                f"{member_path(folder, member)}: field losses: expected {len(steps)} measurements "
-                f"of {num_domains} domains; delete the file and run the same command again"
-            )
-        losses[member, :, :num_domains] = np.array(record.losses, np.float64)
-        losses[member, -1, num_domains:] = [record.bits_per_byte[task] for task in tasks]
-    cost = sum((record.cost for record in members.values()), start=Cost())
-    result = SwarmResult(
-        folder, swarm.domains, mixtures, steps, losses, diverged, cost, tasks, swarm.held_out
-    )
-    measured = sorted(members.keys() - diverged)
-    write_tables(folder, result.runs(losses[:, -1], measured))
-    left_out = f", {len(diverged)} diverged members left out" if diverged else ""
-    if len(members) < count:
-        left_out += f", {count - len(members)} members not finished"
-    print(
-        f"swarm: {len(measured)} members measured{left_out}; written to {folder} "
-        f"({RATIOS_NAME}, {METRICS_NAME})"
-    )
-    return result
-
-
-def write_tables(folder: Path, runs: MixtureRuns) -> None:
-    """Write the mixtures and losses of members as two tables in the folder of their swarm."""
-    write_mixture_runs(runs, folder / RATIOS_NAME, folder / METRICS_NAME)
