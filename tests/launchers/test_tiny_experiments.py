@@ -101,11 +101,3 @@ def test_experiment_compares_its_columns(root, name):
         tuned = root / "runs/tiny/pile/5-base/chameleon-pretrain-seed1"
         expected = CheckpointRecord.load(find_checkpoint(tuned)).hash
         assert {run.provenance.inputs["pretrained checkpoint"] for run in runs} == {expected}
-
-
-def test_finished_experiment_runs_no_job_again(root):
-    """Use the folder of the test above, which must run first."""
-    choices = {"EXPERIMENT": "pile", "SIZE": "tiny", "DATA_DIR": "tasks"}
-    choices["METHODS"] = " ".join(EXPERIMENTS["pile"])
-    printed = bash(root, "bash", str(REPOSITORY / "examples/compare_methods.sh"), **choices)
-    assert "12 of 12 jobs are done" in printed

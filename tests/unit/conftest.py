@@ -81,10 +81,7 @@ def numbers_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture(scope="session")
 def pretrain_options(corpus: Corpus) -> Callable[..., PretrainOptions]:
     """``pretrain_options(run_dir, **changes)``: six steps of a nano model on ``corpus``."""
-    from megatron_chameleon.training.options import (
-        OptimizerOptions,
-        PretrainOptions,
-    )
+    from megatron_chameleon.training.options import OptimizerOptions, PretrainOptions
 
     def options(run_dir: Path, **changes: object) -> PretrainOptions:
         settings: dict[str, object] = {

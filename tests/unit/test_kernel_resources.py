@@ -94,7 +94,6 @@ CASES = {
     "sums of bf16": pooling_case(SUMS, 64, norm=False, width=768),
     "sums of fp32": pooling_case(SUMS, 96, norm=True, width=1200, dtype="*fp32"),
     "sums of the widest": pooling_case(SUMS, 170, norm=True, width=8192),
-    "adding": pooling_case(ADDING, 64, norm=False),
     "adding, normalized": pooling_case(ADDING, 64, norm=True),
 }
 

@@ -44,31 +44,28 @@ FLOAT_EXTREMES = (math.nan, math.inf, -math.inf, -1.0, 0.0, 5e-324, 1e308)
 REQUIRED = {"clusters": "4", "discover": "4", "format": "json", "method": "uniform"}
 REQUIRED |= {"num_proxies": "4", "output": "x.json", "mixtures": "uniform x", "seeds": "1 2 3"}
 REQUIRED |= {"token_budget": "1", "split": "test"}
+# Flags of which one must be passed, although each has a default.
+CHOSEN = {
+    ImportOptions: "--data-path x --tokenizer-model x",
+    ManualOptions: "--weights x",
+    ConvertOptions: "--mixture x",
+    TraceOptions: "--steps 1:2",
+    PushOptions: "--output x",
+}
 
 
 def default_options(options_type):
     """Parse options with a value for each required field and the other defaults."""
-    argv: list[str] = []
+    is_training = issubclass(options_type, PretrainOptions)
+    argv = ["--corpus", "x"] if is_training else CHOSEN.get(options_type, "").split()
     for field in dataclasses.fields(options_type):
         needed = field.default is field.default_factory is dataclasses.MISSING
         if field.name == "source":
             argv += ["--input", "x"]
-        elif options_type is ImportOptions and field.name in ("data_path", "tokenizer_model"):
-            argv += [f"--{field.name.replace('_', '-')}", "x"]
-        elif issubclass(options_type, PretrainOptions) and field.name == "corpus":
-            argv += ["--corpus", "x"]
         elif field.name == "runs":
             argv = ["x", *argv]
         elif needed:
             argv += [f"--{field.name.replace('_', '-')}", *REQUIRED.get(field.name, "x").split()]
-        elif options_type is ManualOptions and field.name == "weights":
-            argv += ["--weights", "x"]
-        elif options_type is ConvertOptions and field.name == "mixture":
-            argv += ["--mixture", "x"]
-        elif options_type is TraceOptions and field.name == "steps":
-            argv += ["--steps", "1:2"]
-        elif options_type is PushOptions and field.name == "output":
-            argv += ["--output", "x"]
     return parse_options(options_type, argv)
 
 

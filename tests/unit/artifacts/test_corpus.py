@@ -4,14 +4,12 @@ import dataclasses
 import re
 import shutil
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_chameleon.artifacts import Corpus
-from megatron_chameleon.artifacts.corpus import file_name_of, index_file_bytes
-from megatron_chameleon.corpus.indexed import IndexedWriter
+from megatron_chameleon.artifacts.corpus import file_name_of
 from tests.unit.artifacts.artifact_samples import corpus_in
 
 
@@ -20,16 +18,6 @@ def corpus(tmp_path):
     corpus = corpus_in(tmp_path / "corpus")
     corpus.save()
     return corpus
-
-
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
-def test_expected_index_size_is_the_written_size(tmp_path_factory, lengths):
-    prefix = tmp_path_factory.mktemp("split") / "split"
-    writer = IndexedWriter(prefix, "uint16")
-    for length in lengths:
-        writer.add(np.ones(length, dtype=np.int64))
-    writer.finish()
-    assert prefix.with_suffix(".idx").stat().st_size == index_file_bytes(len(lengths))
 
 
 def test_hash_depends_only_on_tokens_names_and_tokenizer(corpus, tmp_path):

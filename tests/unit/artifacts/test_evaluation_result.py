@@ -34,6 +34,7 @@ def test_standard_error_of_a_ratio_matches_the_plain_formula(clusters):
     sums, sizes = zip(*clusters, strict=True)
     expected = plain_error(list(sums), list(sizes))
     assert ratio_standard_error(sums, sizes) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert ratio_standard_error(sums[:1], sizes[:1]) is None
 
 
 def domain(losses: list[float], tokens: list[int]) -> DomainLoss:
@@ -43,10 +44,6 @@ def domain(losses: list[float], tokens: list[int]) -> DomainLoss:
 
 def result(domains: dict[str, DomainLoss]) -> EvaluationResult:
     return dataclasses.replace(sample_result(), domains=domains)
-
-
-def test_single_cluster_gives_no_error():
-    assert ratio_standard_error([3.0], [2]) is None
 
 
 def test_mean_perplexity_and_bits_per_byte_match_direct_formulas():

@@ -106,30 +106,14 @@ def test_traced_samples_are_those_that_training_read(corpus, tmp_path):
     changes = ((f"1..5={tmp_path / 'mixture.json'}",), ("6=uniform",))
     online = OnlineOptions(online="odm", online_interval=1, online_warmup_iters=1)
     cases = {
-        "megatron": options_of(corpus, tmp_path / "megatron", DataOptions()),
-        "data path": options_of(
-            corpus,
-            tmp_path / "data path",
-            DataOptions(
-                data_path=prefixes,
-                split="9,1,0",
-                tokenizer_model=tokenizer,
-            ),
-        ),
-        "resumed": options_of(
-            corpus,
-            tmp_path / "resumed",
-            DataOptions(permutation="epoch", mixture_change=changes),
-        ),
-        "online": options_of(
-            corpus,
-            tmp_path / "online",
-            DataOptions(permutation="feistel"),
-            online=online,
-            target_tokens=2 * STEPS * BATCH * 16,
-        ),
+        "megatron": DataOptions(),
+        "data path": DataOptions(data_path=prefixes, split="9,1,0", tokenizer_model=tokenizer),
+        "resumed": DataOptions(permutation="epoch", mixture_change=changes),
+        "online": DataOptions(permutation="feistel"),
     }
-    for name, options in cases.items():
+    for name, data in cases.items():
+        more = {"online": online, "target_tokens": 2 * STEPS * BATCH * 16}
+        options = options_of(corpus, tmp_path / name, data, **(more if name == "online" else {}))
         with recorded_batches() as read:
             pretrain(options, hook_class(options.online.online))
         if name == "resumed":
@@ -191,16 +175,20 @@ def written(tmp_path, **options):
     return pd.read_json(output, lines=True)
 
 
+def source_words(row):
+    """Words in the line of the source file that a row names."""
+    file, _, number = row.source.rpartition(":")
+    content = Path(file).read_bytes()
+    content = gzip.decompress(content) if file.endswith(".gz") else content
+    return json.loads(content.decode().split("\n")[int(number) - 1])["text"].split()
+
+
 def test_document_is_found_with_its_source_line_and_its_steps(corpus, run_dir, tmp_path, capsys):
     rows = written(tmp_path, run=run_dir, steps="2:3", text=True, source_lines=True)
     for line in rows.itertuples():
-        file, _, number = line.source.rpartition(":")
-        content = Path(file).read_bytes()
-        content = gzip.decompress(content) if file.endswith(".gz") else content
-        text = json.loads(content.decode().split("\n")[int(number) - 1])["text"]
-        words = text.split()[line.first_token : line.stop_token]
-        assert line.text.split() == words
-        assert line.document_tokens == len(text.split()) + 1
+        words = source_words(line)
+        assert line.text.split() == words[line.first_token : line.stop_token]
+        assert line.document_tokens == len(words) + 1
     text = documents_of(corpus, "b", "train")[8]
     trace = RunTrace(TrainingRun.load(run_dir))
     everything = traced_rows(trace, 1, STEPS)
@@ -225,12 +213,9 @@ def test_source_lines_of_a_corpus_with_linked_token_files(corpus, tmp_path):
     pretrain(options_of(linked, run, DataOptions()))
     rows = written(tmp_path, run=run, steps="1", text=True, source_lines=True)
     assert len(rows)
-    lines = gzip.decompress((corpus.root.parent / "b.jsonl.gz").read_bytes()).splitlines()
     for row in rows.itertuples():
-        file, _, number = row.source.rpartition(":")
-        assert Path(file).name == "b.jsonl.gz"
-        text = json.loads(lines[int(number) - 1])["text"]
-        assert row.text.split() == text.split()[row.first_token : row.stop_token]
+        assert "b.jsonl.gz:" in row.source
+        assert row.text.split() == source_words(row)[row.first_token : row.stop_token]
     # The linked corpus has its own copies or links of the tokens; the sources are those of `first`.
     record = json.loads((first / "corpus.json").read_text())
     record["domains"]["a"]["train"]["sha256"] = "0" * 64

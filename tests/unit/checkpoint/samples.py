@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
 import torch
 
+from megatron_chameleon.artifacts import CheckpointRecord
+from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model
 from megatron_chameleon.training.optimizer import build_optimizer, build_scheduler, data_parallel
@@ -20,6 +23,18 @@ OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-3, lr_warmup_iters=3)
 
 def record_at(folder, shape=SHAPE):
     return dataclasses.replace(checkpoint_record(folder), model=dataclasses.asdict(shape))
+
+
+def saved(state, folder):
+    """Save a checkpoint of ``state``, and return its record."""
+    save_checkpoint(state, record_at(folder))
+    return CheckpointRecord.load(folder)
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    """Change fields of the config.json of a Hugging Face folder."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def trainer_of(layout, seed=1, *, bf16=False):

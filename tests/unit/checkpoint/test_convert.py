@@ -49,7 +49,7 @@ from megatron_chameleon.parallel.options import ParallelOptions
 from tests.families import FAMILIES
 from tests.full_disk import largest_file_size
 from tests.small_corpus import word_tokenizer, write_small_corpus
-from tests.unit.checkpoint.samples import PickledCode
+from tests.unit.checkpoint.samples import PickledCode, change_config
 from tests.unit.corpus.tokenizer_samples import EOD, write_tiktoken
 
 TEXTS = [f"the {word} of a text, and {number} more\n" for number, word in enumerate("abcdefgh" * 9)]
@@ -222,11 +222,6 @@ def test_a_damaged_pickle_is_a_user_error(tmp_path, zipped):
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*permissions and its disk"):
         stored_types([tmp_path])  # a folder, since root may read every file
-
-
-def change_config(folder, **fields):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
 def write_index(folder, shard):

@@ -27,7 +27,7 @@ from megatron_chameleon.checkpoint.save import Handover, save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model, unwrap
-from tests.unit.checkpoint.samples import SHAPE, PickledCode, record_at, train, trainer_of
+from tests.unit.checkpoint.samples import SHAPE, PickledCode, record_at, saved, train, trainer_of
 
 
 def raising(error):
@@ -47,18 +47,16 @@ def weights_of(model):
 def record(one_rank, tmp_path):
     """Record of a checkpoint on disk."""
     model = build_model(SHAPE, one_rank, seed=5)
-    save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
-    return CheckpointRecord.load(tmp_path / "step")
+    return saved(model_state([model]), tmp_path / "step")
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_reader_loads_the_saved_weights_in_fp32(one_rank, tmp_path, bf16):
     processes = psutil.Process().children(recursive=True)
     model = build_model(SHAPE, one_rank, seed=5, bf16=bf16)
-    save_checkpoint(model_state([model]), record_at(tmp_path / "step"))
+    record = saved(model_state([model]), tmp_path / "step")
     # megatron would start a server process for results, which outlives a killed rank.
     assert psutil.Process().children(recursive=True) == processes
-    record = CheckpointRecord.load(tmp_path / "step")
     assert set(record.files) == {p.name for p in record.root.iterdir()} - {"checkpoint.json"}
     record.verify()
     reader = CheckpointModel(record).reader(one_rank)
@@ -149,14 +147,13 @@ def test_training_resumes_bit_for_bit(one_rank, tmp_path, sharded):
     train(straight, 1, 4)
     torch.manual_seed(17)
     sample()
-    state = training_state(*straight, is_loading=False)
-    save_checkpoint(state, record_at(tmp_path / "step"))
+    record = saved(training_state(*straight, is_loading=False), tmp_path / "step")
     expected = sample()
     assert not torch.equal(sample(), expected)
     train(straight, 5, 8)
 
     resumed = trainer_of(layout, seed=2)
-    load_training(CheckpointRecord.load(tmp_path / "step"), *resumed)
+    load_training(record, *resumed)
     assert torch.equal(sample(), expected)
     train(resumed, 5, 8)
     assert resumed[1].param_groups[0]["lr"] == straight[1].param_groups[0]["lr"]
@@ -242,8 +239,7 @@ def declare_bytes(record, code):
 def test_code_in_a_file_is_not_run(one_rank, tmp_path, craft, problem):
     trace, trainer = tmp_path / "ran", trainer_of(one_rank)
     train(trainer, 1, 1)
-    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
-    record = CheckpointRecord.load(tmp_path / "step")
+    record = saved(training_state(*trainer, is_loading=False), tmp_path / "step")
     craft(record, PickledCode(trace))
     record = dataclasses.replace(record, files=hash_files(record.root))
     for read in (
@@ -260,8 +256,7 @@ def test_torch_does_not_unpickle_the_index_again(one_rank, tmp_path, monkeypatch
     """torch would do so without restriction, after the restricted reading has found no code."""
     trace, trainer = tmp_path / "ran", trainer_of(one_rank)
     train(trainer, 1, 2)
-    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path / "step"))
-    record = CheckpointRecord.load(tmp_path / "step")
+    record = saved(training_state(*trainer, is_loading=False), tmp_path / "step")
 
     def read_and_replace(folder):
         index = read_index(folder)
@@ -303,16 +298,15 @@ def test_a_missing_or_damaged_file_is_an_error(one_rank, record, name):
             CheckpointModel(record).reader(one_rank)
 
 
-@pytest.mark.parametrize("crafted", [{}, {"optimizer": 3}, {"optimizer": [], "random": 3}])
-def test_common_state_of_another_structure_is_an_error(one_rank, tmp_path, crafted):
+def test_common_state_of_another_structure_is_an_error(one_rank, tmp_path):
     trainer = trainer_of(one_rank)
     train(trainer, 1, 2)
-    save_checkpoint(training_state(*trainer, is_loading=False), record_at(tmp_path))
-    record = CheckpointRecord.load(tmp_path)
+    record = saved(training_state(*trainer, is_loading=False), tmp_path)
     kept = torch.load(tmp_path / "common.pt", weights_only=True)
-    torch.save(crafted and kept | crafted, tmp_path / "common.pt")
-    with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
-        load_training(record, *trainer)
+    for crafted in ({}, {"optimizer": 3}, {"optimizer": [], "random": 3}):
+        torch.save(crafted and kept | crafted, tmp_path / "common.pt")
+        with pytest.raises(UserError, match=r"^[^\n]*use another checkpoint$"):
+            load_training(record, *trainer)
 
 
 METADATA = b"ctorch.distributed.checkpoint.metadata\n"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_chameleon.artifacts import Corpus, EmbeddingStore, EvaluationResult, TrainingRun
+from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.convert import convert_to_huggingface
@@ -32,20 +32,12 @@ ROOT = Path(__file__).resolve().parents[3]
 CONFIG = dataclasses.replace(FAMILIES["llama"], vocab_size=VOCAB_SIZE)
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """A corpus, a Megatron-LM checkpoint, and the checkpoint made of it."""
-
-    corpus: Corpus
-    theirs: Path
-    ours: Path
-
-
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
+def root(tmp_path_factory):
+    """Folder of a corpus, a Megatron-LM checkpoint ``theirs``, and ``ours``, made of it."""
     root = tmp_path_factory.mktemp("inputs")
     tokenizer = word_tokenizer(root / "tokenizer.json")
-    corpus = write_small_corpus(root / "corpus", tokenizer_hash=sha256_of_files(tokenizer))
+    write_small_corpus(root / "corpus", tokenizer_hash=sha256_of_files(tokenizer))
     args = arguments(CONFIG, tokenizer)
     with distributed(ParallelOptions(), seed=0) as layout:
         save_megatron(root / "theirs", megatron_model(args, layout), args)
@@ -56,22 +48,22 @@ def inputs(tmp_path_factory):
         with pytest.raises(SystemExit) as exit_:
             runpy.run_path(tool, run_name="__main__")
     assert exit_.value.code == 0
-    return Inputs(corpus, root / "theirs", root / "ours")
+    return root
 
 
-def test_a_conversion_holds_the_weights_alone(inputs):
-    record = CheckpointRecord.load(inputs.ours)
+def test_a_conversion_holds_the_weights_alone(root):
+    record = CheckpointRecord.load(root / "ours")
     record.verify()
     assert (CheckpointModel(record).config, record.step) == (CONFIG, ITERATION)
     assert sum(file.bytes for file in record.files.values()) < 5 * CONFIG.num_parameters
 
 
-def test_vectors_and_losses_equal_those_of_the_converted_checkpoint(inputs, tmp_path):
-    vectors, losses = {}, {}
+def test_vectors_and_losses_equal_those_of_the_converted_checkpoint(root, tmp_path):
+    corpus, vectors, losses = root / "corpus", {}, {}
     for name in ("theirs", "ours"):
-        checkpoint, output = getattr(inputs, name), tmp_path / name
+        checkpoint, output = root / name, tmp_path / name
         options = ChameleonOptions(
-            corpus=inputs.corpus.root,
+            corpus=corpus,
             checkpoint=checkpoint,
             output=output / "mixture.json",
             extraction=ExtractionOptions(num_windows=20),
@@ -80,9 +72,8 @@ def test_vectors_and_losses_equal_those_of_the_converted_checkpoint(inputs, tmp_
         store = EmbeddingStore.load(output / "embeddings")
         vectors[name] = {domain: store.vectors(domain) for domain in DOMAINS}
         result = output / "evaluation.json"
-        evaluate_perplexities(
-            [PerplexityOptions(checkpoint=checkpoint, output=result, corpus=inputs.corpus.root)]
-        )
+        evaluation = PerplexityOptions(corpus=corpus, checkpoint=checkpoint, output=result)
+        evaluate_perplexities([evaluation])
         losses[name] = EvaluationResult.load(result).domains
     assert losses["theirs"] == losses["ours"]
     for domain in DOMAINS:
@@ -90,26 +81,18 @@ def test_vectors_and_losses_equal_those_of_the_converted_checkpoint(inputs, tmp_
         assert vectors["ours"][domain].std() > 0.01
 
 
-def test_it_is_fine_tuned_and_exported(inputs, pretrain_options, tmp_path):
+def test_it_is_fine_tuned_and_exported(root, pretrain_options, tmp_path):
     run = tmp_path / "run"
-    pretrain(
-        pretrain_options(
-            run,
-            corpus=inputs.corpus.root,
-            model=None,
-            pretrained_checkpoint=inputs.theirs,
-            seq_length=LENGTH,
-            train_iters=3,
-        )
-    )
+    start = {"model": None, "pretrained_checkpoint": root / "theirs", "seq_length": LENGTH}
+    pretrain(pretrain_options(run, corpus=root / "corpus", train_iters=3, **start))
     assert TrainingRun.load(run).model == dataclasses.asdict(CONFIG)
     assert len(checkpoint_folders(run)) == 1
     exported = tmp_path / "exported"
-    convert_to_huggingface(ToHuggingFaceOptions(inputs.theirs, exported))
+    convert_to_huggingface(ToHuggingFaceOptions(root / "theirs", exported))
     model = AutoModelForCausalLM.from_pretrained(exported)
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
     with distributed(ParallelOptions(), seed=0) as layout, torch.no_grad():
-        reader = CheckpointModel(CheckpointRecord.load(inputs.ours)).reader(layout)
+        reader = CheckpointModel(CheckpointRecord.load(root / "ours")).reader(layout)
         ours = reader.model(tokens, torch.arange(LENGTH).expand_as(tokens), None)
         theirs = model(tokens).logits
     torch.testing.assert_close(ours[..., :VOCAB_SIZE], theirs, rtol=1e-4, atol=1e-4)

@@ -24,10 +24,9 @@ from tests.small_corpus import EOD, VOCAB_SIZE
 WORDS = [str(number) for number in range(EOD)]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_folder_and_its_conversion_have_the_same_perplexity(numbers_corpus, tmp_path, family):
+def test_a_folder_and_its_conversion_have_the_same_perplexity(numbers_corpus, tmp_path):
     # The last embeddings are padding beyond the vocabulary of the tokenizer.
-    folder = write_model(tmp_path / family, family, vocab_size=VOCAB_SIZE + 5)
+    folder = write_model(tmp_path / "gpt2", "gpt2", vocab_size=VOCAB_SIZE + 5)
     write_tokenizer(folder, WORDS)
     checkpoint = tmp_path / "checkpoint"
     convert_to_checkpoint(FromHuggingFaceOptions(model=folder, output=checkpoint))

@@ -15,16 +15,14 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import distrib_optimizer
 from torch.optim.adamw import adamw
 
-from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
 from megatron_chameleon.checkpoint.optimizer_fixes import gather_with_padding
-from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import training_state
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, unwrap
 from megatron_chameleon.training import optimizer as optimizers
 from megatron_chameleon.training.options import OptimizerOptions
-from tests.unit.checkpoint.samples import record_at, train, trainer_of
+from tests.unit.checkpoint.samples import saved, train, trainer_of
 
 STATE = ("exp_avg", "exp_avg_sq")
 # Layer widths for which parameters do not end at the end of a bucket.
@@ -145,11 +143,11 @@ def test_each_adam_resumes_a_checkpoint_of_the_other(
     layout = dataclasses.replace(one_rank, use_distributed_optimizer=sharded)
     whole = trainer(layout, monkeypatch, bf16=bf16, fused_adam=not to_fused)
     train(whole, 1, 3)
-    save_checkpoint(training_state(*whole, is_loading=False), record_at(tmp_path / "step"))
+    record = saved(training_state(*whole, is_loading=False), tmp_path / "step")
     train(whole, 4, 6)
 
     resumed = trainer(layout, monkeypatch, bf16=bf16, fused_adam=to_fused)
-    load_training(CheckpointRecord.load(tmp_path / "step"), *resumed)
+    load_training(record, *resumed)
     train(resumed, 4, 6)
     expected, found = (dict(unwrap(run[0][0]).named_parameters()) for run in (whole, resumed))
     for name, weight in expected.items():

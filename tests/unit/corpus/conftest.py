@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_chameleon.corpus.options import PreprocessOptions
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe, sentencepiece_bpe
+from tests.unit.corpus.corpus_making import source_options
 
 VOCAB_SIZE = 400
 EOD = "<|endoftext|>"
@@ -58,6 +60,18 @@ def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     path.write_bytes(byte_level_bpe(iter(some_texts(200)), VOCAB_SIZE, EOD))
     return path
+
+
+@pytest.fixture
+def preprocessing(tmp_path: Path, tokenizer_json: Path) -> Callable[..., PreprocessOptions]:
+    """``preprocessing(*inputs, output="corpus", **changes)``: options for one process."""
+
+    def options(*inputs: object, output: str = "corpus", **changes: Any) -> PreprocessOptions:
+        fixed: dict[str, Any] = {"split": "60,20,20", "workers": 1}
+        fixed |= {"tokenizer_model": tokenizer_json, **changes}
+        return PreprocessOptions(source_options(*inputs), tmp_path / output, **fixed)
+
+    return options
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas  # noqa: F401 - each run would import it to print its table
 import pytest
 
 from megatron_chameleon.artifacts import Corpus

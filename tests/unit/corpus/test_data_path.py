@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_chameleon.artifacts import SPLITS
@@ -20,6 +18,7 @@ from megatron_chameleon.corpus.data_path import DataPath, domain_names, split_ra
 from megatron_chameleon.corpus.domains import open_data_path
 from megatron_chameleon.errors import UserError
 from tests.unit.blend.inputs import dataset_config, write_file
+from tests.unit.corpus.test_indexed import build
 
 
 @pytest.mark.parametrize(
@@ -141,9 +140,7 @@ def test_files_that_changed_or_have_another_type_are_rejected(corpus, tmp_path):
     write_file(prefix, [4, 5])
     with pytest.raises(UserError, match="has changed"):
         data.domains[0].open()
-    builder = IndexedDatasetBuilder(str(tmp_path / "wide.bin"), dtype=np.int64)
-    builder.add_document(torch.arange(9), [9])
-    builder.finalize(str(tmp_path / "wide.idx"))
-    data = open_data_path(DataPath.parse(str(tmp_path / "wide")), "1", corpus.tokenizer)
+    wide = build(tmp_path / "wide", "int64", [[range(9)]])
+    data = open_data_path(DataPath.parse(str(wide)), "1", corpus.tokenizer)
     with pytest.raises(UserError, match="type int64"):
         data.domains[0].open()

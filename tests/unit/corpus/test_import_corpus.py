@@ -19,8 +19,8 @@ from megatron_chameleon.blend.options import DataOptions
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.corpus.domains import open_data_path, open_domains
 from megatron_chameleon.corpus.import_corpus import import_corpus
-from megatron_chameleon.corpus.join import document_bytes, regroup, token_bytes
-from megatron_chameleon.corpus.options import ImportOptions, PreprocessOptions
+from megatron_chameleon.corpus.join import document_bytes, token_bytes
+from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.corpus.train_tokenizer import byte_level_bpe
 from megatron_chameleon.errors import UserError
@@ -32,7 +32,8 @@ from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.plan import plan_training
 from tests.small_corpus import EOD, word_tokenizer
-from tests.unit.corpus.corpus_making import make_corpus, source_options
+from tests.unit.corpus.corpus_making import make_corpus, regrouped, tokens_of
+from tests.unit.corpus.test_indexed import build
 
 SPLIT, WEIGHTS = "80,12,8", (0.3, 0.5, 0.1, 0.1)
 # File name -> (type, kind). A document of "several" has up to four sequences, the file "flat" has
@@ -116,7 +117,7 @@ def test_every_split_holds_the_documents_of_its_range(imported):
             assert first == end < stop
             end = stop
             expected = plain_documents(part.prefix, first, stop)
-            assert [file.get(i).tolist() for i in range(len(file))] == expected
+            assert tokens_of(imported, name, split) == expected
             assert np.array_equal(file.starts, file.pointers // file.dtype.itemsize)
             assert file.tokens[:].tolist() == [token for document in expected for token in document]
             assert (part.documents, part.tokens) == (len(expected), file.tokens.size)
@@ -145,32 +146,8 @@ def test_samples_equal_those_of_data_path(imported, options, permutation):
 
 
 def test_documents_move_to_other_domains(imported, tmp_path):
-    tokenizer, rng, root = corpus_tokenizer(imported), np.random.default_rng(0), tmp_path / "new"
-    root.mkdir()
-    moved = imported.names[:2]  # uint16 and int32
-    labels = {
-        (name, split): rng.integers(0, 2, imported.domains[name].split(split).documents)
-        for name in moved
-        for split in SPLITS
-    }
-    domains = regroup(imported, labels, ["x", "y"], tokenizer, root, lambda _: None)
-    tokenizer.save(root)
-    dataclasses.replace(imported, root=root, domains=domains).save()
-    new = Corpus.load(root)
-    new.verify()
-    assert new.names == ["old_text_document", "new_text_document", "x", "y"]
-    assert new.domain_hash("old_text_document") == imported.domain_hash("old_text_document")
-    for split in SPLITS:
-        before = [each for name in moved for each in documents(imported, name, split)]
-        targets = np.concatenate([labels[name, split] for name in moved])
-        for number, name in enumerate("xy"):
-            expected = [before[i] for i in np.flatnonzero(targets == number)]
-            assert documents(new, name, split) == expected
-
-
-def documents(corpus, name, split):
-    file = open_domains(corpus).open(name, split)
-    return [file.get(i).tolist() for i in range(len(file))]
+    uint16_and_int32 = imported.names[:2]
+    regrouped(imported, uint16_and_int32, ["x", "y", "z"], tmp_path / "new")
 
 
 # Held-out domains
@@ -194,9 +171,9 @@ def test_a_held_out_prefix_has_all_its_sequences_in_valid_and_test(options, impo
     assert domain.train.sequences == (0, 0)
     assert (first, second, last) == (0, end, imported.domains[code].test.sequences[1])
     assert end == round(0.6 * last)
-    assert documents(found, code, "train") == []
-    for split, bounds in (("valid", (0, end)), ("test", (end, last))):
-        assert documents(found, code, split) == plain_documents(domain.valid.prefix, *bounds)
+    assert tokens_of(found, code, "train") == []
+    assert tokens_of(found, code, "valid") == plain_documents(domain.valid.prefix, 0, end)
+    assert tokens_of(found, code, "test") == plain_documents(domain.valid.prefix, end, last)
     for wrong, match in (
         ({"data_path": weights}, "0.7"),
         ({"held_out": "other"}, "'other'"),
@@ -216,11 +193,11 @@ def test_a_domain_of_a_corpus_is_held_out_without_copies(imported, corpus, tmp_p
         found.verify()
         assert found.names == others
         assert list(found.held_out) == [name]
-        assert documents(found, name, "train") == []
+        assert tokens_of(found, name, "train") == []
         for other in others:
             assert found.domain_hash(other) == source.domain_hash(other)
         for split in ("valid", "test"):
-            assert documents(found, name, split) == documents(source, name, split)
+            assert tokens_of(found, name, split) == tokens_of(source, name, split)
             one, two = (Path(f"{c.prefix(name, split)}.bin") for c in (found, source))
             assert one.samefile(two)
         # Another domain is held out, next to the first one.
@@ -238,15 +215,14 @@ def test_a_domain_of_a_corpus_is_held_out_without_copies(imported, corpus, tmp_p
 # Evaluation
 
 
-def test_held_out_text_equals_that_of_the_preprocessed_corpus(tmp_path, jsonl):
+def test_held_out_text_equals_that_of_the_preprocessed_corpus(tmp_path, jsonl, preprocessing):
     rng = np.random.default_rng(1)
     words = ["ein", "Wörterbuch", "für", "日本語", "テキスト", "текст", "🙂🙃", "naïve"]
     texts = [" ".join(rng.choice(words, 30)) + str(i) for i in range(80)]
     model = tmp_path / "tokenizer.json"
     model.write_bytes(byte_level_bpe(iter(texts), 330, "<|endoftext|>"))
-    source = source_options(f"web={jsonl('a.jsonl', texts)}")
     native = make_corpus(
-        PreprocessOptions(source, tmp_path / "native", model, split="60,20,20", workers=1)
+        preprocessing(f"web={jsonl('a.jsonl', texts)}", output="native", tokenizer_model=model)
     )
     parts = [native.domains["web"].split(split) for split in SPLITS]
     builder = IndexedDatasetBuilder(str(tmp_path / "all.bin"), dtype=np.uint16)
@@ -353,16 +329,11 @@ def test_another_end_of_document_token_is_reported(options):
 
 def damage(name: str, path: Path) -> None:
     """Damage the files with prefix ``path`` as named."""
-    tokens, index = Path(f"{path}.bin"), Path(f"{path}.idx")
+    tokens = Path(f"{path}.bin")
     if name == "short bin":
         tokens.write_bytes(tokens.read_bytes()[:-2])
-    elif name == "short idx":
-        index.write_bytes(index.read_bytes()[:-8])
     elif name == "type":
-        builder = IndexedDatasetBuilder(str(tokens), dtype=np.int64)
-        for _ in range(50):
-            builder.add_document(torch.arange(9), [9])
-        builder.finalize(str(index))
+        build(path, "int64", [[[1, 2, EOD]]] * 50)
     elif name == "ids":
         content = np.fromfile(tokens, np.uint16)
         content[content.size // 2] = EOD + 1
@@ -373,13 +344,10 @@ def damage(name: str, path: Path) -> None:
     ("problem", "changes", "message"),
     [
         ("short bin", {}, "web_text_document.bin"),
-        ("short idx", {}, "web_text_document.idx is damaged"),
         ("type", {}, "int64"),
         ("ids", {}, "outside the vocabulary"),
         ("", {"split": "9990,5,5"}, "no tokens for valid"),
         ("", {"data_path": "PREFIX x/PREFIX", "eod_token": "<none>"}, "--eod-token"),
-        ("", {"data_path": "a=PREFIX a=OTHER"}, "'a'"),
-        ("", {"data_path": "PREFIX PREFIX"}, "twice"),
         ("", {"data_path": "corpus/tokens/x", "overwrite": True}, "--output"),
         ("", {"data_path": "-1 PREFIX 2 OTHER"}, "weights"),
     ],

@@ -9,13 +9,12 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
 from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import SPLITS, Corpus, TokenizerIdentity
 from megatron_chameleon.blend import BlendedTokens, MixtureSchedule
-from megatron_chameleon.blend.options import Permutation
 from megatron_chameleon.corpus import indexed
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.corpus.domains import Domains, open_data_path, open_domains
@@ -24,6 +23,7 @@ from megatron_chameleon.corpus.indexed import open_token_file
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
 from tests.small_corpus import EOD, VOCAB_SIZE, word_tokenizer
+from tests.unit.corpus.test_indexed import build
 
 SPLIT, WEIGHTS = "80,12,8", (0.3, 0.6, 0.1)
 # File name -> type and number of documents; "small" has less than a chunk.
@@ -37,13 +37,9 @@ def files(tmp_path_factory) -> Path:
     """A folder with files of Megatron's builder; documents of "code" have two sequences."""
     folder, rng = tmp_path_factory.mktemp("files"), np.random.default_rng(3)
     for name, (dtype, count) in FILES.items():
-        builder = IndexedDatasetBuilder(f"{folder / name}.bin", dtype=dtype)
-        for _ in range(count):
-            document = np.append(rng.integers(0, EOD, rng.integers(4, 200)), EOD)
-            for part in np.array_split(document, 2 if name == "code" else 1):
-                builder.add_item(torch.from_numpy(part.astype(np.int64)))
-            builder.end_document()
-        builder.finalize(f"{folder / name}.idx")
+        texts = (np.append(rng.integers(0, EOD, rng.integers(4, 200)), EOD) for _ in range(count))
+        sequences = 2 if name == "code" else 1
+        build(folder / name, dtype, (np.array_split(text, sequences) for text in texts))
     return folder
 
 
@@ -62,20 +58,19 @@ def data_path(folder: object) -> DataPath:
     return DataPath.parse(" ".join(f"{weight} {folder}/{name}" for weight, name in pairs))
 
 
-def samples_of(data: Domains, permutation: Permutation) -> NDArray[np.int64]:
+def samples_of(data: Domains) -> NDArray[np.int64]:
     schedule = MixtureSchedule.fixed(list(WEIGHTS))
-    batch = BlendedTokens(data, schedule, 300, 64, 5, permutation).batch(range(300))
+    batch = BlendedTokens(data, schedule, 300, 64, 5, "epoch").batch(range(300))
     found: NDArray[np.int64] = torch.cat([batch["tokens"], batch["labels"]]).numpy()
     return found
 
 
-@pytest.mark.parametrize("permutation", ["megatron", "epoch", "feistel"])
-def test_samples_equal_those_of_local_files(permutation, files, url, tmp_path):
+def test_samples_equal_those_of_local_files(files, url, tmp_path):
     for split in SPLITS:
         local = open_data_path(data_path(files), SPLIT, TOKENIZER).of(split)
         remote = open_data_path(data_path(url), SPLIT, TOKENIZER, tmp_path / "cache").of(split)
         assert (remote.hash, remote.names) == (local.hash, local.names)
-        assert np.array_equal(samples_of(remote, permutation), samples_of(local, permutation))
+        assert np.array_equal(samples_of(remote), samples_of(local))
     assert not (tmp_path / "default").exists()
 
 
@@ -86,21 +81,21 @@ def test_samples_of_a_file_system_that_reads_one_range_at_a_time(files, tmp_path
         system.pipe(f"/tokens/{path.name}", path.read_bytes())
     local = open_data_path(data_path(files), SPLIT, TOKENIZER)
     remote = open_data_path(data_path("memory://tokens"), SPLIT, TOKENIZER, tmp_path / "cache")
-    assert np.array_equal(samples_of(remote, "epoch"), samples_of(local, "epoch"))
+    assert np.array_equal(samples_of(remote), samples_of(local))
     system.rm("/tokens", recursive=True)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_sequences_equal_those_of_megatrons_reader(name, url, tmp_path):
+def test_sequences_equal_those_of_megatrons_reader(url, tmp_path):
     storage = ObjectStorageConfig(str(tmp_path / "index"), bin_chunk_nbytes=CHUNK)
-    theirs = IndexedDataset(f"{url}/{name}", mmap=False, object_storage_config=storage)
-    ours = open_token_file(f"{url}/{name}")
-    assert len(ours) == len(theirs)
-    for number in np.random.default_rng(1).permutation(len(ours))[:200].tolist():
-        assert np.array_equal(ours.get(number), theirs[number])
-    documents = ours.documents(3, 40)
-    begin = int(ours.starts[3])
-    assert np.array_equal(documents.tokens[5:300], ours.tokens[begin + 5 : begin + 300])
+    for name in FILES:
+        theirs = IndexedDataset(f"{url}/{name}", mmap=False, object_storage_config=storage)
+        ours = open_token_file(f"{url}/{name}")
+        assert len(ours) == len(theirs)
+        for number in np.random.default_rng(1).permutation(len(ours))[:200].tolist():
+            assert np.array_equal(ours.get(number), theirs[number])
+        documents = ours.documents(3, 40)
+        begin = int(ours.starts[3])
+        assert np.array_equal(documents.tokens[5:300], ours.tokens[begin + 5 : begin + 300])
 
 
 def chunk_requests(object_store) -> list[str]:
@@ -201,7 +196,7 @@ def test_an_imported_corpus_reads_object_storage(files, url, object_store, tmp_p
             one, other = (open_domains(each).open(name, split) for each in (remote, local))
             assert np.array_equal(one.tokens[:], other.tokens[:])
             assert np.array_equal(one.lengths, other.lengths)
-    first, second = (samples_of(open_domains(corpus), "epoch") for corpus in corpora)
+    first, second = (samples_of(open_domains(corpus)) for corpus in corpora)
     assert np.array_equal(first, second)
 
     object_store.system.rm(f"{url}/code.bin")

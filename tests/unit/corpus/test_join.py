@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_chameleon.artifacts import SPLITS, Corpus
+from megatron_chameleon.artifacts import SPLITS
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.corpus import join, shards
-from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.indexed import BlockTokens, TokenFile
 from megatron_chameleon.corpus.join import (
     DUPLICATE,
@@ -25,7 +23,6 @@ from megatron_chameleon.corpus.join import (
     find_left_out,
     read_reasons,
     reasons_to_leave_out,
-    regroup,
     token_bytes,
 )
 from megatron_chameleon.corpus.readers import MalformedLines
@@ -36,8 +33,9 @@ from megatron_chameleon.corpus.shards import (
     assign_splits,
     text_digest,
 )
-from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
+from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from tests.small_corpus import word_tokenizer, write_small_corpus
+from tests.unit.corpus.corpus_making import regrouped
 
 
 def write_shard(folder, blocks, domains):
@@ -194,41 +192,12 @@ def test_write_buffers_of_all_domains_together_are_bounded(tmp_path, monkeypatch
 NAMES = ["one", "t/w o", "three", "four"]
 
 
-def documents_in(corpus, name, split):
-    tokens = open_domains(corpus).open(name, split)
-    return [tokens.get(i).tolist() for i in range(len(tokens))]
-
-
 def test_regrouped_documents_keep_their_tokens_and_splits(tmp_path, monkeypatch):
-    """Two of the three domains get random labels; domain 'four' gets no validation documents."""
     file = word_tokenizer(tmp_path / "tokenizer.json")
     corpus = write_small_corpus(tmp_path, tokenizer_hash=sha256_of_files(file))
-    tokenizer, rng, divided = corpus_tokenizer(corpus), np.random.default_rng(5), ("news", "poems")
-    labels = {
-        (name, split): rng.integers(
-            0, 3 if split == "valid" else 4, corpus.domains[name].split(split).documents
-        )
-        for name in divided
-        for split in SPLITS
-    }
-
-    def regrouped(root):
-        root.mkdir()
-        domains = regroup(corpus, labels, NAMES, tokenizer, root, lambda num_bytes: None)
-        tokenizer.save(root)
-        dataclasses.replace(corpus, root=root, domains=domains).save()
-        return Corpus.load(root)
-
-    new = regrouped(tmp_path / "new")
-    assert new.names == ["code", *NAMES]
-    new.verify()
-    assert new.domain_hash("code") == corpus.domain_hash("code")
+    divided = ("news", "poems")
+    new = regrouped(corpus, divided, NAMES, tmp_path / "new")
     for split in SPLITS:
-        documents = [document for name in divided for document in documents_in(corpus, name, split)]
-        targets = np.concatenate([labels[name, split] for name in divided])
-        for number, name in enumerate(NAMES):
-            expected = [documents[i] for i in np.flatnonzero(targets == number)]
-            assert documents_in(new, name, split) == expected
         before, after = (
             sum(some.domains[name].split(split).text_bytes or 0 for name in names)
             for some, names in ((corpus, divided), (new, NAMES))
@@ -237,7 +206,7 @@ def test_regrouped_documents_keep_their_tokens_and_splits(tmp_path, monkeypatch)
     monkeypatch.setattr(join, "_BLOCK_DOCUMENTS", 7)
     monkeypatch.setattr(join, "_WAITING_BYTES", 100)
     monkeypatch.setattr(join, "_BLOCK_TOKENS", 300)
-    assert regrouped(tmp_path / "again").domains == new.domains
+    assert regrouped(corpus, divided, NAMES, tmp_path / "again").domains == new.domains
 
 
 @pytest.mark.parametrize("kind", ["tokenizer_json", "sentencepiece_model"])

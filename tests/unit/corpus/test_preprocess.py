@@ -19,7 +19,7 @@ from tokenizers.normalizers import Strip
 from megatron_chameleon.artifacts import SPLITS
 from megatron_chameleon.corpus import indexed, join, shards
 from megatron_chameleon.corpus.domains import open_domains
-from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions, PreprocessOptions
+from megatron_chameleon.corpus.options import DomainOptions, EncoderOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data
 from megatron_chameleon.corpus.staging import ShardPlan
 from megatron_chameleon.corpus.tokenizer import Tokenizer as CorpusTokenizer
@@ -28,6 +28,7 @@ from tests.full_disk import largest_file_size
 from tests.unit.corpus.corpus_making import (
     all_documents,
     assert_same,
+    assert_same_tokens,
     documents_of,
     left_in,
     make_corpus,
@@ -35,21 +36,14 @@ from tests.unit.corpus.corpus_making import (
 )
 
 BY_SET = DomainOptions(domain_key="set")
+BOTH = (("a", 300, 1), ("b", 200, 2))
 
 
 @pytest.fixture
-def options(tmp_path, jsonl, texts, tokenizer_json):
+def options(preprocessing, jsonl, texts):
     """Two domains of 300 and 200 documents, in shards of 4 kB."""
-    return PreprocessOptions(
-        source_options(
-            f"a={jsonl('a.jsonl', texts(300, 1))}", f"b={jsonl('b.jsonl', texts(200, 2))}"
-        ),
-        tmp_path / "corpus",
-        tokenizer_json,
-        split="60,20,20",
-        shard_bytes=4000,
-        workers=1,
-    )
+    inputs = [f"{x}={jsonl(f'{x}.jsonl', texts(n, seed))}" for x, n, seed in BOTH]
+    return preprocessing(*inputs, shard_bytes=4000)
 
 
 def splits_of(corpus, name):
@@ -71,9 +65,9 @@ def number_of_shards(options):
         ("workers", 0),
     ],
 )
-def test_values_out_of_range_are_rejected(options, name, value):
+def test_values_out_of_range_are_rejected(preprocessing, name, value):
     with pytest.raises(UserError, match=f"--{name}"):
-        replace(options, **{name: value})
+        preprocessing("a.jsonl", **{name: value})
 
 
 # Contents
@@ -82,7 +76,7 @@ def test_values_out_of_range_are_rejected(options, name, value):
 def test_a_corpus_holds_each_document_once_in_order(options, texts, sentencepiece_model):
     corpus = make_corpus(options)
     assert corpus.names == ["a", "b"]
-    for name, seed, count in (("a", 1, 300), ("b", 2, 200)):
+    for name, count, seed in BOTH:
         assert sorted(all_documents(corpus, name)) == sorted(texts(count, seed))
         for split, found in splits_of(corpus, name).items():
             assert found == [text for text in texts(count, seed) if text in set(found)]
@@ -166,12 +160,10 @@ def test_no_text_of_a_held_out_domain_is_trained_on(options, jsonl, texts, tmp_p
     assert_same(corpus, make_corpus(several))
 
 
-def test_mistakes_of_held_out_domains(options, jsonl, texts, tmp_path):
+def test_mistakes_of_held_out_domains(options, jsonl, texts):
     path = jsonl("t.jsonl", texts(50, 5))
-    keyed = tmp_path / "keyed.jsonl"
     lines = [{"text": text, "set": "abt"[i % 3]} for i, text in enumerate(texts(200, 1))]
-    keyed.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    by_key = replace(options, source=source_options(keyed))
+    by_key = replace(options, source=source_options(jsonl("keyed.jsonl", lines)))
     for changed, held_out, domains, match in (
         (options, f"a={path}", DomainOptions(), "'a'"),
         (options, f"{path}", DomainOptions(), "NAME="),
@@ -291,13 +283,6 @@ def mixed(options, jsonl, texts, tmp_path):
     jsonl("x/0.jsonl", records[:200])
     jsonl("x/1.jsonl", [*records[200:], *empty])
     return replace(options, source=source_options(tmp_path / "x"), domains=BY_SET)
-
-
-def assert_same_tokens(corpus, whole):
-    """Assert that the token files are the same. The chunks in sources.json may differ."""
-    corpus.verify()  # checks files against the checksums that are compared below
-    assert list(corpus.domains.items()) == list(whole.domains.items())
-    assert corpus.not_written == whole.not_written
 
 
 @pytest.mark.parametrize("drop", [True, False])

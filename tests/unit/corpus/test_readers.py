@@ -266,7 +266,7 @@ def test_a_file_that_changes_while_it_is_read_is_rejected(jsonl, change):
 
 
 PEAK_OF_READING = """
-import sys
+import json, os, sys
 from pathlib import Path
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.readers import DocumentReader
@@ -276,26 +276,29 @@ def peak():
     # getrusage would include the memory of this process before exec.
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
-for path in sys.argv[2:]:
-    options = SourceOptions(((path,),), max_document_bytes=int(sys.argv[1]))
-    reader = DocumentReader(options, find_sources(options))
-    before = peak()
-    characters = sum(len(document.text) for document in reader.read(Chunk(0)))
-print(characters)
-print(peak() - before)
-print(reader.malformed.count)
+for max_document_bytes, *paths in json.loads(sys.argv[1]):
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    for path in paths:
+        options = SourceOptions(((path,),), max_document_bytes=max_document_bytes)
+        reader = DocumentReader(options, find_sources(options))
+        before = peak()
+        characters = sum(len(document.text) for document in reader.read(Chunk(0)))
+    print(characters, peak() - before, reader.malformed.count, flush=True)
+    os._exit(0)
 """
 
 
-def peak_of_reading(max_document_bytes, *paths):
-    """Read files in a new process; return values for the last file.
+def peaks_of_reading(*runs):
+    """Read the files of each run, (max_document_bytes, *paths), in a new process.
 
-    The values are the characters of its text, the growth of memory in bytes, and its number of
-    malformed lines.
+    Return values for the last file of each run: the characters of its text, the growth of memory in
+    bytes, and its number of malformed lines.
     """
-    command = [sys.executable, "-c", PEAK_OF_READING, str(max_document_bytes), *map(str, paths)]
+    command = [sys.executable, "-c", PEAK_OF_READING, json.dumps(runs, default=str)]
     ran = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-    return [int(number) for number in ran.stdout.split()]
+    return [[int(number) for number in line.split()] for line in ran.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("suffix", PACK)
@@ -305,16 +308,14 @@ def test_memory_depends_on_the_longest_line_and_not_on_the_file(tmp_path, suffix
     one = b'{"text": "' + b"all the same " * 20 + b'"}\n'
     small.write_bytes(PACK[suffix](one))
     many.write_bytes(PACK[suffix](one * 120_000))
-    characters, peak, _ = peak_of_reading(1 << 28, small, many)
-    assert characters == 120_000 * 260
-    assert peak < 26e6
     long.write_bytes(PACK[suffix](one + b'{"text": "' + b"x" * size + b'"}\n' + one))
-    characters, peak, malformed = peak_of_reading(1 << 28, long)
-    assert (characters, malformed) == (size + 520, 0)
-    assert peak < 3.6 * size  # for the line, the parser's copy, and the text
-    characters, peak, malformed = peak_of_reading(1_000_000, long)
-    assert (characters, malformed) == (520, 1)
-    assert peak < 22e6
+    runs = (1 << 28, small, many), (1 << 28, small, long), (1_000_000, small, long)
+    characters, peaks, malformed = zip(*peaks_of_reading(*runs), strict=True)
+    assert characters == (120_000 * 260, size + 520, 520)
+    assert malformed == (0, 0, 1)
+    assert peaks[0] < 26e6
+    assert peaks[1] < 3.6 * size  # for the line, the parser's copy, and the text
+    assert peaks[2] < 22e6
 
 
 # Parquet
@@ -441,5 +442,5 @@ def test_memory_does_not_grow_with_a_row_group(write):
     small = write(rows[:50], compression="none")
     large = write(rows, name="b.parquet", compression="none", row_group_size=len(rows))
     assert large.stat().st_size > 90e6
-    _, growth, _ = peak_of_reading(1 << 28, small, large)
+    ((_, growth, _),) = peaks_of_reading((1 << 28, small, large))
     assert growth < 90e6  # Arrow's buffers have a constant size

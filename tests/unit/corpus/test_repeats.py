@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from megatron_chameleon.artifacts import Corpus, Repeats
 from megatron_chameleon.corpus import repeats
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.indexed import in_memory
-from megatron_chameleon.corpus.options import ImportOptions, PreprocessOptions
+from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.corpus.repeats import count_repeats, shingles
 from megatron_chameleon.errors import UserError
-from tests.unit.corpus.corpus_making import make_corpus, source_options
+from tests.unit.corpus.corpus_making import make_corpus
 
 
 def file_of(documents):
@@ -84,19 +85,14 @@ def test_shingles_are_the_same_wherever_a_document_is(documents):
 
 
 @pytest.mark.parametrize("drop", [True, False])
-def test_a_corpus_records_its_repeats(jsonl, texts, tokenizer_json, tmp_path, drop, capsys):
+def test_a_corpus_records_its_repeats(
+    jsonl, texts, preprocessing, tokenizer_json, tmp_path, drop, capsys
+):
     pytest.importorskip("rensa")
     some = texts(200, words=60)
     lines = [*some, *(text + " again" for text in some if len(text) > 200), *some[:20]]
-    options = PreprocessOptions(
-        source_options(f"a={jsonl('a.jsonl', lines)}", f"b={jsonl('b.jsonl', texts(200, 2))}"),
-        tmp_path / "corpus",
-        tokenizer_json,
-        split="60,20,20",
-        workers=1,
-        find_repeats="near",
-        drop_duplicates=drop,
-    )
+    inputs = f"a={jsonl('a.jsonl', lines)}", f"b={jsonl('b.jsonl', texts(200, 2))}"
+    options = preprocessing(*inputs, find_repeats="near", drop_duplicates=drop)
     corpus = make_corpus(options)
     found = corpus.repeats["a"]
     assert found.documents == len(lines)
@@ -120,10 +116,9 @@ def test_a_corpus_records_its_repeats(jsonl, texts, tokenizer_json, tmp_path, dr
     assert "repeats" in json.loads((imported.output / "corpus.json").read_text())
 
 
-def test_near_repeats_without_minhash_are_an_error(monkeypatch, tmp_path, tokenizer_json, jsonl):
-    monkeypatch.setitem(__import__("sys").modules, "rensa", None)
-    source = source_options(f"a={jsonl('a.jsonl', ['x'])}")
-    options = PreprocessOptions(source, tmp_path / "c", tokenizer_json, find_repeats="near")
+def test_near_repeats_without_minhash_are_an_error(monkeypatch, preprocessing, jsonl):
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    options = preprocessing(f"a={jsonl('a.jsonl', ['x'])}", find_repeats="near")
     with pytest.raises(UserError, match="rensa"):
         make_corpus(options)
     assert not options.output.exists()

@@ -85,11 +85,6 @@ def test_text_beside_data_is_not_read_as_data(folder):
     assert names(folder, find(f"x={folder}/table/**/*.md")) == [("table/README.md", "x")]
 
 
-def test_text_files_are_read_by_name(folder):
-    assert names(folder, find(f"x={folder}/notes.txt")) == [("notes.txt", "x")]
-    assert names(folder, find(f"x={folder}/*.md")) == [("README.md", "x")]
-
-
 def test_a_file_is_read_once_per_domain_under_different_names(folder):
     path = f"{folder}/a.jsonl"
     found = find(f"x={path}", f"x={folder}/a*.jsonl", f"y={path}", path, f"{folder}/b.JSONL")

@@ -12,18 +12,14 @@ import pytest
 
 from megatron_chameleon.artifacts import SPLITS
 from megatron_chameleon.corpus import join, preprocess, shards
-from megatron_chameleon.corpus.options import DomainOptions, PreprocessOptions
+from megatron_chameleon.corpus.options import DomainOptions
 from megatron_chameleon.corpus.shards import assign_splits, text_digest
 from megatron_chameleon.corpus.staging import CorpusFolder
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
-from tests.unit.corpus.corpus_making import (
-    assert_same,
-    documents_of,
-    make_corpus,
-    source_options,
-)
+from tests.unit.corpus.corpus_making import assert_same, documents_of, make_corpus
 
+BY_SET = DomainOptions(domain_key="set")
 BUDGETS = {"a": 1500, "b": 600, "c": 900, "d": 700}
 
 
@@ -65,7 +61,7 @@ def mixture(tmp_path):
 
 
 @pytest.fixture
-def whole(request, stream, jsonl, texts, tokenizer_json, tmp_path):
+def whole(request, stream, jsonl, texts, preprocessing, tmp_path):
     """Options without a budget: domains by name, one of them compressed, or by the records ("key").
 
     Some text of a is in a held-out domain, and in the test text of a domain without a weight. The
@@ -77,7 +73,7 @@ def whole(request, stream, jsonl, texts, tokenizer_json, tmp_path):
     if request.param == "key":
         lines = [{"text": text, "set": name} for name, text in stream]
         never = [{"text": text, "set": "never"} for text in texts(20, 3)]
-        source = source_options(jsonl("all.jsonl", [*lines[:50], *never, *lines[50:]]))
+        inputs = [jsonl("all.jsonl", [*lines[:50], *never, *lines[50:]])]
         test_lines = [{"text": t, "set": name} for name, some in tests.items() for t in some]
         test_input: tuple[str, ...] = (str(jsonl("test.jsonl", test_lines)),)
         domains = DomainOptions(domain_key="set", test_input=(test_input,), held_out=held)
@@ -89,11 +85,9 @@ def whole(request, stream, jsonl, texts, tokenizer_json, tmp_path):
         tests["d"] = texts(9, 4)
         test_input = tuple(f"{n}={jsonl(f'test-{n}.jsonl', some)}" for n, some in tests.items())
         valid_input = (f"d={jsonl('valid.jsonl', texts(9, 5))}",)
-        source = source_options(*(f"{name}={path}" for name, path in files.items()))
+        inputs = [f"{name}={path}" for name, path in files.items()]
         domains = DomainOptions(valid_input=(valid_input,), test_input=(test_input,), held_out=held)
-    return PreprocessOptions(
-        source, tmp_path / "whole", tokenizer_json, domains, split="60,20,20", workers=1
-    )
+    return preprocessing(*inputs, output="whole", domains=domains)
 
 
 def subset_reference(full, stream, drop):
@@ -227,37 +221,23 @@ def test_workers_and_interruptions_do_not_change_a_subset(
     assert interrupted_after == {"put_shard", "remove_shard"}
 
 
-def test_a_domain_with_too_little_text_is_used_completely_and_reported(
-    jsonl, texts, tokenizer_json, tmp_path
-):
+def test_a_domain_with_too_little_text_is_used_completely_and_reported(jsonl, texts, preprocessing):
     """The shares are equal without a mixture."""
-    inputs = [
-        f"{name}={jsonl(f'{name}.jsonl', texts(n, n))}" for name, n in (("a", 60), ("b", 400))
-    ]
-    options = PreprocessOptions(
-        source_options(*inputs), tmp_path / "whole", tokenizer_json, split="60,20,20", workers=1
-    )
-    full = make_corpus(options)
+    inputs = [f"{x}={jsonl(f'{x}.jsonl', texts(n, n))}" for x, n in (("a", 60), ("b", 400))]
+    full = make_corpus(preprocessing(*inputs))
     with pytest.warns(UserWarning, match="'a'"):
-        corpus = make_corpus(replace(options, output=tmp_path / "subset", max_tokens=8000))
+        corpus = make_corpus(preprocessing(*inputs, output="subset", max_tokens=8000))
     assert corpus.max_tokens == {"a": 4000, "b": 4000}
     assert corpus.domain_hash("a") == full.domain_hash("a")
     assert full.train_tokens["a"] < 4000 <= corpus.train_tokens["b"] < full.train_tokens["b"]
 
 
 def test_a_touched_file_only_removes_its_own_shards(
-    jsonl, texts, tokenizer_json, tmp_path, monkeypatch, capsys
+    jsonl, texts, preprocessing, tmp_path, monkeypatch, capsys
 ):
     files = [jsonl(f"{name}.jsonl", texts(400, 1)) for name in "ab"]
-    options = PreprocessOptions(
-        source_options(*(f"{path.stem}={path}" for path in files)),
-        tmp_path / "corpus",
-        tokenizer_json,
-        split="60,20,20",
-        workers=1,
-        max_tokens=3000,
-        shard_bytes=files[0].stat().st_size,
-    )
+    inputs, size = [f"{path.stem}={path}" for path in files], files[0].stat().st_size
+    options = preprocessing(*inputs, max_tokens=3000, shard_bytes=size)
     monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 400)
     expected = make_corpus(replace(options, output=tmp_path / "once"))
 
@@ -274,19 +254,11 @@ def test_a_touched_file_only_removes_its_own_shards(
     assert "; 1 of 2 shards were finished before" in capsys.readouterr().out
 
 
-def test_documents_of_domains_without_a_weight_are_counted(jsonl, texts, tokenizer_json, tmp_path):
+def test_documents_of_domains_without_a_weight_are_counted(jsonl, texts, preprocessing, tmp_path):
     lines = [{"text": text, "set": "ab"[i % 2]} for i, text in enumerate(texts(80))]
     (tmp_path / "m.json").write_text(json.dumps({"weights": {"a": 1.0}}))
-    options = PreprocessOptions(
-        source_options(jsonl("all.jsonl", lines)),
-        tmp_path / "corpus",
-        tokenizer_json,
-        DomainOptions(domain_key="set"),
-        split="60,20,20",
-        workers=1,
-        max_tokens=10**6,
-        mixture=str(tmp_path / "m.json"),
-    )
+    budget = {"max_tokens": 10**6, "mixture": str(tmp_path / "m.json")}
+    options = preprocessing(jsonl("all.jsonl", lines), domains=BY_SET, **budget)
     with (
         pytest.warns(UserWarning, match="not 1,000,000"),
         pytest.warns(UserWarning, match="leaves out 'b', which have no weight: 40 of"),
@@ -295,31 +267,20 @@ def test_documents_of_domains_without_a_weight_are_counted(jsonl, texts, tokeniz
 
 
 def test_the_hash_of_the_sources_covers_a_file_that_is_not_read_to_its_end(
-    jsonl, texts, tokenizer_json, tmp_path
+    jsonl, texts, preprocessing
 ):
     hashes = set()
     for seed in (1, 2):
         path = jsonl(f"{seed}.jsonl", texts(3000, seed))
-        options = PreprocessOptions(
-            source_options(f"a={path}"), tmp_path / f"{seed}", tokenizer_json, split="60,20,20"
-        )
-        corpus = make_corpus(replace(options, workers=1, max_tokens=1000))
+        corpus = make_corpus(preprocessing(f"a={path}", output=f"{seed}", max_tokens=1000))
         hashes.add(corpus.provenance.inputs["sources"])
     assert len(hashes) == 2
 
 
 @pytest.mark.filterwarnings("ignore:--mixture .* leaves out 'never'")
-def test_options_without_a_meaning_together_are_errors(
-    jsonl, texts, tokenizer_json, tmp_path, mixture
-):
-    options = PreprocessOptions(
-        source_options(jsonl("a.jsonl", [{"text": text, "set": "a"} for text in texts(40)])),
-        tmp_path / "corpus",
-        tokenizer_json,
-        DomainOptions(domain_key="set"),
-        split="60,20,20",
-        workers=1,
-    )
+def test_options_without_a_meaning_together_are_errors(jsonl, texts, preprocessing, mixture):
+    path = jsonl("a.jsonl", [{"text": text, "set": "a"} for text in texts(40)])
+    options = preprocessing(path, domains=BY_SET)
     with pytest.raises(UserError, match="--mixture"):
         replace(options, mixture=str(mixture))
     with pytest.raises(UserError, match="--shard"):

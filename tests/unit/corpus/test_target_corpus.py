@@ -69,32 +69,19 @@ def inputs(read_only, tmp_path) -> Inputs:
     return read_only._replace(text=Path(shutil.copy2(read_only.text, tmp_path / "poems.jsonl")))
 
 
+SETTINGS: dict[str, Any] = {"target_text_key": "words", "fallback": TRAIN}
+
+
 def doge(corpus: Path, target: str, output: Path, **changes: Any) -> DogeOptions:
-    settings: dict[str, Any] = {
-        "corpus": corpus,
-        "target": target,
-        "target_text_key": "words",
-        "output": output,
-        "proxy": PROXY,
-        "rule": DogeRuleOptions(doge_mu=0.2),
-        "fallback": TRAIN,
-    }
-    return DogeOptions(**{**settings, **changes})
+    settings = SETTINGS | {"proxy": PROXY, "rule": DogeRuleOptions(doge_mu=0.2)} | changes
+    return DogeOptions(corpus=corpus, target=target, output=output, **settings)
 
 
 def mixing_laws(corpus: Path, target: str, output: Path, **changes: Any) -> MixingLawsOptions:
-    settings: dict[str, Any] = {
-        "corpus": corpus,
-        "target": target,
-        "target_text_key": "words",
-        "output": output,
-        "num_proxies": 4,
-        "sampling": MixtureSamplingOptions(smallest_weight=0.05),
-        "swarm": SWARM,
-        "laws": LawOptions(num_starts=2),
-        "fallback": TRAIN,
-    }
-    return MixingLawsOptions(**{**settings, **changes})
+    sampling, laws = MixtureSamplingOptions(smallest_weight=0.05), LawOptions(num_starts=2)
+    settings = SETTINGS | {"num_proxies": 4, "sampling": sampling, "swarm": SWARM, "laws": laws}
+    settings |= {"corpus": corpus, "target": target, "output": output}
+    return MixingLawsOptions(**settings | changes)
 
 
 def compute(options: DogeOptions | MixingLawsOptions) -> Mixture:
@@ -106,12 +93,9 @@ def compute(options: DogeOptions | MixingLawsOptions) -> Mixture:
 
 
 def test_the_gain_is_predicted_for_a_text(inputs, tmp_path):
-    target = f"mine={inputs.text}"
-    options = mixing_laws(
-        inputs.without, target, tmp_path / "mixture.json", fallback=PriorOptions()
-    )
+    target, output = f"mine={inputs.text}", tmp_path / "mixture.json"
     # The text has too few documents for a certain gain.
-    mixture = compute(options)
+    mixture = compute(mixing_laws(inputs.without, target, output, fallback=PriorOptions()))
     assert mixture.parameters["written"] == "prior"
     assert mixture.parameters["target"] == {"value": target, "shares": {"mine": 1.0}}
     assert mixture.parameters["headroom"]["target"]["shares"] == {"mine": 1.0}
@@ -191,30 +175,24 @@ def test_shares_of_trained_domains_weigh_their_gradients(inputs, tmp_path):
     assert Doge(options).roles.target_factors == ()
 
 
-@pytest.mark.parametrize("options", [doge, mixing_laws])
-def test_unusable_texts_are_errors(options, inputs, tmp_path):
-    short, output = tmp_path / "short.jsonl", tmp_path / "mixture.json"
-    short.write_text('{"words": ""}\n')
-    for value, match in (
-        (f"news={inputs.text}", "'news' is a domain"),
-        (f"mine={tmp_path / 'missing.jsonl'}", "missing.jsonl"),
-        (f"mine={short}", "mine"),
-        ("mine", "'mine'"),
-    ):
-        with pytest.raises(UserError, match=match):
-            compute(options(inputs.without, value, output))
-    assert not output.exists()
-    if options is mixing_laws:
-        mixtures = np.random.default_rng(0).dirichlet(np.ones(3), 5)
-        names = ["news", "code", "maths"]
-        runs = MixtureRuns([*"abcde"], names, mixtures, names, 2 + mixtures)
-        tables = {"ratios": tmp_path / "r.csv", "metrics": tmp_path / "m.csv"}
-        write_mixture_runs(runs, **tables)
-        fit = MixingLawsOptions(
-            corpus=inputs.without, output=output, target=f"mine={inputs.text}", **tables
+def test_unusable_texts_are_errors(inputs, tmp_path):
+    empty, output = tmp_path / "empty.jsonl", tmp_path / "mixture.json"
+    empty.write_text('{"words": ""}\n')
+    for options in (doge, mixing_laws):
+        for value in (f"mine={empty}", "mine"):
+            with pytest.raises(UserError, match="mine"):
+                compute(options(inputs.without, value, output))
+    mixtures, names = np.random.default_rng(0).dirichlet(np.ones(3), 5), ["news", "code", "maths"]
+    runs = MixtureRuns([*"abcde"], names, mixtures, names, 2 + mixtures)
+    tables = {"ratios": tmp_path / "r.csv", "metrics": tmp_path / "m.csv"}
+    write_mixture_runs(runs, **tables)
+    with pytest.raises(UserError, match="'mine'"):
+        compute(
+            MixingLawsOptions(
+                corpus=inputs.without, output=output, target=f"mine={inputs.text}", **tables
+            )
         )
-        with pytest.raises(UserError, match="'mine'"):
-            compute(fit)
+    assert not output.exists()
 
 
 def test_a_text_in_the_training_text_is_reported(inputs, tmp_path, capsys):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,10 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.readout import DEFAULT_WINDOW_LIMIT
 from megatron_chameleon.parallel.options import ParallelOptions
 from tests.huggingface_models import CLS, ENCODERS, SEP, SMALL, write_model, write_tokenizer
+from tests.unit.checkpoint.samples import change_config
 
 LAYER, WINDOW = 2, 24
+WEIGHTS, PARAMETER = "model.safetensors", "model.layers.1.mlp.up_proj.weight"
 WORDS = [str(number) for number in range(250)]
 RECIPE = EmbeddingRecipe("m" * 64, LAYER, WINDOW, 20, seed=0, tokenizer_hash="t" * 64)
 LENGTHS = np.array([5, 60, 24, 1, 47], np.int32)
@@ -170,51 +173,26 @@ def test_hash_depends_on_weights_config_and_tokenizer(folders, tmp_path):
     assert opened(other).hash != found
 
 
-def without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Change tensors of the weights; None deletes a tensor."""
+    tensors = {**load_file(folder / WEIGHTS), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def only_pickled(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    without_weights(folder)
+def pickle_weights(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
 
 
-def truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+def truncate_weights(folder: Path) -> None:
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 100)
 
 
-def without_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def change_tensors(folder: Path, **changes: torch.Tensor) -> None:
-    path = folder / "model.safetensors"
-    save_file({**load_file(path), **changes}, path, metadata={"format": "pt"})
-
-
-def with_integers(folder: Path) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    change_tensors(folder, **{name: torch.ones(96, 64, dtype=torch.int8)})
-
-
-def with_float8(folder: Path) -> None:
-    name = "model.layers.1.mlp.down_proj.weight"
-    change_tensors(folder, **{name: torch.ones(64, 96, dtype=torch.float8_e4m3fn)})
-
-
-def with_scales(folder: Path) -> None:
-    change_tensors(folder, **{"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)})
-
-
-def with_code(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "model.Config", "AutoModel": "model.Model"}
-    config["model_type"] = "its-own"
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.py").write_text("raise SystemExit('this code must not run')")
+def with_code(folder: Path, code: str = "raise SystemExit('this code must not run')") -> None:
+    auto_map = {"AutoConfig": "model.Config", "AutoModel": "model.Model"}
+    change_config(folder, auto_map=auto_map, model_type="its-own")
+    (folder / "model.py").write_text(code)
 
 
 def without_tokenizer(folder: Path) -> None:
@@ -222,38 +200,32 @@ def without_tokenizer(folder: Path) -> None:
         path.unlink()
 
 
-def encoder_decoder(folder: Path) -> None:
-    config = transformers.T5Config(vocab_size=251, d_model=32, num_layers=2, d_ff=32)
-    config.save_pretrained(folder)
+FAULTS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda f: change_config(f, num_hidden_layers=0), "0 layers"),
+    (lambda f: change_config(f, num_hidden_layers=10**12), "1,000,000,000,000"),
+    (lambda f: (f / WEIGHTS).unlink(), WEIGHTS),
+    (pickle_weights, "pickle"),
+    (truncate_weights, "download the model again"),
+    (lambda f: change_tensors(f, **{PARAMETER: None}), "layers.1.mlp.up_proj.weight"),
+    (
+        lambda f: change_tensors(f, **{PARAMETER: torch.ones(48, 32, dtype=torch.int8)}),
+        "layers.1.mlp.up_proj.weight is stored as I8",
+    ),
+    (
+        lambda f: change_tensors(f, **{PARAMETER: torch.ones(48, 32, dtype=torch.float8_e4m3fn)}),
+        "layers.1.mlp.up_proj.weight is stored as F8_E4M3",
+    ),
+    (
+        lambda f: change_tensors(f, **{f"{PARAMETER}_scale_inv": torch.ones(1)}),
+        f"{PARAMETER}_scale_inv",
+    ),
+    (with_code, "--trust-remote-code"),
+    (without_tokenizer, "tokenizer"),
+    (lambda f: transformers.T5Config(vocab_size=251).save_pretrained(f), "t5"),
+]
 
 
-def without_layers(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 0}))
-
-
-def many_layers(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**12}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (without_layers, "0 layers"),
-        (many_layers, "1,000,000,000,000"),
-        (without_weights, "model.safetensors"),
-        (only_pickled, "pickle"),
-        (truncated, "download the model again"),
-        (without_a_tensor, "layers.1.mlp.up_proj.weight"),
-        (with_integers, "layers.0.mlp.up_proj.weight is stored as I8"),
-        (with_float8, "layers.1.mlp.down_proj.weight is stored as F8_E4M3"),
-        (with_scales, "model.layers.0.mlp.up_proj.weight_scale_inv"),
-        (with_code, "--trust-remote-code"),
-        (without_tokenizer, "tokenizer"),
-        (encoder_decoder, "t5"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "named"), FAULTS, ids=[named for _, named in FAULTS])
 def test_a_folder_that_cannot_be_a_proxy(one_rank, tmp_path, damage, named):
     folder = write_folder(tmp_path / "model", "llama")
     damage(folder)
@@ -294,11 +266,11 @@ def test_only_text_with_tokens_beyond_the_embeddings_is_rejected(one_rank, tmp_p
 def test_code_runs_only_if_it_is_trusted(one_rank, tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "model", "llama")
     expected = open_proxy(folder).open_reader(one_rank, RECIPE)
-    with_code(folder)
-    (folder / "model.py").write_text(
+    with_code(
+        folder,
         "from transformers import LlamaConfig, LlamaModel\n\n\n"
         "class Config(LlamaConfig):\n    model_type = 'its-own'\n\n\n"
-        "class Model(LlamaModel):\n    config_class = Config\n"
+        "class Model(LlamaModel):\n    config_class = Config\n",
     )
     modules = "HF_MODULES_CACHE"
     monkeypatch.setattr(transformers.dynamic_module_utils, modules, str(tmp_path / "modules"))
@@ -312,10 +284,8 @@ def test_code_runs_only_if_it_is_trusted(one_rank, tmp_path, monkeypatch):
 def test_config_selects_neither_kernels_nor_other_weights(one_rank, folders, tmp_path):
     """transformers would load kernels from the hub, which are code, and weights not hashed here."""
     folder = write_folder(tmp_path / "model", "llama")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"attn_implementation": "kernels-community/flash-attn2"}
-    config |= {"transformers_weights": "other.safetensors"}
-    (folder / "config.json").write_text(json.dumps(config))
+    kernels = "kernels-community/flash-attn2"
+    change_config(folder, attn_implementation=kernels, transformers_weights="other.safetensors")
     readers = [
         open_proxy(each).open_reader(one_rank, RECIPE) for each in (folder, folders("llama"))
     ]

@@ -12,7 +12,6 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import perplexity
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities, result_table
-from megatron_chameleon.report.significance import target_difference
 from megatron_chameleon.training.options import TargetOptions, ValidationOptions
 from megatron_chameleon.training.trainer import pretrain
 from tests.small_corpus import with_text
@@ -89,27 +88,6 @@ def test_another_target_of_measured_domains_needs_no_evaluation(
     other.write_text(trained[1].read_text())
     with pytest.raises(TypeError):
         evaluate(f"mine={other}", target_text_key="words")
-
-
-def test_difference_of_targets_is_paired(evaluate):
-    result = evaluate("news=3,code")
-
-    def shifted(domain, shift):
-        clusters = domain.clusters
-        losses = [x + shift * n for x, n in zip(clusters.losses, clusters.tokens, strict=True)]
-        new = dataclasses.replace(clusters, losses=losses)
-        return dataclasses.replace(domain, loss=domain.loss + shift, clusters=new)
-
-    domains = {name: shifted(domain, 0.5) for name, domain in result.domains.items()}
-    target = dataclasses.replace(result.target, loss=result.target.loss + 0.5)
-    other = dataclasses.replace(result, domains=domains, target=target)
-    found = target_difference(other, result)
-    assert found is not None
-    assert found.value == pytest.approx(0.5)
-    # The same shift of every token has no sampling error, however uncertain the losses are.
-    assert found.error == pytest.approx(0, abs=1e-6)
-    assert result.target.error > 1e-3
-    assert target_difference(dataclasses.replace(other, target=None), result) is None
 
 
 @pytest.mark.parametrize("value", ["unknown", "news=0", "mine=missing.jsonl"])

@@ -52,12 +52,31 @@ def python(tmp_path_factory):
     torch = importlib.metadata.version("torch").partition("+")[0]
     constraints.write_text(f"torch=={torch}\n")
     for package in ("torch", "ai2-olmo-core"):
-        pip = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints, package]
-        done = subprocess.run(pip, capture_output=True, text=True)
+        install(python, "--constraint", constraints, packages=[package])
+    return python
+
+
+def install(python, *options, packages):
+    """Install packages; skip the test if pip does not find one of them."""
+    pip = [python, "-m", "pip", "install", "--quiet", *options, *packages]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    for package in packages:
         if f"No matching distribution found for {package}" in done.stderr:
             pytest.skip(f"pip does not find {package}")
-        assert done.returncode == 0, done.stderr
-    return python
+    assert done.returncode == 0, done.stderr
+
+
+def run_reader(python, name, *arguments, **environment):
+    """Run a script of the folder readers; return the last line that it prints."""
+    done = subprocess.run(
+        [python, READERS / name, *map(str, arguments)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().rpartition("\n")[-1]
 
 
 def domain_tokens(corpus, name):
@@ -83,9 +102,7 @@ def test_olmo_core_samples_with_the_exported_weights(python, export, corpus, sam
     (tmp_path / "token_budget.json").write_text(json.dumps(budget))
     exported = tmp_path / "export.yaml"
     exported.write_text(export("olmo-core", token_budget=budget))
-    command = [python, READERS / "olmo_core_reads.py", exported, tmp_path, str(SEQUENCE_LENGTH)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_reader(python, "olmo_core_reads.py", exported, tmp_path, SEQUENCE_LENGTH)
     samples = json.loads((tmp_path / "samples.json").read_text())
     assert len(samples) * SEQUENCE_LENGTH == pytest.approx(budget, rel=0.01)
     assert shares(samples, corpus) == pytest.approx(sampled, abs=0.01)
@@ -107,12 +124,9 @@ def test_levanter_samples_with_the_exported_weights(corpus, weights, mixture_fil
     for each, blocks in ((mixture.at_step(0), 1), (mixture, 4)):
         path = tmp_path / "levanter.yaml"
         path.write_text(write_mixture(each, "levanter"))
-        command = [python, READERS / "levanter_reads.py", path, "1000", str(blocks)]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-        environment.pop("PYTHONPATH", None)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-        assert done.returncode == 0, done.stderr
-        read = json.loads(done.stdout.splitlines()[-1])
+        environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""}
+        arguments = (path, 1000, blocks)
+        read = json.loads(run_reader(python, "levanter_reads.py", *arguments, **environment))
         stages = [weights] * min(blocks, 2) + [later] * max(blocks - 2, 0)
         for name in weights:  # a block has whole sequences
             expected = sum(1000 * stage[name] for stage in stages)
@@ -122,37 +136,14 @@ def test_levanter_samples_with_the_exported_weights(corpus, weights, mixture_fil
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_trainer_reads_the_exact_weights(name, export, corpus, sampled, tmp_path):
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        tmp_path / "p",
-    ]
-    done = subprocess.run([*pip, *PACKAGES[name]], capture_output=True, text=True)
-    if "No matching distribution found" in done.stderr:
-        pytest.skip(f"pip does not find {' '.join(PACKAGES[name])}")
-    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "p"
+    install(sys.executable, "--no-deps", "--target", folder, packages=PACKAGES[name])
     if name == "automodel" and not shutil.which("c++"):
         pytest.skip("NeMo Automodel needs a C++ compiler")
     written = tmp_path / "mixture.json"
     written.write_text(export(name))
-    done = subprocess.run(
-        [sys.executable, READERS / "mixture_reads.py", name, written],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(tmp_path / "p"),
-            "PATH": f"{tmp_path / 'p' / 'bin'}:{os.environ['PATH']}",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    read = json.loads(done.stdout.splitlines()[-1])
+    environment = {"PYTHONPATH": str(folder), "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    read = json.loads(run_reader(sys.executable, "mixture_reads.py", name, written, **environment))
     if name not in PER_SPLIT:
         assert read == pytest.approx(sampled, rel=1e-15)  # litdata divides by their sum
         return

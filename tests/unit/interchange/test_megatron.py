@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -13,10 +16,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron_chameleon.artifacts import SPLITS, Corpus, Mixture, MixtureWarning
+from megatron_chameleon.artifacts import SPLITS, Corpus, DomainSource, Mixture, MixtureWarning
 from megatron_chameleon.corpus.data_path import DataPath
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.interchange import write_blend
+from megatron_chameleon.interchange import write_blend, write_mixture
 from tests.unit.blend.inputs import dataset_config
 
 
@@ -82,7 +85,7 @@ def test_megatron_samples_with_the_exported_weights(export, corpus, sampled, bui
 def test_weight_of_a_domain_without_validation_text_goes_to_the_others(
     export, corpus, sampled, built, tmp_path
 ):
-    copy = without_text(corpus, tmp_path / "copy", "code", ("valid",))
+    copy = without_text(corpus, tmp_path / "copy", "code", "valid")
     with pytest.warns(MixtureWarning, match="no valid tokens of code"):
         arguments = json.loads(export("megatron-bridge", corpus=copy))
     train, valid, test = (dict(zip(*blend, strict=True)) for blend in arguments["blend_per_split"])
@@ -95,13 +98,13 @@ def test_weight_of_a_domain_without_validation_text_goes_to_the_others(
 def test_a_split_without_text_is_exported_as_null(export, corpus, tmp_path):
     copy = tmp_path / "copy"
     for name in corpus.names:
-        without_text(corpus, copy, name, ("test",))
+        without_text(corpus, copy, name, "test")
     with pytest.warns(MixtureWarning, match="no test tokens"):
         loaded = json.loads(export("megatron-per-split", corpus=copy))
     assert get_blend_from_list(loaded["test"]) is None
     with pytest.warns(MixtureWarning), pytest.raises(UserError, match="test tokens"):
         export("megatron-data-path", corpus=copy, split="test")
-    without_text(corpus, copy, "news", ("train",))
+    without_text(corpus, copy, "news", "train")
     with pytest.raises(UserError, match="'news'"):
         export("megatron-data-path", corpus=copy)
 
@@ -117,54 +120,43 @@ def test_path_that_a_format_would_change_is_rejected(export, corpus, sampled, tm
         export("megatron-data-args", corpus=tmp_path / "my data")
 
 
-def test_path_that_megatron_would_strip_is_rejected(export, corpus, tmp_path):
-    moved = shutil.copytree(corpus.root, tmp_path / "copy")
-    for suffix in (".bin", ".idx", ".xxh3"):
-        (moved / "train" / f"news{suffix}").rename(moved / "train" / f"news {suffix}")
-    body = json.loads((moved / "corpus.json").read_text())
-    body["domains"]["news"]["train"]["prefix"] += " "
-    del body["checksum"]
-    (moved / "corpus.json").write_text(json.dumps(body))
+def test_path_that_megatron_would_strip_is_rejected():
+    source = DomainSource({split: ["/news .bin"] for split in SPLITS}, dict.fromkeys(SPLITS, 5))
     with pytest.raises(UserError, match="white space"):
-        export("megatron-per-split", corpus=moved)
+        write_mixture(Mixture({"news": 1.0}, sources={"news": source}), "megatron-per-split")
 
 
-def without_text(corpus, folder, name, splits):
-    """Copy ``corpus`` to ``folder`` unless it exists, and empty ``splits`` of domain ``name``."""
+def without_text(corpus, folder, name, split):
+    """Copy ``corpus`` to ``folder`` unless it exists, and empty a split of domain ``name``."""
     if not folder.exists():
         shutil.copytree(corpus.root, folder)
-    described = json.loads((folder / "corpus.json").read_text())
-    for split in splits:
-        part = described["domains"][name][split]
-        part["documents"] = part["tokens"] = part["text_bytes"] = 0
-        part["block_checksums"] = None
-        prefix = folder / part["prefix"]
-        prefix.with_name(prefix.name + ".bin").write_bytes(b"")
-        # The file has only a header and the one document index that even an empty file has.
-        idx = prefix.with_name(prefix.name + ".idx")
-        idx.write_bytes(idx.read_bytes()[:18] + bytes(16 + 8))
-    described.pop("checksum", None)
-    (folder / "corpus.json").write_text(json.dumps(described))
+    described = Corpus.load(folder)
+    domain, prefix = described.domains[name], described.prefix(name, split)
+    Path(f"{prefix}.bin").write_bytes(b"")
+    # The file has only a header and the one document index that even an empty file has.
+    index = Path(f"{prefix}.idx")
+    index.write_bytes(index.read_bytes()[:18] + bytes(16 + 8))
+    empty = dataclasses.replace(
+        domain.split(split), documents=0, tokens=0, text_bytes=0, block_checksums=None
+    )
+    changed: dict[str, Any] = {split: empty}
+    domains = {**described.domains, name: dataclasses.replace(domain, **changed)}
+    dataclasses.replace(described, domains=domains).save()
     return folder
 
 
-def test_a_computed_mixture_is_written_as_a_blend(export, corpus, mixture_file, tmp_path):
-    mixture, output = Mixture.load(mixture_file), tmp_path / "m.json"
+def test_a_computed_mixture_is_written_as_a_blend_whose_arguments_survive_a_shell(
+    export, corpus, sampled, mixture_file, tmp_path
+):
+    moved = Corpus.load(shutil.copytree(corpus.root, tmp_path / "it's (my) & $data"))
     (tmp_path / "m.data-args.txt").write_text("of an earlier mixture")
-    lines = write_blend(output, mixture, corpus)
-    assert (tmp_path / "m.bridge.json").read_text() == export("megatron-bridge")
-    words = shlex.split(lines[1].partition("--data-path")[2])
-    assert words == [*export("megatron-data-path").split(), "--split", "100,0,0"]
-    assert not (tmp_path / "m.data-args.txt").exists()
-
-
-@pytest.mark.parametrize("folder", ["my data", "a (b) & $c", "it's"])
-def test_the_printed_arguments_survive_a_shell(folder, export, corpus, sampled, tmp_path):
-    moved = Corpus.load(shutil.copytree(corpus.root, tmp_path / folder))
-    lines = write_blend(tmp_path / "m.json", Mixture(sampled), moved)
+    lines = write_blend(tmp_path / "m.json", Mixture.load(mixture_file), moved)
+    bridge = export("megatron-bridge", corpus=moved.root)
+    assert (tmp_path / "m.bridge.json").read_text() == bridge
     words = shlex.split(lines[1].partition("--data-path")[2])
     assert words[-2:] == ["--split", "100,0,0"]
     assert get_blend_from_list(words[:-2]) == expected_blend(moved, sampled, "train")
+    assert not (tmp_path / "m.data-args.txt").exists()
 
 
 def test_long_arguments_are_written_to_a_file(tmp_path):

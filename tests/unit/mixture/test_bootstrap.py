@@ -7,11 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from megatron_chameleon.mixture import (
-    bootstrap,
-    bootstrap_weights,
-    chameleon_weights,
-)
+from megatron_chameleon.mixture import bootstrap, bootstrap_weights, chameleon_weights
 from megatron_chameleon.mixture.bootstrap import (
     MAX_VALUES,
     group_size,

@@ -8,10 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from megatron_chameleon.mixture.fit_quality import (
-    quality_of,
-    reach_of,
-)
+from megatron_chameleon.mixture.fit_quality import quality_of, reach_of
 from megatron_chameleon.mixture.regmix import (
     REGMIX_SAMPLING,
     TreeSettings,

@@ -72,8 +72,10 @@ def assert_near(found, expected):
 
 
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("whole_layers", [False, True])
+@pytest.mark.parametrize(
+    ("family", "whole_layers"),
+    [("gpt2", True), ("llama", False), ("qwen2", False), ("qwen3", True)],
+)
 def test_losses_and_gradients_are_those_of_the_dense_mask(one_rank, family, whole_layers):
     model = build_model(FAMILIES[family], one_rank, seed=1)
     batches = [random_starts(FAMILIES[family].max_sequence_length, 0.1, seed) for seed in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -154,31 +155,27 @@ def test_missing_config_fields_get_transformers_defaults():
         assert config.num_query_groups == body["num_key_value_heads"]
 
 
-def gpt2_body(**changes):
-    return {**config_fields(GPT2, "float32", 0), **changes}
-
-
-def llama_body(**changes):
-    return {**config_fields(LLAMA, "float32", 0), **changes}
-
-
 @pytest.mark.parametrize(
-    ("body", "field"),
+    ("config", "changes", "field"),
     [
-        (gpt2_body(model_type="bert"), "field model_type"),
-        (gpt2_body(scale_attn_by_inverse_layer_idx=True), "field scale_attn_by_inverse_layer_idx"),
-        (gpt2_body(tie_word_embeddings=False), "field tie_word_embeddings"),
-        (gpt2_body(n_head=5), "n_embd 64 .* n_head 5"),
-        (llama_body(hidden_act="gelu"), "field hidden_act"),
-        (llama_body(rope_scaling={"rope_type": "longrope"}), "field rope_scaling"),
-        (llama_body(quantization_config={"bits": 4}), "field quantization_config"),
-        (llama_body(model_type="mistral", sliding_window=8), "sliding_window 8"),
-        (llama_body(model_type="qwen2", use_sliding_window=True), "field use_sliding_window"),
-        (llama_body(layer_types=["sliding_attention"]), "field layer_types"),
-        (llama_body(head_dim=5), ".* head_dim 5"),
+        (GPT2, {"model_type": "bert"}, "field model_type"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "field scale_attn_by_inverse_layer_idx"),
+        (GPT2, {"tie_word_embeddings": False}, "field tie_word_embeddings"),
+        (GPT2, {"n_head": 5}, "n_embd 64 .* n_head 5"),
+        (LLAMA, {"model_type": "qwen3_moe"}, "field model_type"),
+        (LLAMA, {"hidden_act": "gelu"}, "field hidden_act"),
+        (LLAMA, {"rms_norm_eps": math.inf}, "field rms_norm_eps"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "field rope_scaling"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "field partial_rotary_factor"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "field quantization_config"),
+        (LLAMA, {"model_type": "mistral", "sliding_window": 8}, "sliding_window 8"),
+        (LLAMA, {"model_type": "qwen2", "use_sliding_window": True}, "field use_sliding_window"),
+        (LLAMA, {"layer_types": ["sliding_attention"]}, "field layer_types"),
+        (LLAMA, {"head_dim": 5}, ".* head_dim 5"),
     ],
 )
-def test_an_unsupported_config_is_rejected_by_its_field(body, field):
+def test_an_unsupported_config_is_rejected_by_its_field(config, changes, field):
+    body = {**config_fields(config, "float32", 0), **changes}
     with pytest.raises(UserError, match=f"^there/config.json: {field}"):
         parse_config(body, "there/config.json")
 

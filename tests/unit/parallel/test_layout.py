@@ -20,7 +20,10 @@ from megatron_chameleon.parallel.options import (
     TrainingParallelOptions,
 )
 from megatron_chameleon.training.options import PretrainOptions
+from tests.unit.training.runs import OVERLAPPED
 
+RUN = functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x"))
+APART = DocumentBoundaryOptions(reset_attention_mask=True)
 SIZE = preset("124m", vocab_size=100, max_sequence_length=16)
 FOUR_LAYERS = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
 
@@ -35,35 +38,16 @@ FOUR_LAYERS = ModelConfig(4, 4, 32, 48, vocab_size=100, max_sequence_length=16)
             "--pipeline-model-parallel-size",
         ),
         (RecomputeOptions, {"recompute_method": "block"}, "--recompute-method block"),
+        (RUN, {"compile_layers": True, "parallel": OVERLAPPED}, "--overlap-param-gather"),
         (
-            functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
-            {
-                "compile_layers": True,
-                "parallel": TrainingParallelOptions(
-                    use_distributed_optimizer=True,
-                    overlap_grad_reduce=True,
-                    overlap_param_gather=True,
-                ),
-            },
-            "--overlap-param-gather",
-        ),
-        (
-            functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
+            RUN,
             {"compile_layers": True, "hidden_dropout": 0.1},
             "--hidden-dropout 0.1.*--compile-layers",
         ),
+        (RUN, {"document_attention": "flex"}, "--document-attention flex.*--reset-attention-mask"),
         (
-            functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
-            {"document_attention": "flex"},
-            "--document-attention flex.*--reset-attention-mask",
-        ),
-        (
-            functools.partial(PretrainOptions, run_dir=Path("x"), corpus=Path("x")),
-            {
-                "boundaries": DocumentBoundaryOptions(reset_attention_mask=True),
-                "document_attention": "flex",
-                "attention_dropout": 0.1,
-            },
+            RUN,
+            {"boundaries": APART, "document_attention": "flex", "attention_dropout": 0.1},
             "--attention-dropout 0.1.*--document-attention flex",
         ),
     ],

@@ -43,10 +43,7 @@ from megatron_chameleon.report.significance import (
     spread_of,
 )
 from megatron_chameleon.report.tables import is_best
-from tests.unit.artifacts.test_evaluation_result import (
-    CLUSTERS,
-    plain_error,
-)
+from tests.unit.artifacts.test_evaluation_result import CLUSTERS, plain_error
 from tests.unit.artifacts.test_evaluation_result import domain as clustered
 from tests.unit.artifacts.test_evaluation_result import result as result_of
 from tests.unit.report.samples import (

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -112,50 +111,20 @@ def test_mixtures_and_losses_of_the_base_runs_are_tables_of_runs(tmp_path):
     np.testing.assert_allclose(read.losses[0], expected)
 
 
-@dataclasses.dataclass
-class Node:
-    tag: str
-    attributes: dict[str, str]
-    text: str = ""
-
-
-class PageReader(HTMLParser):
-    """Collects the elements of a page, and checks that every element is closed correctly."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-        self.open: list[Node] = []
-        self.feed(page)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
-        self.nodes.append(Node(tag, {name: value or "" for name, value in attrs}))
-        if tag != "meta":  # the page's only element without an end tag
-            self.open.append(self.nodes[-1])
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert any(node.tag == "svg" for node in self.open), f"{tag} closes itself outside of SVG"
-        super().handle_startendtag(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop().tag == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open:
-            self.open[-1].text += data
-
-    def handle_comment(self, data: str) -> None:
-        raise AssertionError(f"a comment: {data}")
+def elements_of(page: str) -> list[ElementTree.Element]:
+    """Read a page as XML, in which no element may be left open and no attribute may occur twice."""
+    assert "<!--" not in page
+    closed = set(re.findall(r"<([\w-]+)[^>]*/>", page))
+    assert closed <= {"g", "image", "path", "rect", "use"}  # HTML allows it only within SVG
+    page = re.sub(r"(<meta [^>]*)>", r"\1/>", page.replace("xlink:", ""))
+    page = page.replace(" hidden>", ' hidden="">')
+    page = re.sub(r"<(script|style)>(.*?)</\1>", r"<\1><![CDATA[\2]]></\1>", page, flags=re.DOTALL)
+    return list(ElementTree.fromstring(page).iter())
 
 
 def test_several_run_folders_are_merged_into_one_report(made, tmp_path):
     other = write_run_folder(tmp_path / "other", seed=3)
     text = markdown_page(load_report((made[0].parent, other)))
-    assert text.startswith("# run + other\n")
-    assert f"- run folders: {made[0].parent}, {other}\n" in text.replace("\\", "")
     for name in ("uniform-seed1 (run)", "uniform-seed1 (other)"):
         assert name in text
 
@@ -166,18 +135,18 @@ def nodes(tmp_path_factory):
     root = write_full_folder(tmp_path_factory.mktemp("page") / "<b>run & co", HOSTILE_NAMES)
     text = html_page(load_report((root,)))
     assert text.startswith("<!DOCTYPE html>\n")
-    return PageReader(text).nodes
+    return elements_of(text)
 
 
 def test_ids_are_unique_and_references_resolve(nodes):
-    ids = [node.attributes["id"] for node in nodes if "id" in node.attributes]
+    ids = [node.attrib["id"] for node in nodes if "id" in node.attrib]
     assert len(ids) == len(set(ids))
-    values = [value for node in nodes for value in node.attributes.values()]
+    values = [value for node in nodes for value in node.attrib.values()]
     pointed = {v[1:] for v in values if re.fullmatch("#[a-z][^;]*", v)}
     pointed |= {found for value in values for found in re.findall(r"url\(#(.*?)\)", value)}
     for node in nodes:
         for key in ("aria-labelledby", "aria-describedby"):
-            pointed |= set(node.attributes.get(key, "").split())
+            pointed |= set(node.get(key, "").split())
     assert len(pointed) > 30
     assert pointed <= set(ids)
 
@@ -185,17 +154,17 @@ def test_ids_are_unique_and_references_resolve(nodes):
 def test_only_the_script_of_the_page_runs_and_nothing_is_fetched(nodes):
     for node in nodes:
         assert node.tag not in ("iframe", "object", "embed", "link", "base", "form", "img")
-        assert not [key for key in node.attributes if key.startswith("on")], node
-        for key, value in node.attributes.items():
-            if key in ("href", "src", "srcset", "action", "data", "xlink:href", "poster"):
+        assert not [key for key in node.attrib if key.lower().startswith("on")], node
+        for key, value in node.attrib.items():
+            if key in ("href", "src", "srcset", "action", "data", "poster"):
                 assert value.startswith(("#", "data:image/png;base64,", "data:text/csv")), value
             assert not re.match(r"\s*(https?|javascript|file):", value), (node.tag, key, value)
             assert not re.search(r"url\((?!#)", value)
     script, style = ("".join(n.text for n in nodes if n.tag == t) for t in ("script", "style"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policies = [node for node in nodes if "http-equiv" in node.attributes]
-    assert [n.attributes["http-equiv"] for n in policies] == ["Content-Security-Policy"]
-    rules = policies[0].attributes["content"].split("; ")
+    (policy,) = (node for node in nodes if "http-equiv" in node.attrib)
+    assert policy.get("http-equiv") == "Content-Security-Policy"
+    rules = policy.attrib["content"].split("; ")
     assert rules[0] == "default-src 'none'"
     assert f"script-src 'sha256-{digest}'" in rules
     assert "img-src data:" in rules

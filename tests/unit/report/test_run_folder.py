@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from megatron_chameleon.artifacts import Corpus, Cost, Mixture
+from megatron_chameleon.artifacts import Cost, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import write_blend
 from megatron_chameleon.report.comparison import compare
@@ -116,13 +116,10 @@ def test_mixtures_of_the_same_name_are_read_from_their_folders(roots):
         assert f"4-mixture/doge/proxy-{name} (run-{name})" in ledger.entries
 
 
-def test_another_corpus_is_rejected_with_both_hashes(tmp_path, roots):
+def test_another_corpus_is_rejected(tmp_path, root):
     other = write_run_folder(tmp_path / "run-c", ["x", "y"])
-    hashes = [Corpus.load(root / "1-corpus").hash[:12] for root in (roots[0], other)]
-    with pytest.raises(UserError, match="of another corpus") as rejected:
-        merged([roots[0], other])
-    for part in (*hashes, str(roots[0] / "1-corpus"), str(other / "1-corpus")):
-        assert part in str(rejected.value)
+    with pytest.raises(UserError, match=f"{other / '1-corpus'} is of another corpus"):
+        merged([root, other])
 
 
 @pytest.mark.parametrize("has_corpus", [True, False])
@@ -132,11 +129,8 @@ def test_unevaluated_runs_of_another_corpus_are_rejected(root, has_corpus):
     (root / f"6-evaluation/{CHAMELEON}.json").unlink()
     if not has_corpus:
         shutil.rmtree(root / "1-corpus")
-    with pytest.raises(UserError, match="move it to a run folder of its corpus") as rejected:
+    with pytest.raises(UserError, match=f"{root / '5-base' / CHAMELEON} is of another corpus"):
         compare(RunFolder.load(root))
-    known = "1-corpus" if has_corpus else f"6-evaluation/{UNIFORM}.json"
-    assert f"{root / '5-base' / CHAMELEON} is of another corpus" in str(rejected.value)
-    assert str(root / known) in str(rejected.value)
 
 
 def test_blends_next_to_mixtures_are_no_mixtures(roots):

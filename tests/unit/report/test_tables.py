@@ -9,12 +9,7 @@ import re
 import pandas as pd
 import pytest
 
-from megatron_chameleon.report.tables import (
-    Table,
-    csv_table,
-    csv_text,
-    markdown,
-)
+from megatron_chameleon.report.tables import Table, csv_table, csv_text, markdown
 
 
 @pytest.mark.parametrize(

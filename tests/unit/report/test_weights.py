@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Mixture, Repeats, SampledTokens
-from megatron_chameleon.report.page import report_stability
 from megatron_chameleon.report.run_folder import RunFolder
 from megatron_chameleon.report.weights import (
     MOST_TABLES,
@@ -111,18 +110,3 @@ def test_changes_and_distances_are_relative_to_the_centre(sweep, mixtures):
     intervals = list((mixtures[1].intervals or {}).values())
     np.testing.assert_allclose(axis.intervals[1], intervals)
     assert (still.label, list(still.distances)) == ("layer", [0.0, 0.0])
-
-
-def test_stability_report_has_figures_tables_and_cost(sweep, capsys):
-    report_stability(sweep)
-    folder = sweep.root / "7-report"
-    assert sorted(path.name for path in folder.iterdir()) == ["stability.pdf", "stability.png"]
-    assert (folder / "stability.pdf").read_bytes().startswith(b"%PDF")
-    printed = capsys.readouterr().out
-    assert "Weights over ridge" in printed
-    assert "Weights over layer" in printed
-    assert "4 mixtures took 3.00e+12 FLOPs and 2 device-hours" in printed
-    assert (
-        f"next: megatron-chameleon pretrain_gpt --mixture {sweep.root / sweep.centre.mixture}"
-        in printed
-    )

@@ -15,7 +15,7 @@ from megatron_chameleon.model.gpt import build_model
 from tests.families import LENGTH, VARIANTS
 
 CASE = Case("nano", 32, False, tokens_per_step=128)
-ARGUMENTS = argparse.Namespace(peak=None, repeats=5)
+ARGUMENTS = argparse.Namespace(peak=None, repeats=2)
 
 
 PLAIN_NAMES = {
@@ -70,4 +70,4 @@ def test_contestants_train_on_the_same_number_of_tokens(one_rank):
     found = train.time_interleaved(contestants, CASE, ARGUMENTS)
     assert found.keys() == contestants.keys()
     for entry in found.values():
-        assert (entry["tokens_per_step"], len(entry["seconds"])) == (128, 5)
+        assert (entry["tokens_per_step"], len(entry["seconds"])) == (128, 2)

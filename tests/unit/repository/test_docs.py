@@ -104,12 +104,8 @@ def test_every_tool_has_a_page_with_valid_examples():
             arguments = [*words[start + 1 :], ">"]
             arguments = arguments[: arguments.index(">")]
             commands = TOOLS[tool].commands
-            if "" in commands:
-                parse_options(commands[""], arguments)
-            elif arguments[0] in commands:
-                parse_options(commands[arguments[0]], arguments[1:])
-            elif flags := [argument for argument in arguments if argument in commands]:
-                parse_options(commands[flags[0]], [a for a in arguments if a != flags[0]])
-            else:
-                chosen, rest = take_values("--method", arguments)
-                parse_options(commands[f"--method {chosen[0] if chosen else 'chameleon'}"], rest)
+            chosen, rest = take_values("--method", arguments)
+            method = f"--method {chosen[0] if chosen else 'chameleon'}"
+            key = next(key for key in ("", *arguments, method) if key in commands)
+            own = rest if key == method else [word for word in arguments if word != key]
+            parse_options(commands[key], own)

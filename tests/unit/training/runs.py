@@ -21,6 +21,10 @@ from megatron_chameleon.training.records import Progress
 from megatron_chameleon.training.run_folder import LOCK_NAME, locked_run_folder
 from megatron_chameleon.training.trainer import Trainer
 
+OVERLAPPED = TrainingParallelOptions(
+    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+)
+
 
 def progress_of_run(options: PretrainOptions) -> Progress:
     """Roll a run back to the checkpoint from which a command with these options resumes."""

@@ -12,15 +12,13 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
-from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import unwrap
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.random_training import RandomTraining, random_batches
-from tests.unit.checkpoint.samples import record_at
+from tests.unit.checkpoint.samples import saved
 
 SHAPE = ModelConfig(2, 4, 64, 128, vocab_size=200, max_sequence_length=32)
 OPTIONS = OptimizerOptions(
@@ -81,8 +79,7 @@ def test_training_resumes_bit_for_bit(one_rank, tmp_path, bf16):
     straight, resumed = (training_on(one_rank, options, bf16=bf16, train_iters=8) for _ in range(2))
     for _ in range(3):
         step_on(straight)
-    save_checkpoint(straight.model.state(), record_at(tmp_path / "step"))
-    record = CheckpointRecord.load(tmp_path / "step")
+    record = saved(straight.model.state(), tmp_path / "step")
     load_training(record, resumed.chunks, resumed.optimizer, resumed.model.scheduler)
     for training in (straight, resumed):
         for _ in range(3):

@@ -11,9 +11,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.checkpoint.load import load_training
-from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
@@ -25,7 +23,7 @@ from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.training.options import OptimizerOptions
 from tests.random_training import RandomTraining, random_batches
 from tests.small_corpus import word_tokenizer
-from tests.unit.checkpoint.samples import record_at
+from tests.unit.checkpoint.samples import saved
 
 BASE, HEAD, LENGTH, ROWS = 64, 16, 32, 8
 OPTIONS = OptimizerOptions(lr=1e-2, min_lr=1e-2, lr_warmup_iters=0, weight_decay=0.0)
@@ -151,9 +149,8 @@ def test_training_resumes_with_the_rate_of_each_group(one_rank, tmp_path, sharde
         for _ in range(2)
     )
     train(straight)
-    save_checkpoint(straight.model.state(), record_at(tmp_path / "step"))
+    record = saved(straight.model.state(), tmp_path / "step")
     train(straight)
-    record = CheckpointRecord.load(tmp_path / "step")
     load_training(record, resumed.chunks, resumed.optimizer, resumed.model.scheduler)
     train(resumed)
     expected = dict(unwrap(straight.chunks[0]).named_parameters())

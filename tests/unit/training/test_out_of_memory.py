@@ -21,12 +21,9 @@ from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.trainer import pretrain
 from tests.peak_memory import peak_bytes
 from tests.random_training import train_step
-from tests.unit.training.runs import run_out
+from tests.unit.training.runs import OVERLAPPED, run_out
 
 TOLERANCE = 0.01
-OVERLAPPED = TrainingParallelOptions(
-    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-)
 APART = DocumentBoundaryOptions(reset_attention_mask=True, eod_mask_loss=True)
 
 

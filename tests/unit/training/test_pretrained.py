@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from megatron_chameleon.training.trainer import pretrain
 from tests.families import llama
 from tests.rounding import assert_as_near
 from tests.small_corpus import VOCAB_SIZE, ring_document, word_tokenizer, write_small_corpus
+from tests.unit.checkpoint.samples import change_config
 from tests.unit.training.runs import losses, progress_of_run, weights_at
 
 POSITIONS = 40
@@ -44,11 +44,6 @@ def write_gpt2(folder: Path, **config) -> Path:
     settings = transformers.GPT2Config(**{"initializer_range": 0.2, **config})
     transformers.GPT2LMHeadModel(settings).save_pretrained(folder)
     return folder
-
-
-def change_config(folder: Path, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.fixture

@@ -204,18 +204,18 @@ def test_gradients_are_finalized_bitwise_as_by_megatron(one_rank, num_tokens, mo
     assert all(map(torch.equal, found[0], values)) == (num_tokens in (None, 0, 1))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_models_are_freed(one_rank, sharded):
+def test_models_are_freed(one_rank):
     def models():
         gc.collect()
         return {id(each) for each in gc.get_objects() if type(each) is DistributedDataParallel}
 
     before = models()
-    Stepper(dataclasses.replace(one_rank, use_distributed_optimizer=sharded))()
+    for sharded in (False, True):
+        Stepper(dataclasses.replace(one_rank, use_distributed_optimizer=sharded))()
     assert not models() - before
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_separated_documents_have_the_losses_of_each_document_alone(one_rank, family):
     """Rotary positions are relative, so they are not reset."""
     config = FAMILIES[family]

@@ -115,7 +115,8 @@ def test_documents_of_the_target_in_the_training_text_are_a_warning(
     with pytest.warns(
         MixtureWarning, match=r"documents of 'mine' are in the training text of 'code'"
     ):
-        pretrain(options_for(corpus=corpus.root, target=target))
+        once = ValidationOptions(eval_interval=6)
+        pretrain(options_for(corpus=corpus.root, target=target, validation=once))
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -138,25 +139,6 @@ def test_best_checkpoint_is_kept_until_there_is_a_better_one(options_for, prescr
     assert best_of(options.run_dir) == (2, 3.0)
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_interrupted_run_has_the_best_checkpoint_of_an_uninterrupted_one(
-    options_for, prescribe, monkeypatch, async_save
-):
-    checkpointing = CheckpointingOptions(async_save=async_save, keep_last_checkpoints=1)
-    prescribe(4.0, 3.0, 3.5, 3.2, 3.1, 5.0)
-    options = options_for(checkpointing=checkpointing)
-    with monkeypatch.context() as patched:
-        before_steps(patched, {4: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
-        pretrain(options)
-    assert (TrainingRun.load(options.run_dir).status, *best_of(options.run_dir)) == (
-        *("interrupted", 2, 3.0),
-    )
-    assert steps_in(options.run_dir) == [2, 4]
-    pretrain(options)
-    assert steps_in(options.run_dir) == [2, 6]
-    assert best_of(options.run_dir) == (2, 3.0)
-
-
 def test_killed_run_measures_the_best_checkpoint_again(options_for):
     options = options_for(checkpointing=CheckpointingOptions(keep_last_checkpoints=0))
     pretrain(options)
@@ -169,15 +151,21 @@ def test_killed_run_measures_the_best_checkpoint_again(options_for):
     assert resumed.checkpoints == run.checkpoints
 
 
-def test_other_target_and_deleted_checkpoint_start_a_new_best(options_for, prescribe, monkeypatch):
-    prescribe(2.0, 3.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0)
-    checkpointing = CheckpointingOptions(keep_last_checkpoints=1)
+def test_an_interrupted_run_keeps_its_best_checkpoint_if_it_has_the_same_target(
+    options_for, prescribe, monkeypatch
+):
+    prescribe(2.0, 3.0, 4.0, *[3.0] * 9)
+    checkpointing = CheckpointingOptions(async_save=True, keep_last_checkpoints=1)
     options = options_for(checkpointing=checkpointing)
     with monkeypatch.context() as patched:
         before_steps(patched, {3: lambda _model: os.kill(os.getpid(), signal.SIGTERM)})
         pretrain(options)
-    assert best_of(options.run_dir) == (1, 2.0)
-    copy = shutil.copytree(options.run_dir, options.run_dir.with_name("copy"))
+    assert (best_of(options.run_dir), steps_in(options.run_dir)) == ((1, 2.0), [1, 3])
+    copy, same = (
+        shutil.copytree(options.run_dir, options.run_dir.with_name(name)) for name in "ab"
+    )
+    pretrain(dataclasses.replace(options, run_dir=same))
+    assert (best_of(same), steps_in(same)) == ((1, 2.0), [1, 6])
     pretrain(dataclasses.replace(options, target=TargetOptions("code,poems")))
     assert (best_of(options.run_dir), steps_in(options.run_dir)) == ((4, 3.0), [4, 6])
     shutil.rmtree(step_folder(copy, 1))
