@@ -13,40 +13,29 @@ from megatron_chameleon.artifacts import Corpus, Mixture, Split
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.interchange.mixture_runs import MixtureRuns, write_mixture_runs
+from megatron_chameleon.interchange.mixture_runs import write_mixture_runs
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.method import find_methods
 from megatron_chameleon.methods.mixing_laws import LawOptions, MixingLawsOptions
-from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
-from megatron_chameleon.methods.regmix import RegmixOptions, TreeOptions
+from megatron_chameleon.methods.options import PriorOptions
+from megatron_chameleon.methods.regmix import RegmixOptions
 from megatron_chameleon.methods.surrogate import OptimumOptions, SurrogateOptions
 from megatron_chameleon.methods.swarm import MixtureSamplingOptions
-from megatron_chameleon.training.options import OptimizerOptions
 from tests.small_corpus import DOMAINS, PREDICTABLE, ring_document, write_small_corpus
-from tests.unit.methods.swarm.small_swarm import SWARM
+from tests.unit.methods.swarm.small_swarm import PROXY, SWARM
+from tests.unit.methods.swarm.test_fit import TREES, runs_of
 
 EQUAL = [1 / 3] * 3
-PROXY = ProxyOptions(
-    model="nano",
-    seq_length=32,
-    train_iters=2,
-    global_batch_size=4,
-    micro_batch_size=4,
-    optimizer=OptimizerOptions(lr=1e-2, lr_warmup_iters=1),
-)
+OF_PROXY = {"proxy": dataclasses.replace(PROXY, train_iters=2)}
 OF_SWARMS: dict[str, Any] = {
-    "num_proxies": 6,
+    "num_proxies": 4,
     "sampling": MixtureSamplingOptions(smallest_weight=0.05),
     "swarm": dataclasses.replace(SWARM, train_iters=2),
 }
 METHODS: dict[Any, dict[str, Any]] = {
-    DoremiOptions: {"proxy": PROXY},
-    DogeOptions: {"proxy": PROXY},
-    RegmixOptions: {
-        "trees": TreeOptions(num_trees=10, num_draws=500, num_best=10, folds=2),
-        **OF_SWARMS,
-    },
+    DoremiOptions: OF_PROXY,
+    DogeOptions: OF_PROXY,
     MixingLawsOptions: {"laws": LawOptions(num_starts=2), **OF_SWARMS},
     SurrogateOptions: {
         "fallback": PriorOptions("uniform"),
@@ -87,7 +76,7 @@ def compute(corpus, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("options_type", METHODS)
+@pytest.mark.parametrize("options_type", [DoremiOptions, MixingLawsOptions])
 def test_without_a_gain_the_prior_is_written_and_no_proxy_is_trained(compute, options_type, capsys):
     """The average over the domains is predicted best by Uniform."""
     mixture, is_trained = compute(options_type)
@@ -117,30 +106,24 @@ def test_the_prior_is_written_within_the_limits(compute, corpus):
 ACCEPTING = {"fallback": PriorOptions(accept_uncertain=True)}
 
 
+def test_proxies_are_trained_for_a_certain_gain(compute, capsys):
+    mixture, is_trained = compute(DogeOptions, target="mine")
+    assert is_trained
+    assert "headroom" not in mixture.parameters
+    assert "predicted gain" in capsys.readouterr().out
+
+
 @pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
-@pytest.mark.parametrize(
-    ("options_type", "changes"),
-    [(DoremiOptions, ACCEPTING), (RegmixOptions, ACCEPTING), (DogeOptions, {"target": "mine"})],
-)
-def test_proxies_are_trained_for_a_certain_gain_or_if_the_user_accepts_none(
-    compute, options_type, changes, capsys
+@pytest.mark.parametrize("options_type", [DoremiOptions, MixingLawsOptions])
+def test_no_gain_is_predicted_if_the_user_accepts_none_or_proxies_exist(
+    compute, options_type, capsys
 ):
-    mixture, is_trained = compute(options_type, **changes)
-    assert is_trained
-    assert mixture.cost.flops + mixture.parameters["total_cost"]["flops"] > 0
-    assert "headroom" not in mixture.parameters
-    assert ("predicted gain" in capsys.readouterr().out) == ("target" in changes)
-
-
-@pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
-@pytest.mark.parametrize("options_type", [DogeOptions, MixingLawsOptions])
-def test_a_resumed_command_trains_and_predicts_nothing(compute, options_type, capsys):
-    compute(options_type, **ACCEPTING)
-    capsys.readouterr()
-    mixture, is_trained = compute(options_type)
-    assert is_trained
-    assert "headroom" not in mixture.parameters
-    assert "predicted gain" not in capsys.readouterr().out
+    for changes in (ACCEPTING, {}):
+        mixture, is_trained = compute(options_type, **changes)
+        assert is_trained
+        assert mixture.cost.flops + mixture.parameters["total_cost"]["flops"] > 0
+        assert "headroom" not in mixture.parameters
+        assert "predicted gain" not in capsys.readouterr().out
 
 
 def test_the_method_continues_if_the_gain_cannot_be_measured(compute, tmp_path, capsys):
@@ -162,34 +145,21 @@ def test_a_mistake_is_not_a_gain_that_cannot_be_measured(compute, changes):
         compute(DogeOptions, **changes)
 
 
-def existing(tmp_path, losses_of) -> dict[str, Any]:
-    """Tables of 32 runs on random mixtures [n, 3], with the losses [n, 3] of ``losses_of``."""
-    mixtures = np.random.default_rng(0).dirichlet(np.ones(3), 32)
-    keys = [str(number) for number in range(len(mixtures))]
-    tables = {"ratios": tmp_path / "ratios.csv", "metrics": tmp_path / "metrics.csv"}
-    runs = MixtureRuns(keys, list(DOMAINS), mixtures, list(DOMAINS), losses_of(mixtures))
-    write_mixture_runs(runs, **tables)
-    return tables
-
-
 @pytest.mark.filterwarnings("ignore::megatron_chameleon.artifacts.MixtureWarning")
-@pytest.mark.parametrize("options_type", [RegmixOptions, MixingLawsOptions])
+@pytest.mark.parametrize(
+    ("options_type", "fit"),
+    [(RegmixOptions, {"trees": TREES}), (MixingLawsOptions, {"laws": LawOptions(num_starts=2)})],
+)
 def test_a_fit_to_noise_gives_the_prior_and_a_fit_to_losses_the_optimum(
-    corpus, tmp_path, options_type, capsys
+    corpus, tmp_path, options_type, fit, capsys
 ):
-    kind = "trees" if options_type is RegmixOptions else "laws"
-    settings = {
-        "corpus": corpus,
-        "output": tmp_path / "mixture.json",
-        kind: METHODS[options_type][kind],
-    }
-    if options_type is RegmixOptions:
-        settings[kind] = TreeOptions(num_trees=100, tree_learning_rate=0.1, num_draws=3000)
+    tables = {"ratios": tmp_path / "ratios.csv", "metrics": tmp_path / "metrics.csv"}
+    settings = {"corpus": corpus, "output": tmp_path / "mixture.json", **fit, **tables}
     (method,) = (each for each in find_methods().values() if each.options is options_type)
 
     def fitted(losses_of, **changes) -> Mixture:
-        tables = existing(tmp_path, losses_of)
-        assert not method.compute(options_type(**settings, **tables, **changes))
+        write_mixture_runs(runs_of(losses_of, 32), **tables)
+        assert not method.compute(options_type(**settings, **changes))
         return Mixture.load(settings["output"])
 
     rng = np.random.default_rng(1)

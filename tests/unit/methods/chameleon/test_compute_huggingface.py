@@ -63,7 +63,7 @@ def compute(numbers_corpus, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_vectors_equal_those_of_our_model(compute, numbers_corpus, tmp_path, family):
     """A folder of a family that we train gives the same vectors, converted or not."""
     folder, checkpoint = write_model(tmp_path / "model", family), tmp_path / "checkpoint"

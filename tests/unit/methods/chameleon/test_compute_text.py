@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def compute(proxy, tmp_path):
     def run(inputs, **changes):
         values = {
             "checkpoint": proxy.checkpoint,
-            "source": SourceOptions((tuple(f"{name}={file}" for name, file in inputs.items()),)),
+            "source": source_of(inputs),
             "output": tmp_path / "out" / "mixture.json",
             "extraction": EXTRACTION,
             "weighting": WeightingOptions("scaled", bootstrap_resamples=20),
@@ -66,33 +67,35 @@ def compute(proxy, tmp_path):
         }
         options = ChameleonOptions(**values)
         compute_mixture(options)
-        return Mixture.load(options.output), EmbeddingStore.load(
-            options.output.parent / "embeddings"
-        )
+        store = EmbeddingStore.load(options.output.parent / "embeddings")
+        return Mixture.load(options.output), store
 
     return run
 
 
-def as_corpus(files, proxy, folder):
-    """Preprocess all text of ``files`` to training text, with a held-out document each."""
-    held_out: dict[str, list[str]] = {}
-    for name in files:
-        for split in ("valid", "test"):
-            path = folder / f"{name}-{split}.jsonl"
-            path.write_text(json.dumps({"text": f"{split} of {name}"}))
-            held_out.setdefault(split, []).append(f"{name}={path}")
+def source_of(files):
+    return SourceOptions((tuple(f"{name}={file}" for name, file in files.items()),))
+
+
+def of_corpus(files, proxy, folder):
+    """Preprocess all text of ``files`` to training text, with a held-out document each.
+
+    Returns:
+        Options with which ``compute`` reads this corpus.
+    """
+    held_out: dict[str, Any] = {}
+    corpus = folder / "corpus"
+    for split in ("valid", "test"):
+        for name in files:
+            (folder / f"{name}-{split}.jsonl").write_text(f'{{"text": "{split} of {name}"}}')
+        paths = tuple(f"{name}={folder / name}-{split}.jsonl" for name in files)
+        held_out[f"{split}_input"] = (paths,)
+    domains = DomainOptions(**held_out)
     preprocess_data(
-        PreprocessOptions(
-            SourceOptions((tuple(f"{name}={file}" for name, file in files.items()),)),
-            folder / "corpus",
-            proxy.tokenizer,
-            DomainOptions(
-                valid_input=(tuple(held_out["valid"]),), test_input=(tuple(held_out["test"]),)
-            ),
-            workers=1,
-        )
+        PreprocessOptions(source_of(files), corpus, proxy.tokenizer, domains, workers=1)
     )
-    return folder / "corpus"
+    output = folder / "corpus-out" / "mixture.json"
+    return {"corpus": corpus, "source": SourceOptions(()), "output": output}
 
 
 def vectors(store):
@@ -111,13 +114,7 @@ def test_text_that_is_read_completely_gives_the_vectors_of_its_corpus(
     # Otherwise long documents would be cut into excerpts.
     monkeypatch.setattr(domains_module, "_CHARACTERS_PER_TOKEN", 1000)
     mixture, store = compute(files)
-    corpus = as_corpus(files, proxy, tmp_path)
-    output = tmp_path / "corpus-out" / "mixture.json"
-    source = SourceOptions(())
-    from_corpus, its_store = (
-        compute(files, corpus=corpus, source=source, output=output)[0],
-        EmbeddingStore.load(output.parent / "embeddings"),
-    )
+    from_corpus, its_store = compute(files, **of_corpus(files, proxy, tmp_path))
     assert_equal(vectors(store), vectors(its_store))
     assert mixture.weights == from_corpus.weights
     assert mixture.intervals == from_corpus.intervals
@@ -142,10 +139,19 @@ def test_a_sample_gives_the_vectors_of_the_corpus_of_the_sampled_text(
         assert sum(map(len, texts)) < 0.5 * len(everything)
         sampled[name] = tmp_path / f"sampled-{name}.jsonl"
         sampled[name].write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    corpus = as_corpus(sampled, proxy, tmp_path)
-    output = tmp_path / "corpus-out" / "mixture.json"
-    compute(files, corpus=corpus, source=SourceOptions(()), output=output)
-    assert_equal(vectors(store), vectors(EmbeddingStore.load(output.parent / "embeddings")))
+    _, of_sample = compute(files, **of_corpus(sampled, proxy, tmp_path))
+    assert_equal(vectors(store), vectors(of_sample))
+    # The sample depends on the seed only.
+    again, other = (
+        compute(
+            files,
+            extraction=dataclasses.replace(EXTRACTION, extraction_seed=seed),
+            output=tmp_path / f"seed-{seed}" / "mixture.json",
+        )[1]
+        for seed in (0, 1)
+    )
+    assert_equal(vectors(store), vectors(again))
+    assert not np.array_equal(store.vectors("web").mean(0), other.vectors("web").mean(0))
 
 
 def test_the_printed_command_makes_a_corpus_of_folders_of_text(compute, proxy, tmp_path, capsys):
@@ -198,31 +204,16 @@ def sampled_text(source):
     return RawText(SourceOptions(()), {"web": [source]})
 
 
-def test_an_object_with_another_etag_is_other_text():
+def test_a_changed_source_is_other_text(tmp_path):
     source = Source("web", "lines", "https://host/a.jsonl", bytes=9, etag="1")
     other = dataclasses.replace(source, etag="2")
     assert sampled_text(source).hash == sampled_text(source).hash != sampled_text(other).hash
-
-
-def test_a_changed_folder_of_a_data_set_is_other_text(tmp_path):
     (tmp_path / "a.csv").write_text("text\na\n")
     text = sampled_text(Source("web", "dataset", f"hf:{tmp_path}"))
     before = text.domain_hash("web")
     assert text.domain_hash("web") == before
     (tmp_path / "a.csv").write_text("text\nab\n")
     assert text.domain_hash("web") != before
-
-
-def test_the_sample_depends_on_the_seed_only(compute, files, monkeypatch, tmp_path):
-    monkeypatch.setattr(sample_module, "_FINE", (10, 1 << 10))
-    found = []
-    for number, seed in enumerate((0, 0, 1)):
-        extraction = dataclasses.replace(EXTRACTION, extraction_seed=seed)
-        output = tmp_path / str(number) / "mixture.json"
-        compute(files, extraction=extraction, output=output)
-        found.append(vectors(EmbeddingStore.load(output.parent / "embeddings")))
-    assert_equal(found[0], found[1])
-    assert not np.array_equal(found[0]["web"].mean(0), found[2]["web"].mean(0))
 
 
 def test_text_is_reported_and_a_blend_of_names_is_written(compute, files, tmp_path, capsys):

@@ -22,13 +22,11 @@ from megatron_chameleon.artifacts import (
     EmbeddingStore,
     find_checkpoint,
 )
-from megatron_chameleon.artifacts.corpus import Domain, DomainSplit
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.model import CheckpointModel
 from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.import_corpus import import_corpus
-from megatron_chameleon.corpus.indexed import IndexedWriter
 from megatron_chameleon.corpus.options import ImportOptions
 from megatron_chameleon.corpus.windows import spread_windows
 from megatron_chameleon.embedding.embed import embed_windows
@@ -41,7 +39,7 @@ from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 from megatron_chameleon.training.options import OptimizerOptions
 from megatron_chameleon.training.trainer import pretrain
-from tests.small_corpus import DOMAINS, word_tokenizer, write_small_corpus
+from tests.small_corpus import DOMAINS, word_tokenizer, write_corpus, write_small_corpus
 
 
 @pytest.fixture(scope="module")
@@ -66,25 +64,15 @@ def written(corpus, root, kinds):
 
     ``kinds(name, split)`` selects the kinds in each split.
     """
-    root.mkdir(parents=True)
-    shutil.copy(corpus.root / "tokenizer.json", root)
-    splits = {}
+    mixed = {}
     for split in SPLITS:
-        mixed = [
-            text
-            for name in corpus.names
-            if kinds(name, split)
-            for text in texts_of(corpus, name, split)
-        ]
-        mixed.sort(key=lambda text: hashlib.sha256(text).digest())
-        writer = IndexedWriter(root / f"web-{split}", corpus.dtype)
-        for text in mixed:
-            writer.add(np.frombuffer(text, corpus.dtype))
-        digest = writer.finish()
-        counts = (writer.documents, writer.tokens, 5 * writer.tokens)
-        splits[split] = DomainSplit(f"web-{split}", *counts, digest)
-    dataclasses.replace(corpus, root=root, domains={"web": Domain(*splits.values())}).save()
-    return Corpus.load(root)
+        kept = [name for name in corpus.names if kinds(name, split)]
+        texts = [text for name in kept for text in texts_of(corpus, name, split)]
+        texts.sort(key=lambda text: hashlib.sha256(text).digest())
+        mixed[split] = [np.frombuffer(text, corpus.dtype)[:-1] for text in texts]
+    web = write_corpus(root, {"web": mixed}, corpus.tokenizer.sha256)
+    shutil.copy(corpus.root / "tokenizer.json", root)
+    return web
 
 
 def texts_of(corpus, name, split):

@@ -37,6 +37,13 @@ from tests.unit.training.runs import before_steps, poison
 
 INTERVAL = 2
 ONLINE = {
+    "chameleon": OnlineOptions(
+        online="chameleon",
+        online_interval=INTERVAL,
+        online_windows=12,
+        online_recipe="scaled",
+        online_smoothing=0.3,
+    ),
     "odm": OnlineOptions(online="odm", online_interval=INTERVAL, online_smoothing=0.5),
     "ado": OnlineOptions(
         online="ado", online_interval=INTERVAL, online_smoothing=0.25, online_warmup_iters=0
@@ -215,6 +222,14 @@ def test_ado_keeps_a_bounded_history():
     np.testing.assert_allclose(losses[-1], every[-8:, :2].sum(0) / tokens[-1])
 
 
+def drops_of(losses, weights):
+    """Drop [m, k] of the ``losses`` [m] of each step while each domain was emphasized."""
+    drops = np.zeros((len(losses[0]), 3))
+    for number in (1, 2, 3):
+        drops[:, np.argmax(weights[number])] = losses[number - 1] - losses[number]
+    return drops
+
+
 def test_aioli_follows_the_validation_losses(options):
     """The run's own validations read the same windows, so the log has the losses of Aioli."""
     validation = ValidationOptions(eval_interval=1, eval_tokens=3 * 32)
@@ -222,11 +237,8 @@ def test_aioli_follows_the_validation_losses(options):
     losses = [np.array(list(line["validation_loss"].values())) for line in run.metrics()]
     starts, weights = zip(*weights_of(run), strict=True)
     assert starts == (0, 8, 16, 24, 32)
-    drops = np.zeros((3, 3))
-    for number in (1, 2, 3):
-        np.testing.assert_allclose(sorted(weights[number]), [0.125, 0.125, 0.75])
-        drops[:, np.argmax(weights[number])] = losses[number - 1] - losses[number]
-    gains = normalized_gains(mixing_matrix(drops, 0.75))
+    np.testing.assert_allclose(np.sort(weights[1:4]), [[0.125, 0.125, 0.75]] * 3)
+    gains = normalized_gains(mixing_matrix(drops_of(losses, weights), 0.75))
     expected = aioli_weights(np.full(3, 1 / 3), gains, 20.0)
     assert np.ptp(expected) > 0.05
     np.testing.assert_allclose(weights[4], expected, atol=2e-6)
@@ -252,9 +264,7 @@ def test_aioli_follows_the_losses_of_a_target(options, corpus, tmp_path):
         for line in whole.metrics()
     ]
     weights = [each for _start, each in weights_of(whole)]
-    drops = np.zeros((2, 3))
-    for number in (1, 2, 3):
-        drops[:, np.argmax(weights[number])] = losses[number - 1] - losses[number]
+    drops = drops_of(losses, weights)
     gains = normalized_gains(mixing_matrix(drops, 0.75), np.array([0.75, 0.25]))
     np.testing.assert_allclose(weights[4], aioli_weights(np.full(3, 1 / 3), gains, 20), atol=2e-6)
 

@@ -79,7 +79,7 @@ ROWS = [
 
 
 # Names that contain a number, but not the name of a member's folder.
-FOREIGN = ["lr-0.1", "1e3", "v2", "lr-0.00001", "1e00001", "run-000001", "-1", "9" * 5000]
+FOREIGN = ["v2", "lr-0.00001", "1e00001", "run-000001", "9" * 5000]
 
 
 def collect(folder, rows, **changes):

@@ -337,7 +337,6 @@ def test_diverged_members_are_recorded_and_left_out(corpus, tmp_path, changes, r
     [
         ({"lr": 5e-3}, MIXTURES, "--lr 0.01, not 0.005"),
         ({"downstream": TaskOptions(tasks=("sciq",))}, MIXTURES, "--tasks"),
-        ({"target_tokens": 3000}, MIXTURES, "--target-tokens None, not 3000"),
         ({"target_tokens": 1000}, MIXTURES, "--target-tokens 1000"),
         ({}, MIXTURES[[0, 2, 1, 3]], "member 1"),
         ({}, MIXTURES[:2], "4 members"),

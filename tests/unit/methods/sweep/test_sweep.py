@@ -15,10 +15,7 @@ from megatron_chameleon.artifacts import CheckpointRecord, EmbeddingStore, Sweep
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.commands.sweep_mixture import main
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
-from megatron_chameleon.methods.chameleon import (
-    ExtractionOptions,
-    WeightingOptions,
-)
+from megatron_chameleon.methods.chameleon import ExtractionOptions, WeightingOptions
 from megatron_chameleon.methods.doge import DogeRuleOptions
 from megatron_chameleon.methods.doremi import DoremiRuleOptions
 from megatron_chameleon.methods.options import ProxyOptions
@@ -26,7 +23,8 @@ from megatron_chameleon.methods.sweep.options import AxisOptions, SweepOptions
 from megatron_chameleon.methods.sweep.sweep import plan_sweep, point_of, sweep_mixture
 from megatron_chameleon.model.flops import paper_parameters
 from megatron_chameleon.report.weights import sweep_table, swept_axes
-from megatron_chameleon.training.options import OptimizerOptions, StoppingOptions
+from megatron_chameleon.training.options import StoppingOptions
+from tests.unit.methods.swarm.small_swarm import PROXY
 
 SMALL = AxisOptions(sweep_steps=(6, 3), sweep_ridge=(1.0,), sweep_num_windows=(8,))
 # Steps, steps of the run, windows, ridge. The proxy of the centre has 4 steps, and that of the
@@ -47,17 +45,7 @@ STOP_AT_ONCE = StoppingOptions(exit_duration_in_mins=1e-6)
 
 
 def proxy_options(**changes) -> ProxyOptions:
-    settings = {
-        "model": "nano",
-        "train_iters": 4,
-        "seq_length": 32,
-        "global_batch_size": 4,
-        "micro_batch_size": 4,
-        "seed": 5,
-        "save_interval": 2,
-        "optimizer": OptimizerOptions(lr=1e-2, lr_warmup_iters=1),
-    }
-    return ProxyOptions(**{**settings, **changes})
+    return dataclasses.replace(PROXY, **{"seed": 5, "save_interval": 2, **changes})
 
 
 def sweep_options(corpus, output, axes=SMALL, **changes) -> Any:
@@ -200,12 +188,6 @@ def test_every_proxy_and_store_is_computed_once(finished_sweep):
     assert "factor of --shrink" in set(table.cells["domain"])
 
 
-def test_checkpoints_that_a_run_did_not_keep_are_an_error(swept, options):
-    more = dataclasses.replace(SMALL, sweep_steps=(3, 5, 6))
-    with pytest.raises(UserError, match="no checkpoint of step 5"):
-        sweep_mixture(options(more))
-
-
 def test_a_sweep_is_extended_and_lost_artifacts_are_restored(swept, options, tmp_path, capsys):
     root = tmp_path / "run"
     metrics = [root / "2-proxy" / name / "metrics.jsonl" for name in PROXIES]
@@ -270,28 +252,17 @@ def test_a_sweep_of_a_hooked_method(hooked, tmp_path, capsys, method):
 
 
 @pytest.mark.parametrize(
-    ("method", "rules"),
+    ("method", "rule_type", "settings"),
     [
-        (
-            "doge",
-            [
-                DogeRuleOptions(),
-                DogeRuleOptions(0.01),
-                DogeRuleOptions(0.3),
-                DogeRuleOptions(0.3, doge_eps=0.1),
-            ],
-        ),
-        (
-            "doremi",
-            [DoremiRuleOptions(), DoremiRuleOptions(doremi_eta=1.0), DoremiRuleOptions("fork")],
-        ),
+        ("doge", DogeRuleOptions, [(), (0.01,), (0.3,), (0.3, 0.1)]),
+        ("doremi", DoremiRuleOptions, [(), ("original", 1.0), ("fork",)]),
     ],
 )
-def test_each_rule_has_its_own_proxies(hooked, method, rules):
+def test_each_rule_has_its_own_proxies(hooked, method, rule_type, settings):
     """The default rule is listed twice; the names of its proxies contain no digest."""
     values: dict[str, Any] = {"model": "nano", "steps": 4, "train_iters": 4}
-    points = [point_of(hooked(method, **{method: rule}), values) for rule in rules]
+    points = [point_of(hooked(method, **{method: rule_type(*s)}), values) for s in settings]
     names = [point.made_from[-1].parent.name for point in points]
     assert names == [point.mixture.stem for point in points]
     assert names[0] == names[1] == f"{method}-nano-4steps-seed5"
-    assert len(set(names)) == len(rules) - 1
+    assert len(set(names)) == len(settings) - 1
