@@ -35,7 +35,7 @@ from benchmarks.measure import compared, device_file, format_row, interleaved, m
 from benchmarks.real_text import read_texts, write_real_text
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.options import PreprocessOptions, SourceOptions
 from megatron_chameleon.corpus.preprocess import preprocess_data

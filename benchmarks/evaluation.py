@@ -36,7 +36,7 @@ from benchmarks.embedding import SIZE, TEXT_BYTES, write_model
 from benchmarks.measure import compared, device_file, format_row, interleaved, machine, put_row
 from benchmarks.real_text import write_real_text
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.evaluation.lm_eval_model import ScorerLM
 from megatron_chameleon.evaluation.options import PAPER_TASKS, DownstreamOptions

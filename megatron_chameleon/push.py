@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.artifacts.files import require_new, require_writable
 from megatron_chameleon.checkpoint.convert import write_huggingface
-from megatron_chameleon.checkpoint.model import CheckpointModel, Model, open_model
+from megatron_chameleon.checkpoint.open_model import CheckpointModel, Model, open_model
 from megatron_chameleon.checkpoint.options import PushOptions
 from megatron_chameleon.errors import UserError, first_line
 from megatron_chameleon.model.huggingface_config import describe

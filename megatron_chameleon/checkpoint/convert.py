@@ -16,7 +16,7 @@ from megatron_chameleon.artifacts import provenance
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
 from megatron_chameleon.artifacts.files import finish_replacements, sha256_of_files, writing
 from megatron_chameleon.checkpoint.huggingface import write_folder
-from megatron_chameleon.checkpoint.model import (
+from megatron_chameleon.checkpoint.open_model import (
     CheckpointModel,
     HuggingFaceModel,
     Model,
@@ -33,8 +33,8 @@ from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.huggingface import to_huggingface
 from megatron_chameleon.model.huggingface_config import CONFIG_NAME, config_fields, describe
+from megatron_chameleon.model.huggingface_tensors import to_huggingface
 from megatron_chameleon.parallel.layout import Layout, distributed
 from megatron_chameleon.parallel.options import ParallelOptions
 

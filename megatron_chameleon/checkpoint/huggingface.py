@@ -28,8 +28,8 @@ from megatron_chameleon.artifacts.files import (
 )
 from megatron_chameleon.corpus.tokenizer import Tokenizer
 from megatron_chameleon.errors import UserError, first_line
-from megatron_chameleon.model.huggingface import Tensors
 from megatron_chameleon.model.huggingface_config import CONFIG_NAME
+from megatron_chameleon.model.huggingface_tensors import Tensors
 
 PROVENANCE_NAME = "provenance.json"
 _SAFETENSORS, _PICKLED = "model.safetensors", "pytorch_model.bin"

@@ -49,7 +49,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.study.executor import Executor, Job
 from megatron_chameleon.study.ray import map_on_ray
-from megatron_chameleon.study.workers import reason, workers
+from megatron_chameleon.study.workers import portable, workers
 
 OnBytes = Callable[[int], object]
 
@@ -450,8 +450,9 @@ def make_on_ray(run: _Run, numbers: Sequence[int], on_bytes: OnBytes) -> None:
 
     Raises:
         UserError: from a task, or if Ray is unreachable or kills the same task several times.
+        RuntimeError: with the traceback of a task that failed for another reason.
     """
-    with contextlib.closing(map_on_ray(functools.partial(_make_on_ray, run), numbers)) as made:
+    with contextlib.closing(map_on_ray(functools.partial(_make_in_task, run), numbers)) as made:
         for number in made:
             on_bytes(run.plan.shard_bytes(number))
 
@@ -463,6 +464,8 @@ def make_in_processes(
 
     Raises:
         UserError: from a worker, or because a worker was killed.
+        RuntimeError: with the traceback of a worker that failed for another reason.
+        KeyboardInterrupt: after a stop signal to a worker.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // num_workers)
     prepare = functools.partial(_open_in_worker, run, threads)
@@ -470,10 +473,10 @@ def make_in_processes(
         executor = Executor([_job(run, number) for number in numbers], num_workers, launch)
         while executor.is_active:
             for event in executor.poll():
-                if event.state == "failed":
-                    raise UserError(event.message)
+                if event.error is not None:
+                    raise event.error
                 if event.state == "stopped":
-                    raise UserError("a worker process was stopped; run the same command again")
+                    raise KeyboardInterrupt
                 if event.state == "done":
                     on_bytes(run.plan.shard_bytes(int(event.job.name)))
 
@@ -506,9 +509,9 @@ def _make_in_worker(opened: tuple[_Run, Tokenizer], number: int) -> bool:
     return True
 
 
-def _make_on_ray(run: _Run, number: int) -> int:
+def _make_in_task(run: _Run, number: int) -> int:
     try:
         _make_in_worker(_open_in_worker(run, threads=1), number)
-    except Exception as error:
-        raise UserError(reason(error)) from error
+    except BaseException as error:
+        raise portable(error) from None
     return number

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe
-from megatron_chameleon.checkpoint.model import HuggingFaceModel, Model, open_model
+from megatron_chameleon.checkpoint.open_model import HuggingFaceModel, Model, open_model
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.encode import TextEncoder
 from megatron_chameleon.errors import UserError
@@ -140,7 +140,7 @@ def open_proxy(
     A Hugging Face model is run by transformers, which supports families that our GPT does not.
 
     Args:
-        path: see :func:`~megatron_chameleon.checkpoint.model.open_model`.
+        path: see :func:`~megatron_chameleon.checkpoint.open_model.open_model`.
         trust_remote_code: allow Python code in a Hugging Face folder to run.
         tokenizer: location of the tokenizer of a checkpoint; default: the recorded one.
 

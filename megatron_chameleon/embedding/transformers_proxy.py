@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megatron_chameleon.artifacts import Corpus, EmbeddingRecipe
 from megatron_chameleon.artifacts.files import read_foreign_json, sha256_of_files, sha256_of_json
 from megatron_chameleon.checkpoint.huggingface import CODE, stored_types
-from megatron_chameleon.checkpoint.model import HuggingFaceModel
+from megatron_chameleon.checkpoint.open_model import HuggingFaceModel
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.corpus.indexed import token_type
 from megatron_chameleon.corpus.tokenizer import (
@@ -35,8 +35,8 @@ from megatron_chameleon.corpus.tokenizer import (
 )
 from megatron_chameleon.embedding.proxy import Proxy
 from megatron_chameleon.errors import UserError, first_line
-from megatron_chameleon.model.huggingface import CONSTANT, UNQUANTIZED
 from megatron_chameleon.model.huggingface_config import CONFIG_NAME
+from megatron_chameleon.model.huggingface_tensors import CONSTANT, UNQUANTIZED
 from megatron_chameleon.model.readout import DEFAULT_WINDOW_LIMIT
 from megatron_chameleon.parallel.layout import Layout
 from megatron_chameleon.parallel.options import ParallelOptions

@@ -38,7 +38,7 @@ from megatron_chameleon.artifacts.downstream_result import (
 )
 from megatron_chameleon.artifacts.files import require_writable
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.model import Model, open_model
+from megatron_chameleon.checkpoint.open_model import Model, open_model
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import DownstreamOptions, TaskOptions

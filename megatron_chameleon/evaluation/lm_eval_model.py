@@ -20,7 +20,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron_chameleon.checkpoint.model import open_model
+from megatron_chameleon.checkpoint.open_model import open_model
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer, Tokens
@@ -209,7 +209,7 @@ class CheckpointLM(ScorerLM):
     """A model that lm-eval's own command opens, with the arguments of --model_args.
 
     Args:
-        checkpoint: any model; see :func:`~megatron_chameleon.checkpoint.model.open_model`.
+        checkpoint: any model; see :func:`~megatron_chameleon.checkpoint.open_model.open_model`.
         batch_size: sequences of the model's length per forward pass and rank.
         tensor_model_parallel_size: see ParallelOptions.
         pipeline_model_parallel_size: see ParallelOptions.

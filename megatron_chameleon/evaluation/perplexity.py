@@ -31,7 +31,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.blend.sampler import Batch, read_ahead, require_embeddings
-from megatron_chameleon.checkpoint.model import Model, open_model
+from megatron_chameleon.checkpoint.open_model import Model, open_model
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.domains import Domains, open_domains
 from megatron_chameleon.corpus.indexed import TokenFile, Tokens, in_memory

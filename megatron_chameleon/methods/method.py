@@ -22,7 +22,7 @@ SHARED_MODULES = {
     "options",
     "output",
     "predicted_gain",
-    "proxy",
+    "train_proxy",
     "training_free",
 }
 

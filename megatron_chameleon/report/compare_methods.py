@@ -29,16 +29,16 @@ from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.published import published_columns
 from megatron_chameleon.report import figures, tables
-from megatron_chameleon.report.comparison import (
+from megatron_chameleon.report.cost import TRAINING_OF_MODEL, MixtureCost, ledger_of
+from megatron_chameleon.report.downstream import scores
+from megatron_chameleon.report.options import CompareMethodsOptions
+from megatron_chameleon.report.results import (
     HELD_OUT_NOTE,
     by_domain,
     over_seeds,
     require_same_evaluation,
     results_table,
 )
-from megatron_chameleon.report.cost import TRAINING_OF_MODEL, MixtureCost, ledger_of
-from megatron_chameleon.report.downstream import scores
-from megatron_chameleon.report.options import CompareMethodsOptions
 from megatron_chameleon.report.run_folder import (
     BASE,
     DOWNSTREAM_SUFFIX,

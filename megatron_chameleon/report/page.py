@@ -24,7 +24,7 @@ from megatron_chameleon.artifacts.files import read_json, replacing, require_new
 from megatron_chameleon.artifacts.provenance import package_versions
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, mixture_run_tables
-from megatron_chameleon.report import comparison, cost, downstream, figures, paper, weights
+from megatron_chameleon.report import cost, downstream, figures, paper, results, weights
 from megatron_chameleon.report.options import Projection
 from megatron_chameleon.report.run_folder import (
     EVALUATION,
@@ -197,7 +197,7 @@ def load_report(
         raise UserError("no run folder given; pass at least one")
     distinct = list({os.path.realpath(run): run for run in reversed(runs)}.values())[::-1]
     folder = merge([RunFolder.load(run) for run in distinct])
-    compared = comparison.compare(folder, baseline) if folder.evaluations else None
+    compared = results.compare(folder, baseline) if folder.evaluations else None
     if compared is None:
         require_one_corpus([folder])
         evaluated = [downstream.base_run_of(folder, name) for name in folder.downstream]
@@ -221,12 +221,12 @@ def load_report(
     if compared is not None:
         tables |= {
             "result": [
-                comparison.target_table(compared),
-                comparison.seed_table(compared),
-                comparison.perplexity_table(folder, compared),
+                results.target_table(compared),
+                results.seed_table(compared),
+                results.perplexity_table(folder, compared),
             ],
-            "loss": [comparison.loss_table(compared)],
-            "bits-per-byte": [comparison.bits_per_byte_table(compared)],
+            "loss": [results.loss_table(compared)],
+            "bits-per-byte": [results.bits_per_byte_table(compared)],
         }
     pictures = {
         "weights": figures.weights_picture(mixtures),
@@ -247,10 +247,8 @@ def load_report(
     sections.append(_origins_section(folder, compared, distinct))
     return Report(
         " + ".join(ending or root.resolve().name for root, ending in folder.roots.items()),
-        [*comparison.held_out_findings(compared), *comparison.findings(compared)]
-        if compared
-        else [],
-        comparison.caveats(folder, compared) if compared else [NOT_EVALUATED],
+        [*results.held_out_findings(compared), *results.findings(compared)] if compared else [],
+        results.caveats(folder, compared) if compared else [NOT_EVALUATED],
         [section for section in sections if section.tables or section.facts or section.pictures],
         evaluated_runs(folder),
     )
@@ -298,7 +296,7 @@ def evaluated_runs(folder: RunFolder) -> MixtureRuns | None:
 
 
 def _origins_section(
-    folder: RunFolder, compared: comparison.Comparison | None, runs: Sequence[Path]
+    folder: RunFolder, compared: results.Comparison | None, runs: Sequence[Path]
 ) -> Section:
     """Provenance of the report: folders, corpus, protocol, software and dates of its artifacts."""
     made = [a.provenance for a in folder.artifacts.values() if a.provenance is not None]

@@ -17,9 +17,9 @@ import pandas as pd
 
 from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.interchange.published import PublishedColumn, published_column
-from megatron_chameleon.report.comparison import Comparison
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.downstream import base_run_of, compare_downstream
+from megatron_chameleon.report.results import Comparison
 from megatron_chameleon.report.run_folder import RunFolder, run_labels, same_weights
 from megatron_chameleon.report.tables import (
     METHOD_LABELS,

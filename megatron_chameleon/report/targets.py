@@ -30,8 +30,8 @@ from megatron_chameleon.report.compare_methods import (
     mixture_label,
     write_comparison,
 )
-from megatron_chameleon.report.comparison import by_domain
 from megatron_chameleon.report.options import CompareMethodsOptions
+from megatron_chameleon.report.results import by_domain
 from megatron_chameleon.report.run_folder import REPORT, RunFolder
 from megatron_chameleon.report.significance import holm_adjusted
 from megatron_chameleon.report.tables import Table

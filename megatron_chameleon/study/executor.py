@@ -80,12 +80,14 @@ class Event:
     Attributes:
         message: why the job failed.
         seconds: duration of a job that has ended.
+        error: the exception of the job's function: UserError, or RuntimeError for a bug.
     """
 
     job: Job
     state: State
     message: str = ""
     seconds: float = 0.0
+    error: Exception | None = None
 
 
 class Process(Protocol):
@@ -95,8 +97,8 @@ class Process(Protocol):
     def waited_for(self) -> Sequence[Any]:
         """Objects for :func:`multiprocessing.connection.wait`; one is ready after the end."""
 
-    def result(self) -> tuple[State, str] | None:
-        """State and error message of the job; None while it runs."""
+    def result(self) -> tuple[State, str | Exception] | None:
+        """State of the job, and its error or error message; None while it runs."""
 
     def stop(self) -> None:
         """Let the job save its state and stop."""
@@ -168,10 +170,10 @@ class Executor:
             if result is None:
                 continue
             del self._running[name]
-            state, message = result
+            state, problem = result
             if state == "done" and not job.done():
                 state = "stopped"
-            events.append(self._ended(job, state, message))
+            events.append(self._ended(job, state, problem))
         return events
 
     def _next(self) -> Job | None:
@@ -205,10 +207,12 @@ class Executor:
                     process.stop()
         return events
 
-    def _ended(self, job: Job, state: State, message: str) -> Event:
+    def _ended(self, job: Job, state: State, problem: str | Exception) -> Event:
         self.states[job.name] = state
         self._is_stopping |= state == "stopped"
-        return Event(job, state, message, time.monotonic() - self.started[job.name])
+        seconds = time.monotonic() - self.started[job.name]
+        error = problem if isinstance(problem, Exception) else None
+        return Event(job, state, str(problem), seconds, error)
 
 
 class Command:

@@ -6,6 +6,7 @@ A worker has imported its modules, and on a GPU has created its CUDA context, be
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -35,8 +36,8 @@ def workers(
 
     Args:
         count: number of worker processes.
-        prepare: picklable function that each worker calls first; its result is passed to the work
-            of each job.
+        prepare: picklable function that each worker calls once, before its first job; its result
+            is passed to the work of each job.
         fewer: for messages, how the user runs fewer jobs concurrently.
         preload: fork the workers from a process that has imported this module, since the imports
             take several seconds. None to spawn them, because forked processes cannot use CUDA.
@@ -97,25 +98,25 @@ class _Worker:
         """Objects that become ready when :meth:`result` can be called."""
         return [self._connection, self._process.sentinel]
 
-    def result(self) -> tuple[State, str] | None:
+    def result(self) -> tuple[State, str | Exception] | None:
         """State of the job, and its error; None while it runs."""
         if not (self._connection.poll() or not self._process.is_alive()):
             return None
         self.is_busy = False
         with contextlib.suppress(EOFError, OSError):  # the process has ended
             if self._connection.poll():
-                result: tuple[State, str] = self._connection.recv()
+                result: tuple[State, str | Exception] = self._connection.recv()
                 return result
         self._process.join()
         code = self._process.exitcode
         if code == -signal.SIGKILL:
-            return "failed", (
+            return "failed", UserError(
                 "a worker process was killed, probably for lack of memory; run the same command "
                 f"again with {self._fewer}"
             )
         if code in STOPPED:  # a stop signal ends a process that is not yet running the job
             return "stopped", ""
-        return "failed", f"a worker process ended with exit code {code}"
+        return "failed", RuntimeError(f"a worker process ended with exit code {code}")
 
     def stop(self) -> None:
         """Send SIGTERM to let the job save its state and stop."""
@@ -143,24 +144,33 @@ def _work(prepare: Callable[[], Any], connection: Connection) -> None:
         parent.join()
         os._exit(1)  # may interrupt the job; what it has saved stays valid
 
+    prepare_once = functools.cache(prepare)
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         threading.Thread(target=exit_with_parent, daemon=True).start()
-        prepared = prepare()
         while True:
             function = connection.recv()
+            result: tuple[State, str | Exception]
             try:
-                result: tuple[State, str] = ("done" if function(prepared) else "stopped"), ""
-            except Exception as error:
-                result = "failed", reason(error)
+                result = ("done" if function(prepare_once()) else "stopped"), ""
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of a library in Rust is no Exception
+                result = "failed", portable(error)
             connection.send(result)
 
 
-def reason(error: Exception) -> str:
-    """Return one line on an error of a job; print the traceback of a bug to the job's log."""
+def portable(error: BaseException) -> UserError | RuntimeError:
+    """Return an error in a form that survives pickling, which drops causes and tracebacks.
+
+    Returns:
+        UserError for a UserError or a system error; otherwise RuntimeError, with the traceback as a
+        note, since the message may be searched for the text of system errors.
+    """
     if isinstance(error, UserError):
-        return str(error)
+        return UserError(str(error))
     if message := system_error_message(error):
-        return f"{message}; fix it and run the same command again"
-    traceback.print_exc()
-    return f"{type(error).__name__}: {first_line(error)}"
+        return UserError(f"{message}; fix it and run the same command again")
+    failed = RuntimeError(f"{type(error).__name__} in a worker process: {first_line(error)}")
+    failed.add_note("".join(traceback.format_exception(error)))
+    return failed

@@ -23,7 +23,7 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.blend.dataset import BlendedTokens, check_enough_tokens, check_weights
 from megatron_chameleon.blend.order import MAX_SURPLUS
 from megatron_chameleon.blend.schedule import MixtureSchedule, check_changes, check_ramps
-from megatron_chameleon.checkpoint.model import Model
+from megatron_chameleon.checkpoint.open_model import Model
 from megatron_chameleon.corpus.data_path import DataPath, split_range
 from megatron_chameleon.corpus.domains import Domains, open_data_path, open_domains
 from megatron_chameleon.corpus.options import SourceOptions

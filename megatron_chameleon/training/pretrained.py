@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from megatron_chameleon.artifacts.record import differences
-from megatron_chameleon.checkpoint.model import Model, open_model
+from megatron_chameleon.checkpoint.open_model import Model, open_model
 from megatron_chameleon.corpus.domains import Domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.evaluation.downstream import evaluate_downstream
 from megatron_chameleon.evaluation.options import DownstreamOptions
 from megatron_chameleon.evaluation.scoring import Prompt, Question, Scorer

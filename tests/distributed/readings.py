@@ -22,7 +22,7 @@ from megatron_chameleon.checkpoint.convert import (
     convert_to_huggingface,
 )
 from megatron_chameleon.checkpoint.load import load_weights
-from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
+from megatron_chameleon.checkpoint.open_model import CheckpointModel, open_model
 from megatron_chameleon.checkpoint.options import FromHuggingFaceOptions, ToHuggingFaceOptions
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megatron_chameleon.artifacts import CheckpointRecord
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.checkpoint.save import save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state
 from megatron_chameleon.parallel.layout import distributed

@@ -15,9 +15,9 @@ from megatron_chameleon.methods.chameleon.compute import (
 )
 from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.methods.output import require_training_tokens
-from megatron_chameleon.methods.proxy import forward_only, train_proxy
 from megatron_chameleon.methods.sweep import Values
 from megatron_chameleon.methods.sweep.sweep import MIXTURES, STORES, Point, plain_run, require_kept
+from megatron_chameleon.methods.train_proxy import forward_only, train_proxy
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import check_layer, check_window, default_window
 from megatron_chameleon.training.checkpointing import check_run_folder

@@ -27,7 +27,7 @@ from megatron_chameleon.methods.doge import HELD_OUT, MU, MU_OUT_OF_DOMAIN, PAPE
 from megatron_chameleon.methods.limits import epoch_limit
 from megatron_chameleon.methods.output import by_name
 from megatron_chameleon.methods.predicted_gain import write_prior_without_gain
-from megatron_chameleon.methods.proxy import MeanWeightsHook, ProxyMethod
+from megatron_chameleon.methods.train_proxy import MeanWeightsHook, ProxyMethod
 from megatron_chameleon.mixture.doge import (
     DogeRule,
     DogeState,

@@ -7,9 +7,9 @@ from typing import Any
 from megatron_chameleon.methods.doge import DogeOptions
 from megatron_chameleon.methods.doge.compute import Doge
 from megatron_chameleon.methods.options import ProxyOptions
-from megatron_chameleon.methods.proxy import PROXY
 from megatron_chameleon.methods.sweep import Values
 from megatron_chameleon.methods.sweep.sweep import Point, fields_with_rule, require_kept
+from megatron_chameleon.methods.train_proxy import PROXY
 
 
 def doge_point(options: Any, values: Values, proxy: ProxyOptions) -> Point:

@@ -17,12 +17,12 @@ import torch
 from megatron_chameleon.artifacts import Mixture, TrainingRun
 from megatron_chameleon.artifacts.record import json_values
 from megatron_chameleon.blend.sampler import to_device
-from megatron_chameleon.checkpoint.model import Model, open_model
+from megatron_chameleon.checkpoint.open_model import Model, open_model
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.limits import epoch_limit
 from megatron_chameleon.methods.output import by_name, warn
-from megatron_chameleon.methods.proxy import (
+from megatron_chameleon.methods.train_proxy import (
     MeanWeightsHook,
     ProxyMethod,
     is_finished,

@@ -8,7 +8,6 @@ from typing import Any
 from megatron_chameleon.methods.doremi import DoremiOptions
 from megatron_chameleon.methods.doremi.compute import Doremi
 from megatron_chameleon.methods.options import ProxyOptions
-from megatron_chameleon.methods.proxy import PROXY, is_finished, train_proxy
 from megatron_chameleon.methods.sweep import Values
 from megatron_chameleon.methods.sweep.sweep import (
     Point,
@@ -16,6 +15,7 @@ from megatron_chameleon.methods.sweep.sweep import (
     plain_run,
     require_kept,
 )
+from megatron_chameleon.methods.train_proxy import PROXY, is_finished, train_proxy
 from megatron_chameleon.training.checkpointing import check_run_folder
 from megatron_chameleon.training.plan import plan_training
 from megatron_chameleon.training.stopping import StopRequests

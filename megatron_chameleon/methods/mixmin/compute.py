@@ -14,7 +14,7 @@ import numpy as np
 from megatron_chameleon.artifacts import Corpus, Mixture, Stopwatch, TrainingRun, provenance
 from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.artifacts.record import check_output
-from megatron_chameleon.checkpoint.model import Model
+from megatron_chameleon.checkpoint.open_model import Model
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.domains import find_raw_text
 from megatron_chameleon.corpus.target import (
@@ -52,7 +52,7 @@ from megatron_chameleon.methods.output import (
     select_domains,
     write_and_print,
 )
-from megatron_chameleon.methods.proxy import forward_only, on_rank_0, train_proxy
+from megatron_chameleon.methods.train_proxy import forward_only, on_rank_0, train_proxy
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.mixmin import (
     NUM_FOLDS,

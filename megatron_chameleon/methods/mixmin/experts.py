@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Corpus, Protocol, provenance
 from megatron_chameleon.artifacts.corpus import file_name_of
-from megatron_chameleon.checkpoint.model import Model, open_model
+from megatron_chameleon.checkpoint.open_model import Model, open_model
 from megatron_chameleon.corpus.import_corpus import link_corpus
 from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ from megatron_chameleon.evaluation.held_out import held_out_text, reading_flops
 from megatron_chameleon.evaluation.perplexity import cluster_losses
 from megatron_chameleon.methods.mixmin import MixminOptions
 from megatron_chameleon.methods.mixmin.text import Blocks, TextCoder
-from megatron_chameleon.methods.proxy import is_finished, training_options
+from megatron_chameleon.methods.train_proxy import is_finished, training_options
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.gpt import check_model_layout
 from megatron_chameleon.model.readout import default_window

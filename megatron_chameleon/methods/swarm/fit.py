@@ -22,7 +22,7 @@ from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import Target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError, format_names
-from megatron_chameleon.interchange.mixture_runs import MixtureRuns
+from megatron_chameleon.interchange.mixture_runs import MixtureRuns, matched
 from megatron_chameleon.methods.limits import EpochLimit, epoch_limit, prior_weights
 from megatron_chameleon.methods.output import (
     by_name,
@@ -32,7 +32,6 @@ from megatron_chameleon.methods.output import (
     write_and_print,
 )
 from megatron_chameleon.methods.predicted_gain import write_prior_without_gain
-from megatron_chameleon.methods.proxy import on_rank_0
 from megatron_chameleon.methods.swarm import FitOptions
 from megatron_chameleon.methods.swarm.folder import SwarmResult
 from megatron_chameleon.methods.swarm.objective import (
@@ -48,7 +47,9 @@ from megatron_chameleon.methods.swarm.quality import (
     reason_for_prior,
 )
 from megatron_chameleon.methods.swarm.runs import (
+    COLLECT,
     FitRuns,
+    check_collected,
     existing_runs,
     measured_runs,
     swarm_runs,
@@ -63,6 +64,7 @@ from megatron_chameleon.methods.swarm.sampling import (
 )
 from megatron_chameleon.methods.swarm.space import SearchSpace
 from megatron_chameleon.methods.swarm.train import train_swarm
+from megatron_chameleon.methods.train_proxy import on_rank_0
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import (
     Fit,
@@ -87,7 +89,7 @@ class Fitted:
 
     Attributes:
         heading: line on the fit, above the table.
-        optimum: [k] mixture with the lowest predicted loss within the limits.
+        optimum: [k] the best mixture within the limits.
         free_optimum: [k] the same without the epoch limit.
         predict: mixtures [n, k] -> losses [n, m].
         held_out: [n, m] predictions for the runs of each fold, by a fit to the other runs.
@@ -139,6 +141,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         space: the k domains of the search: those of the corpus, or fewer with ``--freeze``.
         prior: [k] weights of ``--prior``.
         measured: corpus of the proxies, in which the texts of the target are held-out domains.
+        held_out: names of the measured domains that are never trained on.
         target: target of the mixture; None stands for the mean of all losses.
     """
 
@@ -157,6 +160,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         )
         self.prior = self.space.project(prior)
         self.measured = self.corpus
+        self.held_out = set(self.corpus.held_out)
         self.target: Target | None = None
         if options.tables is None:  # a table's losses are known when it is read
             losses = [*self.corpus.all_domains, *options.swarm.downstream.tasks]
@@ -211,6 +215,7 @@ class FitMethod(abc.ABC, Generic[Options]):
             return True
         self.check_number_of_runs(options.num_proxies)
         self.measured = self.corpus_to_measure()
+        self.held_out = set(self.measured.held_out)
         check_target(self.target, self.measured, options.swarm.downstream.tasks)
         mixtures = self.first_mixtures()
         if (
@@ -233,21 +238,23 @@ class FitMethod(abc.ABC, Generic[Options]):
                 belong to, or lack a loss of the target.
         """
         options, folder = self.options, self.options.swarm_dir
-        if folder is not None and not metrics.exists():
+        if folder is not None:
             SwarmRecord.load(folder)
-            raise UserError(
-                f"--swarm-dir {folder}: it has no {metrics.name}; write it with megatron-chameleon "
-                f"swarm collect --swarm-dir {folder}"
-            )
+            if not metrics.exists():
+                raise UserError(
+                    f"--swarm-dir {folder}: it has no {metrics.name}; {COLLECT} {folder}"
+                )
         swarm = self.swarm_of(ratios)
         runs = existing_runs(ratios, metrics, self.corpus)
         value = options.objective
         if swarm is not None and metrics.parent == swarm.root:
-            members = f"{len(runs.table.keys)} members of {swarm.root}"
-            runs = dataclasses.replace(with_cost(runs, swarm), origin=members)
-            # Bits per byte of tasks are not averaged with nats per token of domains.
-            tasks = [task for task in swarm.tasks if task in runs.table.metrics]
-            value = value or ",".join(tasks) or None
+            runs = with_cost(runs, swarm)
+            self.held_out |= set(swarm.held_out)
+            if folder is not None and runs.cost is not None:
+                check_collected(runs, swarm)
+            if folder is not None and value is None:
+                # Bits per byte of tasks are not averaged with nats per token of domains.
+                value = ",".join(matched(swarm.tasks, runs.table.metrics).values()) or None
         self.target = parse_objective(options, value, runs.table.metrics)
         if self.target and self.target.texts:
             raise UserError(
@@ -278,7 +285,7 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     def target_shares(self, table: MixtureRuns) -> Array:
         """Return the share [m] of each metric of ``table`` in ``--target``."""
-        return target_shares(self.target, table.metrics, self.measured.held_out)
+        return target_shares(self.target, table.metrics, self.held_out)
 
     def corpus_to_measure(self) -> Corpus:
         """Return the corpus of the proxies, the same on every rank."""

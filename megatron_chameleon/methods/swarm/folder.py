@@ -137,7 +137,7 @@ def open_folder(
             if old != new
         ]
         if differences:
-            fit = f", or fit the folder's tables with --ratios {ratios} --metrics {metrics}"
+            fit = f", or fit the folder's tables with --swarm-dir {folder}"
             raise UserError(
                 f"{folder} holds another swarm: {differences[0]}; restore the earlier settings, or "
                 f"choose another folder{fit if ratios.exists() else ''}"

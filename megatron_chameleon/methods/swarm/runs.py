@@ -28,6 +28,7 @@ from megatron_chameleon.mixture.checks import Array
 # Tokens that are counted, of a domain's training text and of its held-out text, for the loss of a
 # unigram model.
 UNIGRAM_TOKENS = 1 << 24
+COLLECT = "write it with megatron-chameleon swarm collect --swarm-dir"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +127,27 @@ def with_cost(runs: FitRuns, swarm: SwarmRecord) -> FitRuns:
     if not all({*losses} <= measured.get(key, set()) for key, losses in rows):
         return runs
     parameters = {key: value for key, value in runs.parameters.items() if key != "unknown_costs"}
-    return dataclasses.replace(runs, parameters=parameters, cost=swarm.cost, made_from=[swarm.root])
+    return dataclasses.replace(
+        runs,
+        origin=f"{len(runs.table.keys)} members of {swarm.root}",
+        parameters=parameters,
+        cost=swarm.cost,
+        made_from=[swarm.root],
+    )
+
+
+def check_collected(runs: FitRuns, swarm: SwarmRecord) -> None:
+    """Check that ``runs`` has all members of ``swarm`` that are finished and did not diverge.
+
+    Raises:
+        UserError: with the number of members that it lacks.
+    """
+    measured = {str(number) for number, member in swarm.finished.items() if not member.diverged}
+    if lacking := measured - set(runs.table.keys):
+        raise UserError(
+            f"--swarm-dir {swarm.root}: its metrics.csv lacks {len(lacking)} finished members; "
+            f"{COLLECT} {swarm.root}"
+        )
 
 
 def swarm_runs(swarms: Sequence[SwarmResult], losses: Array) -> FitRuns:

@@ -149,6 +149,9 @@ def new_candidates(
     """Sample the candidates [c, k] of the next round, and their penalties [c].
 
     None of them is equal to another, or to one of ``mixtures`` [n, domains of the corpus].
+
+    Raises:
+        ValueError: if the options do not allow as many mixtures as proxies.
     """
     extra = MAX_CANDIDATES
     while True:

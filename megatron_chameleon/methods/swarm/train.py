@@ -57,7 +57,7 @@ from megatron_chameleon.parallel.options import ParallelOptions, TrainingParalle
 from megatron_chameleon.progress import progress_bar
 from megatron_chameleon.study.executor import Executor, Job
 from megatron_chameleon.study.ray import map_on_ray
-from megatron_chameleon.study.workers import reason, workers
+from megatron_chameleon.study.workers import portable, workers
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
     GuardOptions,
@@ -327,7 +327,7 @@ def _train_on_ray(
     try:
         finished = train_member(_prepare_worker(swarm, device.type), member)
     except Exception as error:
-        raise _member_error(swarm, member, reason(error)) from error
+        raise _member_error(swarm, member, portable(error)) from error
     if not finished:
         # The machine is being shut down. Ray starts the task again after the death of its worker.
         os._exit(1)
@@ -392,8 +392,8 @@ def _train_members(
             stopped = any(stops.flags()) or any(event.state == "stopped" for event in events)
             finished += sum(event.state == "done" for event in events)
             for event in events:
-                if event.state == "failed":
-                    error = error or _member_error(swarm, int(event.job.name), event.message)
+                if event.error is not None:
+                    error = error or _member_error(swarm, int(event.job.name), event.error)
             sums = torch.tensor(
                 [stopped or error is not None, executor.is_active, finished], device=layout.device
             ).long()
@@ -498,9 +498,13 @@ def train_member(swarm: Swarm, member: int) -> bool:
     return True
 
 
-def _member_error(swarm: Swarm, member: int, reason: str) -> UserError:
+def _member_error(swarm: Swarm, member: int, error: Exception) -> UserError:
+    """Return an error that names the member; its log gets the traceback of a bug."""
     log = member_path(swarm.folder, member).with_suffix("") / LOG_NAME
-    return UserError(f"member {member}: {reason}; see {log}")
+    if notes := getattr(error, "__notes__", []):
+        with contextlib.suppress(OSError), log.open("a") as stream:
+            stream.writelines(notes)
+    return UserError(f"member {member}: {error}; see {log}")
 
 
 def score_tasks(options: SwarmOptions, run_dir: Path) -> tuple[dict[str, float], Cost]:

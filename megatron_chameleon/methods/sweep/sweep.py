@@ -28,8 +28,8 @@ from megatron_chameleon.artifacts.files import sha256_of_json
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.mixing_laws import layer_parameters
 from megatron_chameleon.methods.options import PriorOptions, ProxyOptions
-from megatron_chameleon.methods.proxy import forward_only, on_rank_0, training_options
 from megatron_chameleon.methods.sweep import SharedSweepOptions, Values
+from megatron_chameleon.methods.train_proxy import forward_only, on_rank_0, training_options
 from megatron_chameleon.parallel.layout import distributed, from_main
 from megatron_chameleon.training.options import PretrainOptions
 from megatron_chameleon.training.stopping import StopRequests

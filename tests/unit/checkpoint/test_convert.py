@@ -28,7 +28,7 @@ from megatron_chameleon.checkpoint.convert import (
     convert_to_huggingface,
 )
 from megatron_chameleon.checkpoint.huggingface import read_tensors, stored_types
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,
     ToHuggingFaceOptions,

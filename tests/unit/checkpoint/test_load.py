@@ -22,7 +22,7 @@ from megatron_chameleon.artifacts.checkpoint import hash_files
 from megatron_chameleon.checkpoint import load, save
 from megatron_chameleon.checkpoint.index import INDEX_NAME, read_index
 from megatron_chameleon.checkpoint.load import load_training
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.checkpoint.save import Handover, save_checkpoint
 from megatron_chameleon.checkpoint.state import model_state, training_state
 from megatron_chameleon.errors import UserError

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_chameleon.checkpoint.index import read_index
-from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
+from megatron_chameleon.checkpoint.open_model import CheckpointModel, open_model
 from megatron_chameleon.checkpoint.options import TokenizerChoice
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import RopeScaling

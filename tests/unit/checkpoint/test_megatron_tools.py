@@ -15,7 +15,7 @@ from megatron_chameleon.artifacts import EmbeddingStore, EvaluationResult, Train
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, checkpoint_folders
 from megatron_chameleon.artifacts.files import sha256_of_files
 from megatron_chameleon.checkpoint.convert import convert_to_huggingface
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.checkpoint.options import ToHuggingFaceOptions
 from megatron_chameleon.evaluation.options import PerplexityOptions
 from megatron_chameleon.evaluation.perplexity import evaluate_perplexities

@@ -67,6 +67,7 @@ def test_the_command_makes_a_corpus_without_importing_torch(command, jsonl, text
         (signal.SIGKILL, "parent", -signal.SIGKILL),
         (signal.SIGINT, "group", 130),
         (signal.SIGINT, "early", 130),
+        (signal.SIGTERM, "one worker", 130),
         (signal.SIGKILL, "worker", 2),
     ],
 )
@@ -89,7 +90,7 @@ def test_an_interrupted_run_leaves_finished_shards_to_resume_from(
     else:
         wait_until(lambda: process.poll() is not None or len(list(shards.glob("*"))) >= 3)
     children = psutil.Process(process.pid).children(recursive=True)
-    if target == "worker":
+    if target in ("worker", "one worker"):
         workers()[0].send_signal(how)
     elif target == "parent":
         process.send_signal(how)

@@ -21,7 +21,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.evaluation_result import MAX_CLUSTERS
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
+from megatron_chameleon.checkpoint.open_model import CheckpointModel, open_model
 from megatron_chameleon.cli import parse_options
 from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.indexed import IndexedWriter

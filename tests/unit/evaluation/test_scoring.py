@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import scoring

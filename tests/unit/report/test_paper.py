@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from megatron_chameleon.artifacts import EvaluationResult, Mixture
-from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.paper import (
     paper_names,
     paper_settings,
     paper_tables,
     printed_figures,
 )
+from megatron_chameleon.report.results import compare
 from megatron_chameleon.report.run_folder import RunFolder
 from tests.unit.report.samples import (
     CHAMELEON,

@@ -10,8 +10,8 @@ import pytest
 from megatron_chameleon.artifacts import Cost, Mixture
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange import write_blend
-from megatron_chameleon.report.comparison import compare
 from megatron_chameleon.report.cost import ledger_of
+from megatron_chameleon.report.results import compare
 from megatron_chameleon.report.run_folder import RunFolder, distinct_runs, merge
 from tests.unit.report.samples import (
     CHAMELEON,

@@ -11,7 +11,7 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord
 from megatron_chameleon.artifacts.checkpoint import step_folder
 from megatron_chameleon.artifacts.training_run import METRICS_NAME, read_metrics
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.parallel.layout import distributed
 from megatron_chameleon.parallel.options import TrainingParallelOptions
 from megatron_chameleon.training.checkpointing import find_progress, resumed_schedule, roll_back

@@ -14,7 +14,7 @@ import transformers
 from megatron_chameleon.artifacts import Corpus, Split, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import CheckpointRecord, step_folder
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.model import CheckpointModel, open_model
+from megatron_chameleon.checkpoint.open_model import CheckpointModel, open_model
 from megatron_chameleon.corpus.tokenizer import load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig

@@ -24,7 +24,7 @@ from megatron_chameleon.artifacts import (
 )
 from megatron_chameleon.artifacts.discovered import CENTROIDS_NAME, DiscoveredDomains
 from megatron_chameleon.artifacts.files import sha256_of_files
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.import_corpus import import_corpus
 from megatron_chameleon.corpus.options import ImportOptions

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_chameleon.artifacts import Corpus, Mixture, TrainingRun
-from megatron_chameleon.checkpoint.model import open_model
+from megatron_chameleon.checkpoint.open_model import open_model
 from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.options import PerplexityOptions

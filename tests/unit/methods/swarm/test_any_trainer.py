@@ -22,7 +22,7 @@ from megatron_chameleon.methods.swarm.folder import open_folder
 from megatron_chameleon.methods.swarm.sampling import mixtures_to_train
 from megatron_chameleon.methods.swarm.space import SearchSpace
 from tests.small_corpus import DOMAINS
-from tests.unit.methods.swarm.test_swarm import swarm_options
+from tests.unit.methods.swarm.test_train import swarm_options
 
 ROOT = Path(__file__).resolve().parents[4]
 OPTIONS = swarm_options()

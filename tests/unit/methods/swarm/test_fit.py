@@ -260,6 +260,9 @@ def test_a_swarm_is_trained_fitted_and_costed(compute, held_out_corpus, tmp_path
     for found in (fitted, same):
         assert found.parameters["total_cost"]["flops"] == record.cost.flops
     assert fitted.parameters["made_from"] == ["out/mixture/swarm"]
+    tables["metrics"].write_bytes(before[: before.rindex(b"\n5,") + 1])
+    with pytest.raises(UserError, match="lacks 1 finished"):
+        compute(RegmixOptions, swarm_dir=folder, **files)
     # Another trainer's losses in the same folder have no known cost.
     tables["metrics"].write_bytes(before.replace(b"\n3,", b"\n3,9"))
     assert "total_cost" not in compute(RegmixOptions, **files, **tables).parameters

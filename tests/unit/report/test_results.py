@@ -20,7 +20,8 @@ from megatron_chameleon.artifacts import (
     TargetShares,
 )
 from megatron_chameleon.errors import UserError
-from megatron_chameleon.report.comparison import (
+from megatron_chameleon.report.page import load_report
+from megatron_chameleon.report.results import (
     Comparison,
     Evaluated,
     caveats,
@@ -32,7 +33,6 @@ from megatron_chameleon.report.comparison import (
     seed_table,
     target_table,
 )
-from megatron_chameleon.report.page import load_report
 from megatron_chameleon.report.run_folder import RunFolder, merge
 from megatron_chameleon.report.significance import (
     LEAST_RATIO,

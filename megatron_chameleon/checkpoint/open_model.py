@@ -39,12 +39,12 @@ from megatron_chameleon.corpus.tokenizer import (
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import ModelConfig
 from megatron_chameleon.model.gpt import build_model, unwrap
-from megatron_chameleon.model.huggingface import Tensors, checked_tensors, load_huggingface
 from megatron_chameleon.model.huggingface_config import (
     CONFIG_NAME,
     FoundConfig,
     read_model_config,
 )
+from megatron_chameleon.model.huggingface_tensors import Tensors, checked_tensors, load_huggingface
 from megatron_chameleon.model.readout import Reader
 from megatron_chameleon.parallel.layout import Layout
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from megatron_chameleon.checkpoint.convert import convert_to_checkpoint, convert_to_huggingface
-from megatron_chameleon.checkpoint.model import open_model
+from megatron_chameleon.checkpoint.open_model import open_model
 from megatron_chameleon.checkpoint.options import (
     FromHuggingFaceOptions,
     FromMegatronOptions,

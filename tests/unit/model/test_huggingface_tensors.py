@@ -12,13 +12,13 @@ import transformers
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.config import INIT_STD, ModelConfig
 from megatron_chameleon.model.gpt import build_model
-from megatron_chameleon.model.huggingface import (
+from megatron_chameleon.model.huggingface_config import GPT2Config, config_fields, parse_config
+from megatron_chameleon.model.huggingface_tensors import (
     checked_tensors,
     huggingface_tensors,
     load_huggingface,
     to_huggingface,
 )
-from megatron_chameleon.model.huggingface_config import GPT2Config, config_fields, parse_config
 from tests.families import FAMILIES, LENGTH, VARIANTS, llama, small
 from tests.rounding import assert_as_near
 

@@ -244,7 +244,7 @@ from pathlib import Path
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.swarm.train import train_swarm
-from tests.unit.methods.swarm.test_swarm import MIXTURES, swarm_options
+from tests.unit.methods.swarm.test_train import MIXTURES, swarm_options
 
 def main():
     corpus, folder = map(Path, sys.argv[1:])

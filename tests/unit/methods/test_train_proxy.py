@@ -18,7 +18,7 @@ import torch
 from megatron_chameleon.artifacts import CheckpointRecord, Mixture, MixtureWarning, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import HookState, find_checkpoint, step_folder
 from megatron_chameleon.blend.options import DocumentBoundaryOptions
-from megatron_chameleon.checkpoint.model import CheckpointModel
+from megatron_chameleon.checkpoint.open_model import CheckpointModel
 from megatron_chameleon.errors import STOPPED_STATUS, UserError
 from megatron_chameleon.methods.doge import DogeOptions, DogeRuleOptions
 from megatron_chameleon.methods.doge.compute import Doge, GradientAlignment, held_out_mix
