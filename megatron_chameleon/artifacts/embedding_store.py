@@ -92,8 +92,8 @@ class EmbeddingStore(FolderRecord):
     provenance: Provenance
     cost: Cost
 
-    def with_domain(
-        self, name: str, vectors: NDArray[np.float32], tokens: int, corpus_hash: str, cost: Cost
+    def write_domain(
+        self, name: str, vectors: NDArray[np.float32], tokens: int, text_hash: str, cost: Cost
     ) -> EmbeddingStore:
         """Write the window ``vectors`` [n, h] of a domain; return the store with this domain.
 
@@ -109,7 +109,7 @@ class EmbeddingStore(FolderRecord):
         # save_file is not used, since it raises errors other than OSError on a full disk.
         content = save({"vectors": np.ascontiguousarray(vectors, dtype=np.float32)})
         sha256 = hashlib.sha256(content).hexdigest()
-        entry = DomainEmbeddings(file, len(vectors), corpus_hash, sha256, tokens)
+        entry = DomainEmbeddings(file, len(vectors), text_hash, sha256, tokens)
         with writing(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
         with _exclusive_lock(self.root):
@@ -136,12 +136,12 @@ class EmbeddingStore(FolderRecord):
                 "another one"
             )
 
-    def holds(self, name: str, corpus_hash: str) -> bool:
-        """Whether the store has vectors of ``name``, from token files with hash ``corpus_hash``."""
+    def holds(self, name: str, text_hash: str) -> bool:
+        """Whether the store has vectors of ``name``, from tokens or text with this hash."""
         entry = self.domains.get(name)
         return (
             entry is not None
-            and entry.corpus_hash == corpus_hash
+            and entry.corpus_hash == text_hash
             and (self.root / entry.file).is_file()
         )
 

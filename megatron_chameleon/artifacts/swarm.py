@@ -24,6 +24,8 @@ RATIOS_NAME, METRICS_NAME = "ratios.csv", "metrics.csv"
 class SwarmRecord(FolderRecord):
     """``swarm.json``: everything that determines the members' results.
 
+    A command that would change ``settings`` is rejected. ``swarm run`` trains members with
+    ``provenance.options``.
     ``held_out`` lists the held-out domains of the corpus, whose losses are measured too.
     ``frozen_mixture`` is the hash of the mixture of ``--freeze``, whose ratios all members have.
     """

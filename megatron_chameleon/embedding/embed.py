@@ -274,7 +274,7 @@ def fill_store(
             if is_main:
                 text_hash = text.domain_hash(entry.domain)
                 tokens_embedded = int(windows.length.sum())
-                store = store.with_domain(entry.key, vectors, tokens_embedded, text_hash, cost)
+                store = store.write_domain(entry.key, vectors, tokens_embedded, text_hash, cost)
     return store, spent
 
 

@@ -70,16 +70,14 @@ class EpochLimit:
                 f"--token-budget {self.token_budget:,}; raise --max-epochs or lower --token-budget"
             ) from error
 
-    def mixture_fields(self, unconstrained: Array, limited: Array | None = None) -> dict[str, Any]:
+    def mixture_fields(self, unconstrained: Array, limited: Array) -> dict[str, Any]:
         """Return the fields of a Mixture for weights, epochs and limit. Warn about capped domains.
 
         Args:
             unconstrained: [num_domains] float64 weights without the limit.
-            limited: [num_domains] float64 weights within the limit; default: the nearest ones.
+            limited: [num_domains] float64 weights within the limit.
         """
         names = list(self.tokens)
-        if limited is None:
-            limited = self.apply(unconstrained)
         weights = by_name(names, limited)
         if self.token_budget is None:
             return {"weights": weights}

@@ -370,10 +370,9 @@ class ProxyMethod(abc.ABC, Generic[Options, State]):
             "train_iters": self.run.train_iters,
             "step": runs[-1].step,
         }
+        limit, weights = epoch_limit(options, self.corpus, names), np.array(list(mean.values()))
         mixture = Mixture(
-            **epoch_limit(options, self.corpus, names).mixture_fields(
-                np.array(list(mean.values()))
-            ),
+            **limit.mixture_fields(weights, limit.apply(weights)),
             method=self.name,
             parameters={
                 **settings,

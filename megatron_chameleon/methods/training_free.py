@@ -70,7 +70,7 @@ def run_training_free(
     epoch_limit(options, corpus, names).check()
     assigned = assign(corpus, names)
     limit = epoch_limit(options, corpus, names, assigned.token_budget)
-    fields = limit.mixture_fields(assigned.weights)
+    fields = limit.mixture_fields(assigned.weights, limit.apply(assigned.weights))
     weighted = [name for name, weight in fields["weights"].items() if weight > 0]
     require_training_tokens(corpus, weighted, "to sample")
     cost, parameters = stopwatch.cost(), dict(assigned.parameters)

@@ -30,11 +30,7 @@ from scipy.special import rel_entr
 from scipy.stats import t as student
 
 from megatron_chameleon.mixture.checks import Array
-from megatron_chameleon.mixture.optimum import (
-    check_bounds,
-    nearest_by_divergence,
-    nearest_mixtures,
-)
+from megatron_chameleon.mixture.optimum import Limits, nearest_by_divergence
 
 STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 NUM_FOLDS = 5
@@ -97,35 +93,6 @@ class TargetText:
             self.documents[kept],
             self.parts,
         )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Limits:
-    """Prior and bounds of the weights of k domains.
-
-    Attributes:
-        prior: [k], >= 0, summing to 1. A domain with prior 0 and without a smallest weight has
-            weight 0 if tau > 0, unless the other domains cannot have all of the weight.
-        low: [k] smallest weights.
-        high: [k] largest weights.
-    """
-
-    prior: Array
-    low: Array
-    high: Array
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if no mixture lies within the bounds."""
-        check_bounds(self.low, self.high)
-
-    @property
-    def placed_prior(self) -> Array:
-        """The mixture within the bounds that is nearest to the prior."""
-        try:
-            return nearest_by_divergence(self.prior, self.low, self.high)
-        except ValueError:  # the domains of the prior cannot have all of the weight
-            nearest: Array = nearest_mixtures(self.prior[None], self.low, self.high)[0]
-            return nearest
 
 
 def mixmin_weights(

@@ -116,6 +116,36 @@ def _along(points: Array, direction: Array, low: Array, high: Array) -> Array:
     return np.clip(points + (edge + along) * direction, low, high)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Limits:
+    """Prior and bounds of the weights of k domains.
+
+    Attributes:
+        prior: [k], >= 0, summing to 1. With a penalty for the divergence from it, a domain with
+            prior 0 and without a smallest weight has weight 0, unless the other domains cannot have
+            all of the weight.
+        low: [k] smallest weights.
+        high: [k] largest weights.
+    """
+
+    prior: Array
+    low: Array
+    high: Array
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if no mixture lies within the bounds."""
+        check_bounds(self.low, self.high)
+
+    @property
+    def placed_prior(self) -> Array:
+        """The mixture within the bounds that is nearest to the prior."""
+        try:
+            return nearest_by_divergence(self.prior, self.low, self.high)
+        except ValueError:  # the domains of the prior cannot have all of the weight
+            nearest: Array = nearest_mixtures(self.prior[None], self.low, self.high)[0]
+            return nearest
+
+
 def minimize_mixture(
     objective: Callable[[Array], Array],
     prior: Array,

@@ -296,7 +296,7 @@ def evaluated_runs(folder: RunFolder) -> MixtureRuns | None:
 
 
 def _origins_section(
-    folder: RunFolder, compared: results.Comparison | None, runs: Sequence[Path]
+    folder: RunFolder, compared: results.ComparedRuns | None, runs: Sequence[Path]
 ) -> Section:
     """Provenance of the report: folders, corpus, protocol, software and dates of its artifacts."""
     made = [a.provenance for a in folder.artifacts.values() if a.provenance is not None]

@@ -19,7 +19,7 @@ from megatron_chameleon.artifacts import TrainingRun
 from megatron_chameleon.interchange.published import PublishedColumn, published_column
 from megatron_chameleon.report.cost import ledger_of
 from megatron_chameleon.report.downstream import base_run_of, compare_downstream
-from megatron_chameleon.report.results import Comparison
+from megatron_chameleon.report.results import ComparedRuns
 from megatron_chameleon.report.run_folder import RunFolder, run_labels, same_weights
 from megatron_chameleon.report.tables import (
     METHOD_LABELS,
@@ -159,7 +159,7 @@ def paper_names(setting: Setting, domains: Iterable[str]) -> dict[str, str] | No
 
 
 def paper_tables(
-    folder: RunFolder, comparison: Comparison | None, baseline: str | None = None
+    folder: RunFolder, comparison: ComparedRuns | None, baseline: str | None = None
 ) -> list[Table]:
     """Build tables of the run's results with the paper's columns next to them.
 
@@ -202,7 +202,9 @@ def paper_tables(
     return tables + _cost_table(setting, folder)
 
 
-def _perplexity_table(setting: Setting, names: Mapping[str, str], comparison: Comparison) -> Table:
+def _perplexity_table(
+    setting: Setting, names: Mapping[str, str], comparison: ComparedRuns
+) -> Table:
     left_out, baseline = comparison.left_out, comparison.baseline
     notes = [f"Excluded from averages and counts: {', '.join(left_out)}."] if left_out else []
     notes.append(
@@ -290,7 +292,7 @@ def _both_sides(
 
 
 def _weights_table(
-    setting: Setting, names: Mapping[str, str], folder: RunFolder, comparison: Comparison | None
+    setting: Setting, names: Mapping[str, str], folder: RunFolder, comparison: ComparedRuns | None
 ) -> Table:
     """Table of the distinct weights of the evaluated runs, and of the paper's weights.
 

@@ -124,7 +124,7 @@ class Evaluated:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class ComparedRuns:
     """Runs evaluated under one protocol on one corpus; the baseline, if any, comes first."""
 
     runs: tuple[Evaluated, ...]
@@ -207,7 +207,7 @@ class Comparison:
         return Table.by_row(title, "domain", texts, summary, notes)
 
 
-def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
+def compare(folder: RunFolder, baseline: str | None = None) -> ComparedRuns:
     """Load the evaluated runs of ``folder``, the baseline first.
 
     Args:
@@ -230,7 +230,7 @@ def compare(folder: RunFolder, baseline: str | None = None) -> Comparison:
     labels = run_labels(folder.base_runs, results)
     names = sorted(results, key=lambda name: name != chosen)  # put the baseline first
     runs = tuple(Evaluated(n, labels[n], results[n], folder.base_runs.get(n)) for n in names)
-    return Comparison(runs, runs[0] if chosen is not None else None)
+    return ComparedRuns(runs, runs[0] if chosen is not None else None)
 
 
 def require_same_evaluation(results: Mapping[str, EvaluationResult]) -> None:
@@ -249,7 +249,7 @@ def require_same_evaluation(results: Mapping[str, EvaluationResult]) -> None:
             )
 
 
-def caveats(folder: RunFolder, comparison: Comparison) -> list[str]:
+def caveats(folder: RunFolder, comparison: ComparedRuns) -> list[str]:
     """Describe the differences that make the runs less comparable, in one sentence each."""
     found = []
     known = [(run, run.run) for run in comparison.runs if run.run is not None]
@@ -332,7 +332,7 @@ def _described(averages: pd.Series[float]) -> str:
     return cells_of([averages.mean()], format_perplexity, errors=[averages.std()])[0] + seeds
 
 
-def findings(comparison: Comparison) -> list[str]:
+def findings(comparison: ComparedRuns) -> list[str]:
     """Describe each method's average perplexity in a sentence, compared with any baseline's.
 
     Methods with several seeds are compared by their mean over seeds.
@@ -371,7 +371,7 @@ def findings(comparison: Comparison) -> list[str]:
     return found
 
 
-def held_out_findings(comparison: Comparison) -> list[str]:
+def held_out_findings(comparison: ComparedRuns) -> list[str]:
     """Describe the loss on each held-out domain in a sentence for each method with a baseline.
 
     The difference is paired by document for single runs, and by seed for several seeds.
@@ -400,7 +400,7 @@ def held_out_findings(comparison: Comparison) -> list[str]:
     return found
 
 
-def target_table(comparison: Comparison) -> Table | None:
+def target_table(comparison: ComparedRuns) -> Table | None:
     """Table by run: loss and perplexity of the target, and the paired difference to the baseline.
 
     The target is that of the first run that has one, the baseline if possible. Runs with another
@@ -438,7 +438,7 @@ def target_table(comparison: Comparison) -> Table | None:
     return Table.of("Target", header, [row[: len(header)] for row in rows], notes=notes)
 
 
-def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
+def perplexity_table(folder: RunFolder, comparison: ComparedRuns) -> Table:
     """Table of each domain's training weight, its interval, and every run's perplexity.
 
     The average over domains weights all domains equally, as in the paper's tables.
@@ -478,7 +478,7 @@ def perplexity_table(folder: RunFolder, comparison: Comparison) -> Table:
     return comparison.table("Held-out perplexity", columns, summary, notes)
 
 
-def seed_table(comparison: Comparison) -> Table | None:
+def seed_table(comparison: ComparedRuns) -> Table | None:
     """Table of every method's mean perplexity over seeds, ± standard deviation, by domain.
 
     The result is None if no method has several seeds.
@@ -500,7 +500,7 @@ def seed_table(comparison: Comparison) -> Table | None:
     return comparison.table("Held-out perplexity over seeds", columns, summary, [note])
 
 
-def loss_table(comparison: Comparison) -> Table:
+def loss_table(comparison: ComparedRuns) -> Table:
     """Table by domain: predicted tokens, every run's loss, and its difference to the baseline."""
     baseline, results = comparison.baseline, comparison.results
     tokens = by_domain(results, "tokens").iloc[:, 0].map("{:,.0f}".format)
@@ -542,7 +542,7 @@ def loss_table(comparison: Comparison) -> Table:
     return comparison.table("Held-out loss", columns, summary, notes)
 
 
-def bits_per_byte_table(comparison: Comparison) -> Table | None:
+def bits_per_byte_table(comparison: ComparedRuns) -> Table | None:
     """Table by domain: bytes of text and every run's bits per byte; None if no bytes are known."""
     results = comparison.results
     sizes = by_domain(results, "text_bytes").iloc[:, 0]

@@ -304,7 +304,8 @@ def weigh(
     warn_uninformative(weighting, result, bootstrap, is_undertrained=shrinkage.factor < 1.0)
     if prior is not None:
         warn_target_without_effect(result, untargeted)
-    fields = weighting.limit.mixture_fields(weighting.place(result.weights))
+    placed = weighting.place(result.weights)
+    fields = weighting.limit.mixture_fields(placed, weighting.limit.apply(placed))
     if shrinkage.factor < 1.0:
         advice = None if options.shrink else "train the proxy for longer, or pass --shrink"
         warn(shrinkage.explain(plain, advice))

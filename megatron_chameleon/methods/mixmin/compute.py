@@ -58,7 +58,6 @@ from megatron_chameleon.mixture.mixmin import (
     NUM_FOLDS,
     STRENGTHS,
     CrossFit,
-    Limits,
     PredictedGain,
     TargetText,
     bootstrap_mixmin,
@@ -68,6 +67,7 @@ from megatron_chameleon.mixture.mixmin import (
     predicted_gain,
 )
 from megatron_chameleon.mixture.ngram import NgramModel
+from megatron_chameleon.mixture.optimum import Limits
 from megatron_chameleon.mixture.weights import natural_weights
 from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.parallel.layout import distributed, from_main

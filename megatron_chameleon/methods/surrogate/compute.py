@@ -19,8 +19,8 @@ from megatron_chameleon.methods.swarm.fit import FitMethod, Fitted
 from megatron_chameleon.methods.swarm.sampling import require_lightgbm
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
-from megatron_chameleon.mixture.mixmin import Limits
 from megatron_chameleon.mixture.optimum import (
+    Limits,
     MixtureOptimum,
     minimize_mixture,
     nearest_mixtures,

@@ -1,4 +1,4 @@
-"""Swarms for any trainer: write the members' mixtures, and collect the losses of their runs."""
+"""``swarm generate`` and ``swarm collect``: members for any trainer, this project's included."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_chameleon.methods.swarm.folder import (
     collect,
     model_config,
     open_folder,
-    recorded_options,
+    options_of_swarm,
     write_member_mixture,
     write_tables,
 )
@@ -90,7 +90,7 @@ def collect_swarm(options: CollectOptions) -> None:
     if options.losses is None:
         if not record.finished:
             raise UserError(f"{folder} has no finished member; train members with swarm run")
-        collect(record, recorded_options(record))
+        collect(record, options_of_swarm(record))
     else:
         columns = dict[str, str]()
         for each in (value for group in options.column for value in group):

@@ -73,8 +73,7 @@ from megatron_chameleon.mixture.fit_quality import (
     held_out_predictions,
     reach_of,
 )
-from megatron_chameleon.mixture.mixmin import Limits
-from megatron_chameleon.mixture.optimum import nearest_mixtures
+from megatron_chameleon.mixture.optimum import Limits, nearest_mixtures
 from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.model.options import resolve_model
 from megatron_chameleon.parallel.options import TrainingParallelOptions, is_rank_0

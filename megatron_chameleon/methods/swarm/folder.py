@@ -151,7 +151,7 @@ def open_folder(
     return sorted(set(range(len(rows))) - record.finished.keys())
 
 
-def recorded_options(record: SwarmRecord) -> SwarmOptions:
+def options_of_swarm(record: SwarmRecord) -> SwarmOptions:
     """Return the options recorded in ``swarm.json``.
 
     Raises:

@@ -45,7 +45,7 @@ from megatron_chameleon.methods.swarm.folder import (
     collect,
     model_config,
     open_folder,
-    recorded_options,
+    options_of_swarm,
     unfinished,
     write_member_mixture,
 )
@@ -204,7 +204,7 @@ def run_members(run: RunOptions) -> bool:
     first, last = run.member_range or (0, len(mixtures) - 1)
     if first >= len(mixtures):
         raise UserError(f"--members {run.members}: {folder} has the members 0:{len(mixtures) - 1}")
-    options = recorded_options(record)
+    options = options_of_swarm(record)
     at_once = run.members_at_once or options.members_at_once
     options = dataclasses.replace(options, members_at_once=at_once, stopping=run.stopping)
 

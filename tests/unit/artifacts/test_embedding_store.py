@@ -21,7 +21,7 @@ def empty(tmp_path):
 
 @pytest.fixture
 def store(empty):
-    return empty.with_domain("a", vectors_of(0), 100, "hash of a", COST)
+    return empty.write_domain("a", vectors_of(0), 100, "hash of a", COST)
 
 
 def vectors_of(seed: int, windows: int = 3) -> np.ndarray:
@@ -32,7 +32,7 @@ def test_vectors_round_trip_for_any_domain_name(empty):
     assert not EmbeddingStore.exists(empty.root)
     store, names = empty, ["a", "a b", "a_b", "../escape", "", "ü" * 40]
     for seed, name in enumerate(names):
-        store = store.with_domain(name, vectors_of(seed, windows=seed), 100, f"hash {seed}", COST)
+        store = store.write_domain(name, vectors_of(seed, windows=seed), 100, f"hash {seed}", COST)
     read = EmbeddingStore.load(store.root)
     assert read == store
     assert read.cost.flops == pytest.approx(len(names) * COST.flops)
@@ -44,7 +44,7 @@ def test_vectors_round_trip_for_any_domain_name(empty):
 def test_store_holds_a_domain_for_its_text_only(store):
     assert store.holds("a", "hash of a")
     assert not store.holds("b", "hash of a")
-    replaced = store.with_domain("a", vectors_of(1, windows=5), 100, "new", COST)
+    replaced = store.write_domain("a", vectors_of(1, windows=5), 100, "new", COST)
     assert replaced.holds("a", "new")
     assert not replaced.holds("a", "hash of a")
     assert np.array_equal(replaced.vectors("a"), vectors_of(1, windows=5))
@@ -55,7 +55,7 @@ def test_store_holds_a_domain_for_its_text_only(store):
 def test_store_of_another_recipe_is_unchanged(store):
     recipe = dataclasses.replace(RECIPE, layer=9)
     with pytest.raises(UserError, match="layer 2, not 9"):
-        dataclasses.replace(store, recipe=recipe).with_domain("b", vectors_of(1), 100, "h", COST)
+        dataclasses.replace(store, recipe=recipe).write_domain("b", vectors_of(1), 100, "h", COST)
     assert EmbeddingStore.load(store.root) == store
 
 
@@ -94,7 +94,7 @@ def test_file_outside_the_store_is_rejected(store):
 def test_full_disk_leaves_the_store_unchanged(store):
     before = {path.name: path.read_bytes() for path in store.root.iterdir()}
     with largest_file_size(10_000), pytest.raises(UserError, match="cannot write"):
-        store.with_domain("b", vectors_of(1, windows=10_000), 100, "h", COST)
+        store.write_domain("b", vectors_of(1, windows=10_000), 100, "h", COST)
     assert {path.name: path.read_bytes() for path in store.root.iterdir()} == before
 
 
@@ -104,7 +104,7 @@ def test_two_processes_can_fill_a_store_concurrently(empty):
         store = empty
         for seed in range(25):
             name = f"{child == 0} {seed}"
-            store = store.with_domain(name, vectors_of(seed), 100, f"hash of {name}", COST)
+            store = store.write_domain(name, vectors_of(seed), 100, f"hash of {name}", COST)
     finally:
         if child == 0:
             os._exit(0)

@@ -179,7 +179,7 @@ def test_interrupted_fill_resumes_with_the_missing_domains(
     reader, corpus, embedded, monkeypatch, tmp_path
 ):
     whole = fill(tmp_path / "whole", corpus, reader)
-    original = EmbeddingStore.with_domain
+    original = EmbeddingStore.write_domain
 
     def killed_at_the_second(store, *arguments):
         if store.domains:
@@ -187,7 +187,7 @@ def test_interrupted_fill_resumes_with_the_missing_domains(
         return original(store, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(EmbeddingStore, "with_domain", killed_at_the_second)
+        patched.setattr(EmbeddingStore, "write_domain", killed_at_the_second)
         with pytest.raises(KeyboardInterrupt):
             fill(tmp_path / "killed", corpus, reader)
     assert list(EmbeddingStore.load(tmp_path / "killed").domains) == corpus.names[:1]

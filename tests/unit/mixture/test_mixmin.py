@@ -10,7 +10,6 @@ from scipy.optimize import minimize
 from scipy.special import rel_entr
 
 from megatron_chameleon.mixture.mixmin import (
-    Limits,
     TargetText,
     bootstrap_mixmin,
     choose_strength,
@@ -19,6 +18,7 @@ from megatron_chameleon.mixture.mixmin import (
     mixmin_weights,
     predicted_gain,
 )
+from megatron_chameleon.mixture.optimum import Limits
 
 VOCAB = 30
 

@@ -276,7 +276,7 @@ def write_full_folder(root: Path, names: list[str], seed: int = 0, windows: int 
     store = EmbeddingStore.load(root / "3-embeddings")
     for name in names:
         vectors = rng.normal(size=store.hidden_size) + 0.4 * rng.normal(size=(windows, 8))
-        store = store.with_domain(name, vectors.astype(np.float32), 100, "1", Cost())
+        store = store.write_domain(name, vectors.astype(np.float32), 100, "1", Cost())
     centre = Mixture.load(root / "4-mixture/chameleon-pretrain.json")
     others = [dataclasses.replace(centre, weights=random_weights(names, rng)) for _ in range(2)]
     write_sweep(root, {"ridge": [centre, *others], "num_windows": [centre, others[1]]})

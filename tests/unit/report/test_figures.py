@@ -131,7 +131,7 @@ def folder_with(root, counts):
     store = EmbeddingStore(root / "3-embeddings", RECIPE, HIDDEN, {}, PROVENANCE, Cost())
     for name, count in counts.items():
         vectors = rng.normal(size=HIDDEN) * 10 + rng.normal(size=(count, HIDDEN))
-        store = store.with_domain(name, vectors.astype(np.float32), 100, "hash", Cost())
+        store = store.write_domain(name, vectors.astype(np.float32), 100, "hash", Cost())
     store.save()
     return RunFolder.load(root)
 
@@ -159,7 +159,7 @@ def test_windows_are_sampled_evenly_and_reproducibly_without_duplicates(root, mo
 def test_embeddings_that_are_not_finite_are_reported(root):
     folder = folder_with(root, {"code": 12})
     vectors = np.full((12, HIDDEN), np.inf, dtype=np.float32)
-    folder.embeddings["3-embeddings"].with_domain("prose", vectors, 100, "hash", Cost()).save()
+    folder.embeddings["3-embeddings"].write_domain("prose", vectors, 100, "hash", Cost()).save()
     with pytest.raises(UserError, match="NaN or infinite"):
         window_map(RunFolder.load(root))
 

@@ -22,7 +22,7 @@ from megatron_chameleon.artifacts import (
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.page import load_report
 from megatron_chameleon.report.results import (
-    Comparison,
+    ComparedRuns,
     Evaluated,
     caveats,
     compare,
@@ -220,7 +220,7 @@ def test_seeds_are_reported_by_mean_and_deviation_and_paired(tmp_path):
             run = write_training_run(root, mixture, name, provenance=options)
             result = evaluation(NAMES, [math.log(average + shift) for shift in shifts])
             runs.append(Evaluated(run.root.name, run.root.name, result, run))
-    seeded = Comparison(tuple(runs), runs[0])
+    seeded = ComparedRuns(tuple(runs), runs[0])
     # Uniform averages 20, 22, 24, and Chameleon 19, 20, 21; seeds 2 and 3 differ by -3 and -4.
     (sentence,) = findings(seeded)
     for figure in ("20.00 ± 1.00", "22.00 ± 2.00", "-9.1%", "-3.50 ± 0.71", "2 of 3"):

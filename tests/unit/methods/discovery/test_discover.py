@@ -194,7 +194,7 @@ def test_other_numbers_of_clusters_need_no_embedding(discover, found, tmp_path, 
 def test_a_killed_run_resumes(discover, options, found, monkeypatch):
     """Finished blocks are kept if a run is killed while embedding, or while writing the corpus."""
     monkeypatch.setattr(discover_module, "BLOCK_DOCUMENTS", 50)
-    write = EmbeddingStore.with_domain
+    write = EmbeddingStore.write_domain
     written_blocks: list[Path] = []
 
     def killed(self, name, *arguments):
@@ -205,7 +205,7 @@ def test_a_killed_run_resumes(discover, options, found, monkeypatch):
         return store
 
     with monkeypatch.context() as patch:
-        patch.setattr(EmbeddingStore, "with_domain", killed)
+        patch.setattr(EmbeddingStore, "write_domain", killed)
         with pytest.raises(KeyboardInterrupt):
             discover_domains(options())
     assert not options().output.exists()
