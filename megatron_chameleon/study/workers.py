@@ -1,6 +1,6 @@
 """Worker processes that run one function after another, for jobs that start in no time.
 
-A worker has imported its modules, and on a GPU has created its CUDA context, before its first job.
+A worker keeps its imports, and on a GPU its CUDA context, from one job to the next.
 """
 
 from __future__ import annotations

@@ -248,6 +248,13 @@ class FitMethod(abc.ABC, Generic[Options]):
         value = options.objective
         if swarm is not None and metrics.parent == swarm.root:
             runs = with_cost(runs, swarm)
+            # A corpus with the texts of a target is another one, but has the same training text.
+            is_same = swarm.corpus_hash == self.corpus.hash
+            if not is_same and set(swarm.held_out) <= self.held_out:
+                warn(
+                    f"the swarm in {swarm.root} was trained on another corpus than "
+                    f"{self.corpus.root}, so its losses may differ from those on this text"
+                )
             self.held_out |= set(swarm.held_out)
             if folder is not None and runs.cost is not None:
                 check_collected(runs, swarm)

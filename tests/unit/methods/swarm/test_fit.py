@@ -260,6 +260,10 @@ def test_a_swarm_is_trained_fitted_and_costed(compute, held_out_corpus, tmp_path
     for found in (fitted, same):
         assert found.parameters["total_cost"]["flops"] == record.cost.flops
     assert fitted.parameters["made_from"] == ["out/mixture/swarm"]
+    dataclasses.replace(record, corpus_hash="0" * 64).save()
+    with pytest.warns(MixtureWarning, match="trained on another corpus"):
+        compute(RegmixOptions, swarm_dir=folder, **files)
+    record.save()
     tables["metrics"].write_bytes(before[: before.rindex(b"\n5,") + 1])
     with pytest.raises(UserError, match="lacks 1 finished"):
         compute(RegmixOptions, swarm_dir=folder, **files)
