@@ -22,6 +22,7 @@ from markupsafe import Markup
 from megatron_chameleon.artifacts import Sweep
 from megatron_chameleon.artifacts.files import read_json, replacing, require_new, write_json
 from megatron_chameleon.artifacts.provenance import package_versions
+from megatron_chameleon.artifacts.swarm import METRICS_NAME, RATIOS_NAME
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, mixture_run_tables
 from megatron_chameleon.report import cost, downstream, figures, paper, results, weights
@@ -50,8 +51,6 @@ from megatron_chameleon.report.tables import (
 PAGE_NAME, TABLES_NAME = "report.html", "tables.md"
 # Folder with a CSV file for each table.
 TABLES_FOLDER = "tables"
-# Tables of the evaluated base runs, for --ratios and --metrics of compute_mixture.
-RATIOS_NAME, METRICS_NAME = "ratios.csv", "metrics.csv"
 # This file lists a report's files. The next report removes listed files that it does not replace.
 LIST_NAME = "report_files.json"
 _FILE_NAME = re.compile(rf"[\w-]+\.\w+|{TABLES_FOLDER}/[\w-]+\.csv")
