@@ -52,6 +52,8 @@ from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
 # Warn if the target raises the weights of its domains by less than this share of the mean weight.
 MIN_TARGET_GAIN = 0.05
+# Temperatures that a warning suggests are at most 2^MOST_DOUBLINGS times the temperature applied.
+MOST_DOUBLINGS = 20
 # Intervals of weights that resampling does not change are not exactly 0.
 _ROUNDING = 1e-9
 
@@ -249,6 +251,37 @@ class Weighting:
         """Return ``weights`` [k], in which the domains of ``--keep`` have their earlier ratios."""
         return weights if self.kept is None else self.kept.apply(weights)
 
+    def adjust(self, result: WeightResult, factor: float) -> Array:
+        """Return the weights [k] of ``result``, shrunk by ``factor``, placed and within limits."""
+        return self.limit.apply(self.place(shrunk(result, factor).weights))
+
+    def spreading_temperature(
+        self, means: Array, temperature: float, factor: float
+    ) -> tuple[float, float] | None:
+        """Double ``temperature`` until no domain has more than half of the weight.
+
+        Args:
+            means: [k, h] float64, the domain embeddings.
+            temperature: the temperature that was applied.
+            factor: of :func:`shrunk`.
+
+        Returns:
+            The temperature and the largest weight; None if the weight has another cause.
+        """
+        prior = self.prior(means)
+        for _ in range(MOST_DOUBLINGS):
+            temperature *= 2
+            recipe = dataclasses.replace(
+                self.recipe,
+                temperature_pretrain=temperature,
+                temperature_finetune=temperature,
+                temperature_relative=False,
+            )
+            result = weigh_means(means, self.mode, recipe, prior)
+            if (largest := float(self.adjust(result, factor).max())) <= 0.5:
+                return temperature, largest
+        return None
+
     def bootstrap(self, vectors: DomainVectors, factor: float) -> BootstrapResult:
         """Compute the adjusted weights of resampled windows.
 
@@ -263,7 +296,7 @@ class Weighting:
                 progress.update()
                 prior = self.prior(means)
                 resample = chameleon_weights(means, self.mode, self.recipe, prior=prior)
-                return self.limit.apply(self.place(shrunk(resample, factor).weights))
+                return self.adjust(resample, factor)
 
             return bootstrap_weights(
                 vectors.resampled, adjusted, count, self.seed, self.options.confidence
@@ -302,6 +335,8 @@ def weigh(
     untargeted = result if prior is None else shrunk(by_recipe(weighting.recipe), factor)
     bootstrap = weighting.bootstrap(vectors, factor)
     warn_uninformative(weighting, result, bootstrap, is_undertrained=shrinkage.factor < 1.0)
+    if len(names) > 1 and np.median(bootstrap.weights.max(axis=1)) > ONE_HOT:
+        warn_one_hot(weighting, vectors.means, bootstrap, result.effective_temperature, factor)
     if prior is not None:
         warn_target_without_effect(result, untargeted)
     placed = weighting.place(result.weights)
@@ -438,7 +473,7 @@ def warn_degenerate(names: Sequence[str], result: WeightResult, hint: str) -> No
 def warn_uninformative(
     weighting: Weighting, result: WeightResult, bootstrap: BootstrapResult, *, is_undertrained: bool
 ) -> None:
-    """Warn of clipped scores, and of uniform or one-hot weights.
+    """Warn of clipped scores, and of uniform weights.
 
     Args:
         weighting: recipe and domains.
@@ -465,11 +500,34 @@ def warn_uninformative(
             "no weight differs significantly from uniform: use more windows (--num-windows) or a "
             "proxy trained for longer, or train uniformly"
         )
-    if several and np.median(bootstrap.weights.max(axis=1)) > ONE_HOT:
-        warn(
-            "one domain has nearly all of the weight, as with an undertrained proxy: train the "
-            "proxy for longer, or use --recipe scaled or a higher --temperature"
-        )
+
+
+def warn_one_hot(
+    weighting: Weighting,
+    means: Array,
+    bootstrap: BootstrapResult,
+    temperature: float,
+    factor: float,
+) -> None:
+    """Warn of a domain with nearly all of the weight, with a temperature that would limit it.
+
+    Other recipes hardly change such weights: the embedding of the domain is near the mean of all
+    domains, so its score is near 0, whatever the ridge.
+
+    Args:
+        weighting: everything but the embeddings.
+        means: [k, h] float64, the domain embeddings.
+        bootstrap: bootstrap of the adjusted weights.
+        temperature: the temperature that was applied.
+        factor: of :func:`shrunk`.
+    """
+    name = weighting.names[int(np.median(bootstrap.weights, axis=0).argmax())]
+    found = weighting.spreading_temperature(means, temperature, factor)
+    lower = found and ", or pass --temperature {:g} (largest weight {:.2f})".format(*found)
+    warn(
+        f"'{name}' has nearly all of the weight, as with an undertrained proxy: train the proxy "
+        f"for longer, compare the weights of another proxy{lower or ''}"
+    )
 
 
 def warn_target_without_effect(result: WeightResult, untargeted: WeightResult) -> None:

@@ -214,8 +214,18 @@ def test_uninformative_weights_raise_warnings(compute):
     # Two domains are symmetric about their mean, so centered embeddings give equal weights.
     with pytest.warns(UserWarning, match="two domains get the same weight"):
         compute(domains=f"{DOMAINS[0]},{DOMAINS[1]}")
-    with pytest.warns(UserWarning, match="one domain"):
-        compute(weighting=dataclasses.replace(SCALED, temperature=1e-3))
+
+
+def test_a_suggested_temperature_limits_the_largest_weight(compute):
+    with pytest.warns(UserWarning, match="nearly all of the weight") as caught:
+        mixture = compute(weighting=dataclasses.replace(SCALED, temperature=1e-3))
+    heaviest = max(mixture.weights, key=mixture.weights.__getitem__)
+    message = next(str(w.message) for w in caught if "nearly all" in str(w.message))
+    pattern = rf"'{heaviest}' .*--temperature (\S+) \(largest weight (\S+)\)"
+    [(temperature, largest)] = ((float(t), float(w)) for t, w in re.findall(pattern, message))
+    limited = compute(weighting=dataclasses.replace(SCALED, temperature=temperature))
+    assert max(limited.weights.values()) == pytest.approx(largest, abs=0.005)
+    assert largest <= 0.5
 
 
 def test_the_epoch_limit_caps_weights_and_intervals(compute, numbers_corpus):
