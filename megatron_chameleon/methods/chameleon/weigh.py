@@ -52,8 +52,9 @@ from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
 # Warn if the target raises the weights of its domains by less than this share of the mean weight.
 MIN_TARGET_GAIN = 0.05
-# Temperatures that a warning suggests are at most 2^MOST_DOUBLINGS times the temperature applied.
-MOST_DOUBLINGS = 20
+# A temperature that a warning names is at most 2^MOST_DOUBLINGS times the present one. Higher ones
+# give nearly uniform weights.
+MOST_DOUBLINGS = 10
 # Intervals of weights that resampling does not change are not exactly 0.
 _ROUNDING = 1e-9
 
@@ -255,31 +256,34 @@ class Weighting:
         """Return the weights [k] of ``result``, shrunk by ``factor``, placed and within limits."""
         return self.limit.apply(self.place(shrunk(result, factor).weights))
 
-    def spreading_temperature(
-        self, means: Array, temperature: float, factor: float
-    ) -> tuple[float, float] | None:
-        """Double ``temperature`` until no domain has more than half of the weight.
+    def spread(self, result: WeightResult, means: Array, factor: float) -> str | None:
+        """Find an option with which no domain has more than half of the weight.
+
+        ``--recipe scaled`` suits many domains, and higher temperatures suit the others.
 
         Args:
+            result: the weights of these domains with the user's options.
             means: [k, h] float64, the domain embeddings.
-            temperature: the temperature that was applied.
             factor: of :func:`shrunk`.
 
         Returns:
-            The temperature and the largest weight; None if the weight has another cause.
+            The option and the largest weight with it; None if no temperature that is at most
+            2^``MOST_DOUBLINGS`` times the present one suffices.
         """
-        prior = self.prior(means)
-        for _ in range(MOST_DOUBLINGS):
-            temperature *= 2
-            recipe = dataclasses.replace(
-                self.recipe,
-                temperature_pretrain=temperature,
-                temperature_finetune=temperature,
-                temperature_relative=False,
-            )
-            result = weigh_means(means, self.mode, recipe, prior)
-            if (largest := float(self.adjust(result, factor).max())) <= 0.5:
-                return temperature, largest
+        options, prior = self.options, self.prior(means)
+        tried = {}
+        # This recipe gives two domains the same weight, whatever their text.
+        if len(means) > 2 and options.temperature is None and options.normalize is not False:
+            tried["--recipe scaled"] = dataclasses.replace(options, recipe="scaled")
+        for power in range(1, MOST_DOUBLINGS + 1):
+            temperature = result.effective_temperature * 2**power
+            changed = dataclasses.replace(options, temperature=temperature)
+            tried[f"--temperature {temperature:g}"] = changed
+        most = max(0.5, 1.5 / len(means))  # two domains never have less than 0.5
+        for flag, changed in tried.items():
+            found = weigh_means(means, self.mode, changed.resolve(), prior)
+            if (largest := float(self.adjust(found, factor).max())) <= most:
+                return f"{flag} (largest weight {format_weight(largest)})"
         return None
 
     def bootstrap(self, vectors: DomainVectors, factor: float) -> BootstrapResult:
@@ -335,8 +339,7 @@ def weigh(
     untargeted = result if prior is None else shrunk(by_recipe(weighting.recipe), factor)
     bootstrap = weighting.bootstrap(vectors, factor)
     warn_uninformative(weighting, result, bootstrap, is_undertrained=shrinkage.factor < 1.0)
-    if len(names) > 1 and np.median(bootstrap.weights.max(axis=1)) > ONE_HOT:
-        warn_one_hot(weighting, vectors.means, bootstrap, result.effective_temperature, factor)
+    warn_one_hot(weighting, plain, vectors.means, factor)
     if prior is not None:
         warn_target_without_effect(result, untargeted)
     placed = weighting.place(result.weights)
@@ -502,32 +505,26 @@ def warn_uninformative(
         )
 
 
-def warn_one_hot(
-    weighting: Weighting,
-    means: Array,
-    bootstrap: BootstrapResult,
-    temperature: float,
-    factor: float,
-) -> None:
-    """Warn of a domain with nearly all of the weight, with a temperature that would limit it.
-
-    Other recipes hardly change such weights: the embedding of the domain is near the mean of all
-    domains, so its score is near 0, whatever the ridge.
+def warn_one_hot(weighting: Weighting, plain: WeightResult, means: Array, factor: float) -> None:
+    """Warn of a domain with nearly all of the weight, unless --keep demands it.
 
     Args:
         weighting: everything but the embeddings.
+        plain: weights without shrinkage and limits.
         means: [k, h] float64, the domain embeddings.
-        bootstrap: bootstrap of the adjusted weights.
-        temperature: the temperature that was applied.
         factor: of :func:`shrunk`.
     """
-    name = weighting.names[int(np.median(bootstrap.weights, axis=0).argmax())]
-    found = weighting.spreading_temperature(means, temperature, factor)
-    lower = found and ", or pass --temperature {:g} (largest weight {:.2f})".format(*found)
-    warn(
-        f"'{name}' has nearly all of the weight, as with an undertrained proxy: train the proxy "
-        f"for longer, compare the weights of another proxy{lower or ''}"
-    )
+    weights = weighting.adjust(plain, factor)
+    is_one_hot = shrunk(plain, factor).weights.max() > ONE_HOT and weights.max() > ONE_HOT
+    if len(weights) > 1 and is_one_hot:
+        name = weighting.names[int(weights.argmax())]
+        spread = weighting.spread(plain, means, factor)
+        hints = ["train the proxy for longer", "compare the weights of another proxy"]
+        hints += [] if spread is None else [f"pass {spread}"]
+        warn(
+            f"'{name}' has nearly all of the weight, as with an undertrained proxy: "
+            f"{', '.join(hints[:-1])}, or {hints[-1]}"
+        )
 
 
 def warn_target_without_effect(result: WeightResult, untargeted: WeightResult) -> None:

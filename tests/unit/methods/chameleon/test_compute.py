@@ -39,7 +39,14 @@ from megatron_chameleon.methods.chameleon import (
 from megatron_chameleon.methods.chameleon import weigh as weigh_module
 from megatron_chameleon.methods.chameleon.compute import compute_mixture
 from megatron_chameleon.methods.chameleon.explain import explain
-from megatron_chameleon.methods.output import format_weight
+from megatron_chameleon.methods.chameleon.weigh import (
+    Weighting,
+    shrunk,
+    warn_one_hot,
+    weigh_means,
+)
+from megatron_chameleon.methods.limits import EpochLimit, KeptRatios
+from megatron_chameleon.methods.output import ONE_HOT, format_weight
 from megatron_chameleon.mixture import (
     RECIPES,
     DegenerateScoreWarning,
@@ -216,16 +223,64 @@ def test_uninformative_weights_raise_warnings(compute):
         compute(domains=f"{DOMAINS[0]},{DOMAINS[1]}")
 
 
-def test_a_suggested_temperature_limits_the_largest_weight(compute):
-    with pytest.warns(UserWarning, match="nearly all of the weight") as caught:
-        mixture = compute(weighting=dataclasses.replace(SCALED, temperature=1e-3))
-    heaviest = max(mixture.weights, key=mixture.weights.__getitem__)
-    message = next(str(w.message) for w in caught if "nearly all" in str(w.message))
-    pattern = rf"'{heaviest}' .*--temperature (\S+) \(largest weight (\S+)\)"
-    [(temperature, largest)] = ((float(t), float(w)) for t, w in re.findall(pattern, message))
-    limited = compute(weighting=dataclasses.replace(SCALED, temperature=temperature))
-    assert max(limited.weights.values()) == pytest.approx(largest, abs=0.005)
-    assert largest <= 0.5
+def weighting_of(mode, options, num_domains):
+    names = [f"d{number}" for number in range(num_domains)]
+    limit = EpochLimit(dict.fromkeys(names, 1000), None, None)
+    return Weighting(names, mode, options.resolve(), options, 0, None, None, limit)
+
+
+def one_hot_means(num_domains, width=16):
+    """Domain 1 has a score near 0: it is near the mean of the domains, or, of two, short."""
+    means = 5 * np.random.default_rng(3).normal(size=(num_domains, width))
+    means[1] = np.delete(means, 1, axis=0).mean(axis=0) + 0.5 if num_domains > 2 else means[1] / 10
+    return means
+
+
+@pytest.mark.parametrize(
+    ("num_domains", "mode", "changes", "flag"),
+    [
+        (8, "pretrain", {}, "--temperature"),
+        (8, "pretrain", {"recipe": "scaled"}, "--temperature"),
+        (8, "pretrain", {"shrink": True}, "--temperature"),
+        (200, "pretrain", {}, "--recipe scaled"),
+        (2, "pretrain", {"recipe": "paper", "ridge": 100.0}, "--temperature"),
+        (8, "finetune", {"temperature": 1e-4}, "--temperature"),
+    ],
+)
+def test_the_option_that_a_warning_names_limits_the_largest_weight(
+    num_domains, mode, changes, flag
+):
+    options, means = WeightingOptions(**changes), one_hot_means(num_domains)
+    weighting = weighting_of(mode, options, num_domains)
+    plain = weigh_means(means, mode, weighting.recipe)
+    factor = 0.9 if options.shrink else 1.0
+    assert shrunk(plain, factor).weights.max() > ONE_HOT
+    with pytest.warns(UserWarning, match=f"'d{plain.weights.argmax()}' .*{flag}") as caught:
+        warn_one_hot(weighting, plain, means, factor)
+    [(named, value)] = re.findall(r"pass --(\S+) (\S+) \(", str(caught[0].message))
+    change: dict[str, Any] = {named: float(value) if named == "temperature" else value}
+    changed = dataclasses.replace(options, **change)
+    found = shrunk(weigh_means(means, mode, changed.resolve()), factor)
+    assert found.weights.max() <= max(0.5, 1.5 / num_domains) + 1e-6
+
+
+def test_no_option_is_named_if_the_score_of_a_domain_is_0():
+    options, means = WeightingOptions(), one_hot_means(8)
+    means[1] = np.delete(means, 1, axis=0).mean(axis=0)
+    weighting = weighting_of("pretrain", options, 8)
+    plain = weigh_means(means, "pretrain", weighting.recipe)
+    assert weighting.spread(plain, means, 1.0) is None
+
+
+def test_ratios_that_the_user_keeps_raise_no_warning():
+    means = np.eye(8)
+    kept = KeptRatios(np.array([0.99] + [0.01 / 7] * 7), np.ones(8, bool))
+    weighting = dataclasses.replace(weighting_of("pretrain", WeightingOptions(), 8), kept=kept)
+    plain = weigh_means(means, "pretrain", weighting.recipe)
+    assert weighting.adjust(plain, 1.0).max() == pytest.approx(0.99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_one_hot(weighting, plain, means, 1.0)
 
 
 def test_the_epoch_limit_caps_weights_and_intervals(compute, numbers_corpus):
