@@ -339,7 +339,7 @@ def weigh(
     untargeted = result if prior is None else shrunk(by_recipe(weighting.recipe), factor)
     bootstrap = weighting.bootstrap(vectors, factor)
     warn_uninformative(weighting, result, bootstrap, is_undertrained=shrinkage.factor < 1.0)
-    warn_one_hot(weighting, plain, vectors.means, factor)
+    warn_one_hot(weighting, plain, vectors.means, factor, bootstrap.weights)
     if prior is not None:
         warn_target_without_effect(result, untargeted)
     placed = weighting.place(result.weights)
@@ -505,7 +505,9 @@ def warn_uninformative(
         )
 
 
-def warn_one_hot(weighting: Weighting, plain: WeightResult, means: Array, factor: float) -> None:
+def warn_one_hot(
+    weighting: Weighting, plain: WeightResult, means: Array, factor: float, resampled: Array
+) -> None:
     """Warn of a domain with nearly all of the weight, unless --keep demands it.
 
     Args:
@@ -513,17 +515,20 @@ def warn_one_hot(weighting: Weighting, plain: WeightResult, means: Array, factor
         plain: weights without shrinkage and limits.
         means: [k, h] float64, the domain embeddings.
         factor: of :func:`shrunk`.
+        resampled: [resamples, k] adjusted weights.
     """
     weights = weighting.adjust(plain, factor)
-    is_one_hot = shrunk(plain, factor).weights.max() > ONE_HOT and weights.max() > ONE_HOT
-    if len(weights) > 1 and is_one_hot:
-        name = weighting.names[int(weights.argmax())]
-        spread = weighting.spread(plain, means, factor)
+    is_kept = weighting.kept is not None and shrunk(plain, factor).weights.max() <= ONE_HOT
+    if len(weights) > 1 and not is_kept and np.median(resampled.max(axis=1)) > ONE_HOT:
+        # Noisy embeddings may give the weight to another domain in each resample.
+        named = weights.max() > ONE_HOT
+        heaviest = f"'{weighting.names[int(weights.argmax())]}'" if named else "one domain"
+        spread = weighting.spread(plain, means, factor) if named else None
         hints = ["train the proxy for longer", "compare the weights of another proxy"]
         hints += [] if spread is None else [f"pass {spread}"]
         warn(
-            f"'{name}' has nearly all of the weight, as with an undertrained proxy: "
-            f"{', '.join(hints[:-1])}, or {hints[-1]}"
+            f"{heaviest} has nearly all of the weight{'' if named else ' in most resamples'}, as "
+            f"with an undertrained proxy: {', '.join(hints[:-1])}, or {hints[-1]}"
         )
 
 

@@ -221,6 +221,8 @@ def test_uninformative_weights_raise_warnings(compute):
     # Two domains are symmetric about their mean, so centered embeddings give equal weights.
     with pytest.warns(UserWarning, match="two domains get the same weight"):
         compute(domains=f"{DOMAINS[0]},{DOMAINS[1]}")
+    with pytest.warns(UserWarning, match="nearly all of the weight"):
+        compute(weighting=dataclasses.replace(SCALED, temperature=1e-3))
 
 
 def weighting_of(mode, options, num_domains):
@@ -256,7 +258,7 @@ def test_the_option_that_a_warning_names_limits_the_largest_weight(
     factor = 0.9 if options.shrink else 1.0
     assert shrunk(plain, factor).weights.max() > ONE_HOT
     with pytest.warns(UserWarning, match=f"'d{plain.weights.argmax()}' .*{flag}") as caught:
-        warn_one_hot(weighting, plain, means, factor)
+        warn_one_hot(weighting, plain, means, factor, shrunk(plain, factor).weights[None])
     [(named, value)] = re.findall(r"pass --(\S+) (\S+) \(", str(caught[0].message))
     change: dict[str, Any] = {named: float(value) if named == "temperature" else value}
     changed = dataclasses.replace(options, **change)
@@ -277,10 +279,19 @@ def test_ratios_that_the_user_keeps_raise_no_warning():
     kept = KeptRatios(np.array([0.99] + [0.01 / 7] * 7), np.ones(8, bool))
     weighting = dataclasses.replace(weighting_of("pretrain", WeightingOptions(), 8), kept=kept)
     plain = weigh_means(means, "pretrain", weighting.recipe)
-    assert weighting.adjust(plain, 1.0).max() == pytest.approx(0.99)
+    weights = weighting.adjust(plain, 1.0)
+    assert weights.max() == pytest.approx(0.99)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_one_hot(weighting, plain, means, 1.0)
+        warn_one_hot(weighting, plain, means, 1.0, weights[None])
+
+
+def test_no_domain_is_named_if_each_resample_has_another():
+    means = np.eye(8)
+    weighting = weighting_of("pretrain", WeightingOptions(), 8)
+    plain = weigh_means(means, "pretrain", weighting.recipe)
+    with pytest.warns(UserWarning, match="one domain .* in most resamples"):
+        warn_one_hot(weighting, plain, means, 1.0, np.eye(8))
 
 
 def test_the_epoch_limit_caps_weights_and_intervals(compute, numbers_corpus):
