@@ -1,14 +1,16 @@
-"""Draw the gains of mixtures for targets: our small runs, and published runs at scale.
+"""Tabulate and draw the gains of mixtures for targets: our small runs, and published runs at scale.
 
-    python benchmarks/target_evidence.py --output docs/targets.png \
-      --public benchmarks/results/public-runs.json \
-      benchmarks/results/compare-targets-{installed,registers,code}.json
+    python benchmarks/target_evidence.py \
+      benchmarks/results/compare-targets-{installed,registers,code}.json \
+      --output docs/targets.png --public benchmarks/results/public-runs.json
 
-The left panel has a row for each target of the records of examples/compare_methods.sh with TARGETS:
-the gain of a mixture over Uniform in the target's held-out loss, with its 95% interval over seeds,
-and the gain that was predicted. The right panel has the gain, over the mixture nearest to Uniform,
-of the mixture that was chosen from published runs of the smallest size, as measured by runs of
-larger sizes.
+The records are those of examples/compare_methods.sh with TARGETS. The table has the mean gain of
+each method over the targets of each record and of all, with its standard error over targets.
+
+The left panel has a row for each target: the gain of a mixture over Uniform in the target's
+held-out loss, with its 95% interval over seeds, and the gain that was predicted. The right panel
+has the gain, over the mixture nearest to Uniform, of the mixture that was chosen from published
+runs of the smallest size, as measured by runs of larger sizes.
 """
 
 from __future__ import annotations
@@ -16,20 +18,77 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 from megatron_chameleon.artifacts.files import replacing
 from megatron_chameleon.report import figures
+from megatron_chameleon.report.significance import holm_adjusted
+from megatron_chameleon.report.tables import MISSING, Table, terminal_table
+from megatron_chameleon.report.targets import LEVEL
 
 CHOSEN = "mixtures chosen from"
 MEAN = "mean of the domains"
+
+
+def frame_of(records: dict[str, dict[str, Any]], omitted: Collection[str]) -> pd.DataFrame:
+    """Return one row per record, target and method.
+
+    Columns: record, method, gain (mean over seeds), predicted (NaN if none is), and p_value
+    (corrected by Holm's method for all rows, with a variance that is pooled over the records).
+    """
+    rows = [
+        {
+            "record": name,
+            "method": method,
+            "gain": np.mean(gains),
+            "predicted": found["predicted_gain"].get(method, np.nan),
+            "equals_baseline": found["equals_baseline"][method],
+        }
+        for name, record in records.items()
+        for target, found in record["targets"].items()
+        if target not in omitted
+        for method, gains in found["gain"].items()
+    ]
+    frame = pd.DataFrame(rows).assign(p_value=1.0)
+    freedom = [record["degrees_of_freedom"] for record in records.values()]
+    squares = [record["pooled_standard_error"] ** 2 for record in records.values()]
+    if sum(freedom):
+        error = np.sqrt(np.average(squares, weights=freedom))
+        tested = ~frame["equals_baseline"]
+        plain = 2 * stdtr(sum(freedom), -np.abs(frame["gain"][tested].to_numpy() / error))
+        frame.loc[tested, "p_value"] = holm_adjusted(plain)
+    return frame
+
+
+def tabulate(frame: pd.DataFrame) -> Table:
+    """Tabulate the mean gains of each method over the targets of each record, and of all."""
+    header = [*frame["record"].unique(), "all", "better", "worse", "predicted", "Pearson"]
+    rows = []
+    for method, found in frame.groupby("method", sort=False):
+        groups = [rest for _, rest in found.groupby("record", sort=False)["gain"]]
+        cells = [f"{one.mean():+.3f} ± {one.sem():.3f}" for one in (*groups, found["gain"])]
+        sure = found["p_value"] < LEVEL
+        cells += [f"{sum(sure & side)}" for side in (found["gain"] > 0, found["gain"] < 0)]
+        known = found.dropna(subset="predicted")
+        correlation = known["gain"].corr(known["predicted"])
+        figures_of = (f"{known['predicted'].mean():+.3f}", f"{correlation:.2f}")
+        rows.append([method, *cells, *(figures_of if len(known) else (MISSING, MISSING))])
+    notes = [
+        "Gain in nats per token; ± is the standard error over targets. Better, worse: targets of "
+        f"all records whose gain is significant at {LEVEL:.0%} after Holm's correction for all "
+        "gains of the table, with a variance between seeds that is pooled over the records."
+    ]
+    return Table.of("Mean gains over targets", ["method", *header], rows, notes=notes)
 
 
 def draw_targets(axes: Axes, records: dict[str, dict[str, Any]], method: str) -> list[Any]:
@@ -97,17 +156,23 @@ def figure_of(records: dict[str, dict[str, Any]], public: dict[str, Any], method
 
 
 def main() -> None:
-    """Write the figure."""
+    """Print the table, and write the figure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--public", type=Path, required=True)
-    parser.add_argument("--method", default="mixmin")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--omit", nargs="+", default=[], help="targets to leave out of the table")
+    parser.add_argument("--public", type=Path, help="record of public_runs.py, for the figure")
+    parser.add_argument("--method", default="mixmin", help="method of the figure")
+    parser.add_argument("--output", type=Path, help="write the figure to this file")
     arguments = parser.parse_args()
+    if (arguments.output is None) != (arguments.public is None):
+        parser.error("pass --output and --public together")
     records = {
         path.stem.removeprefix("compare-targets-"): json.loads(path.read_text())
         for path in arguments.records
     }
+    print(terminal_table(tabulate(frame_of(records, arguments.omit))))
+    if arguments.output is None:
+        return
     public = json.loads(arguments.public.read_text())
     with replacing(arguments.output) as temporary:
         temporary.write_bytes(figures.png(figure_of(records, public, arguments.method)))
