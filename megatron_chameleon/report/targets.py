@@ -215,13 +215,18 @@ def gain_table(compared: TargetComparison) -> Table:
 
 
 def prediction_table(compared: TargetComparison) -> Table:
-    """Tabulate how well each method predicts its gains."""
+    """Tabulate how well each method predicts its gains.
+
+    A mixture that equals the baseline has a predicted and a measured gain of 0. At least three
+    other mixtures are required for correlations.
+    """
     rows = []
     for name, found in compared.table.dropna(subset="predicted").groupby("method", sort=False):
         predicted, real = found["predicted"].to_numpy(), found["gain"].to_numpy()
         if len(found) < 3:
             continue
-        has_spread = np.ptp(predicted) > 0 and np.ptp(real) > 0
+        enough = (~found["equals_baseline"]).sum() >= 3
+        has_spread = enough and np.ptp(predicted) > 0 and np.ptp(real) > 0
         rows.append(
             [
                 mixture_label(str(name)),

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from megatron_chameleon.artifacts import EvaluationResult
+from megatron_chameleon.artifacts import EvaluationResult, Mixture
 from megatron_chameleon.corpus.join import link_domains
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.report.options import CompareMethodsOptions
@@ -89,3 +89,21 @@ def test_gains_are_tested_together_and_compared_with_predictions(root, tmp_path)
     assert compared.pooled_error == pytest.approx((0.01 / 3**0.5, 6))
     (row,) = prediction_table(compared).rows
     assert row == ["Chameleon", "3", "+0.147", "+0.047", "0.100", "1.00", "1.00"]
+
+
+def test_correlations_need_three_mixtures_other_than_the_baseline(root, tmp_path):
+    run = tmp_path / "targets-run"
+    for name, gain in (("a", 0.5), ("b", 0.2), ("c", 0.0)):
+        hold_out(root, folder := run / f"targets/{name}", name, gain)
+        changes = {"parameters": {"predicted_gain": {"uniform": {"gain": gain}}}}
+        if name == "c":
+            equal = Mixture.load(folder / "4-mixture/uniform.json").weights
+            changes = {"weights": equal, "parameters": {"written": "prior"}}
+            for path in (folder / "5-base").glob("chameleon-*"):
+                shutil.rmtree(path)
+        edit(folder / "4-mixture/chameleon.json", **changes)
+    options = CompareMethodsOptions(
+        run=run, mixtures=("uniform", "chameleon"), seeds=SEEDS, targets=()
+    )
+    (row,) = prediction_table(compare_targets(options)).rows
+    assert row == ["Chameleon", "3", "+0.233", "+0.247", "0.013", "-", "-"]
