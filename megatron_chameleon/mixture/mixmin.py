@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import minimize
 from scipy.special import rel_entr
 from scipy.stats import t as student
 
@@ -36,11 +37,13 @@ STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 NUM_FOLDS = 5
 # EM stops if f(w) is within this many nats of its maximum: a hundredth of a printed digit.
 TOLERANCE = 1e-6
-MAX_ITERATIONS = 5000
+MAX_ITERATIONS = 1000
+# EM is slow where models are nearly alike. Its slow directions are then searched with curvature.
+SEARCH_INTERVAL = 50
 # Overrelaxed EM multiplies its exponent by this factor after each step that increases f.
 ACCELERATION = 1.3
-# EM cannot leave a weight of 0, so it starts above it.
-SMALLEST_START = 1e-9
+# EM cannot leave a weight of 0, so its weights are at least this multiple of the largest weights.
+SMALLEST = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,7 +106,8 @@ def mixmin_weights(
     The M step of EM maximizes sum_i c_i log w_i within the bounds, where c_i is the expected share
     of the tokens of domain i, plus tau times its prior: it scales c by one number and clips it. EM
     increases f with every step. Overrelaxation raises the steps' ratios to a power that grows while
-    f increases (Salakhutdinov and Roweis, ICML 2003). The search ends when a bound on the distance
+    f increases (Salakhutdinov and Roweis, ICML 2003). After every ``SEARCH_INTERVAL`` steps,
+    sequential quadratic programming continues. The search ends when a bound on the distance
     from the maximum, max_v grad f(w) (v - w), is below ``TOLERANCE``.
 
     Args:
@@ -125,35 +129,65 @@ def mixmin_weights(
         high = np.where(prior > 0, high, low)
     if len(low) == 1 or low.sum() >= 1.0:
         return np.asarray(low / low.sum()) if low.sum() > 0 else np.ones(1)
-    weights = np.maximum(limits.placed_prior if start is None else start, SMALLEST_START * high)
-    weights = nearest_by_divergence(weights, low, high)
-    exponent, before, plain, gap = 1.0, -math.inf, weights, math.inf
-    for _ in range(MAX_ITERATIONS):
+
+    def value_and_gradient(weights: Array) -> tuple[float, Array]:
         mixed = text.probabilities @ weights
         value = float(text.shares @ np.log(mixed))
+        gradient = text.probabilities.T @ (text.shares / mixed)
         if strength > 0:
             value -= strength * float(rel_entr(prior, weights).sum())
-        if value < before and exponent > 1.0:
+            gradient += np.divide(pseudo, weights, out=np.zeros_like(pseudo), where=weights > 0)
+        return value, gradient
+
+    weights = plain = _placed(limits.placed_prior if start is None else start, low, high)
+    exponent, before = 1.0, -math.inf
+    for iteration in range(1, MAX_ITERATIONS + 1):
+        value, gradient = value_and_gradient(weights)
+        if exponent > 1.0 and not value >= before:  # lower, or NaN
             weights, exponent = plain, 1.0
             continue
-        before = value
-        gradient = text.probabilities.T @ (text.shares / mixed)
-        counts = weights * gradient + pseudo
-        full = gradient + np.divide(pseudo, weights, out=np.zeros_like(pseudo), where=weights > 0)
-        gap = float(full @ (_best_vertex(full, low, high) - weights))
+        best, before = weights, value
+        gap = float(gradient @ (_best_vertex(gradient, low, high) - weights))
         if gap < TOLERANCE:
-            break
-        plain = nearest_by_divergence(counts, low, high)
-        ratio = full / (1.0 + pseudo.sum())
-        weights = nearest_by_divergence(weights * ratio**exponent, low, high)
+            return best
+        plain = _placed(weights * gradient, low, high)
+        step = exponent * np.log(gradient)
+        weights = _placed(weights * np.exp(step - step.max()), low, high)
         exponent *= ACCELERATION
-    else:
-        warnings.warn(
-            f"the weights have not converged after {MAX_ITERATIONS:,} steps: the log-likelihood is "
-            f"up to {gap:.1e} nats below its maximum",
-            stacklevel=2,
-        )
-    return weights
+        if iteration % SEARCH_INTERVAL == 0:
+            weights, exponent = _searched(value_and_gradient, best, low, high), ACCELERATION
+    warnings.warn(
+        f"the weights have not converged after {MAX_ITERATIONS:,} steps: the log-likelihood is "
+        f"up to {gap:.1e} nats below its maximum",
+        stacklevel=2,
+    )
+    return best
+
+
+def _searched(
+    objective: Callable[[Array], tuple[float, Array]], start: Array, low: Array, high: Array
+) -> Array:
+    """Maximize ``objective``, which returns value and gradient, by quadratic programming."""
+
+    def negated(weights: Array) -> tuple[float, Array]:
+        value, gradient = objective(np.maximum(weights, SMALLEST * high))
+        return -value, -gradient
+
+    found = minimize(
+        negated,
+        start,
+        jac=True,
+        method="SLSQP",
+        bounds=np.stack([low, high], axis=1),
+        constraints={"type": "eq", "fun": lambda weights: weights.sum() - 1.0},
+        options={"ftol": TOLERANCE**2, "maxiter": SEARCH_INTERVAL},
+    )
+    return _placed(found.x, low, high)
+
+
+def _placed(weights: Array, low: Array, high: Array) -> Array:
+    """Scale the weights [k] by one number and clip them, above 0 where the bounds permit."""
+    return nearest_by_divergence(np.maximum(weights, SMALLEST * high), low, high)
 
 
 def _best_vertex(gradient: Array, low: Array, high: Array) -> Array:

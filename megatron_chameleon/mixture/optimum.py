@@ -94,26 +94,29 @@ def nearest_by_divergence(prior: Array, low: Array, high: Array) -> Array:
 def _along(points: Array, direction: Array, low: Array, high: Array) -> Array:
     """Return clip(x + t d, low, high) for each row x of ``points``, with t such that it sums to 1.
 
-    The sum is piecewise linear and does not fall with t, so t is found between two of the points
-    where a weight reaches a bound.
+    Each weight is linear in t between two of the points where a weight reaches a bound, and the sum
+    does not fall with t. The sums are those of the clipped weights: cumulative sums of slopes lose
+    entries of the direction that are tiny compared with others.
     """
-    edges = np.concatenate([(low - points) / direction, (high - points) / direction], axis=1)
-    order = np.argsort(edges, axis=1)
-    edges = np.take_along_axis(edges, order, axis=1)
-    slopes = np.cumsum(np.concatenate([direction, -direction])[order], axis=1)[:, :-1]
-    sums = low.sum() + np.cumsum(slopes * np.diff(edges, axis=1), axis=1)
-    # The sum first reaches 1 on the segment that starts at edge `at`. t is computed from that edge:
-    # if an entry of the direction is tiny, the next one is far away, where rounding of the slopes
-    # makes the sums meaningless.
-    reaches = sums >= 1.0 - ROUNDING
-    reaches[:, -1] = True
-    at = reaches.argmax(axis=1)[:, None]
-    begin = np.insert(sums, 0, low.sum(), axis=1)
-    edge, start, slope = (
-        np.take_along_axis(values, at, axis=1) for values in (edges, begin, slopes)
+
+    def clipped(t: Array) -> Array:
+        return np.clip(points + t * direction, low, high)
+
+    edges = np.sort(np.concatenate([(low - points) / direction, (high - points) / direction], 1))
+    # The first edge at which the sum is 1 or more; it is the last one if rounding hides it.
+    first, last = np.zeros((len(points), 1), np.intp), np.full((len(points), 1), 2 * len(low) - 1)
+    while (first < last).any():
+        middle = (first + last) // 2
+        sums = clipped(np.take_along_axis(edges, middle, axis=1)).sum(axis=1, keepdims=True)
+        reaches = sums >= 1.0 - ROUNDING
+        first, last = np.where(reaches, first, middle + 1), np.where(reaches, middle, last)
+    begin, end = (
+        np.take_along_axis(edges, edge, axis=1) for edge in (np.maximum(last - 1, 0), last)
     )
-    along = np.divide(1.0 - start, slope, out=np.zeros_like(start), where=slope > 0)
-    return np.clip(points + (edge + along) * direction, low, high)
+    missing = 1.0 - clipped(begin).sum(axis=1, keepdims=True)
+    added = (clipped(end) - clipped(begin)).sum(axis=1, keepdims=True)
+    along = np.divide(missing, added, out=np.zeros_like(added), where=added > 0)
+    return clipped(begin + np.clip(along, 0.0, 1.0) * (end - begin))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

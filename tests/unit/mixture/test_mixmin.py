@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import warnings
 
 import numpy as np
 import pytest
-from scipy.optimize import minimize
+from scipy.optimize import linprog, minimize
 from scipy.special import rel_entr
 
 from megatron_chameleon.mixture.mixmin import (
@@ -78,6 +80,32 @@ def test_the_objective_is_that_of_a_general_solver(k, strength, bounded):
     assert penalized(text, limits, strength, found) >= penalized(text, limits, strength, solved) - (
         1e-5
     )
+
+
+@pytest.mark.parametrize("difference", [1e-3, 0.03, 0.2, 1.0])
+@pytest.mark.parametrize("cap", [0.15, 0.4, 1.0])
+def test_models_that_are_nearly_alike_are_weighed(difference, cap):
+    """Steps of overrelaxation are long then, and plain EM takes thousands of steps."""
+    rng = np.random.default_rng(7)
+    experts = models(rng, 8)
+    alike = experts[:1] * (experts / experts[:1]) ** difference + 1e-9
+    pair = np.concatenate([alike, alike[1:3] * np.exp(rng.normal(0, 1e-3, (2, VOCAB)))])
+    text = sampled_text(rng, experts, rng.dirichlet(np.full(8, 0.3)))
+    tokens = rng.integers(0, VOCAB, len(text.shares))
+    text = dataclasses.replace(text, probabilities=pair[:, tokens].T)
+    high = np.ones(10)
+    high[rng.permutation(10)[:4]] = cap
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = mixmin_weights(text, Limits(np.full(10, 0.1), np.zeros(10), high))
+    assert found.sum() == pytest.approx(1, abs=1e-12)
+    assert (found <= high).all()
+    mixed = text.probabilities @ found
+    gradient = text.probabilities.T @ (text.shares / mixed)
+    best = linprog(
+        -gradient, A_eq=np.ones((1, 10)), b_eq=[1], bounds=np.stack([high * 0, high], axis=1)
+    )
+    assert -best.fun - gradient @ found < 1e-6
 
 
 def test_weights_of_sampled_text_are_found():

@@ -133,6 +133,16 @@ def test_bounds_hold_exactly_and_a_large_penalty_gives_the_prior(problem):
     np.testing.assert_allclose(scales, scales.mean() if len(scales) else 0, rtol=1e-9)
 
 
+def test_priors_of_any_size_are_placed_within_bounds():
+    found = nearest_by_divergence(
+        np.array([1.0, 1e-20, 3e-21, 1e-300]), np.zeros(4), np.array([0.5, 1.0, 1.0, 1.0])
+    )
+    np.testing.assert_allclose(found, [0.5, 0.5 / 1.3, 0.15 / 1.3, 0.5e-280 / 1.3], rtol=1e-12)
+    caps = np.array([0.1, 0.2, 0.3, 1.0])
+    found = nearest_by_divergence(np.array([1.0, 1e-100, 1e-200, 1e-300]), np.zeros(4), caps)
+    np.testing.assert_allclose(found, [0.1, 0.2, 0.3, 0.4], rtol=1e-12)
+
+
 def test_a_domain_without_prior_gets_no_weight_under_the_penalty():
     prior = np.array([0.5, 0.5, 0.0])
     found = minimize_mixture(lambda w: w[:, 0], prior, np.zeros(3), np.ones(3), kl=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_correlations_need_three_mixtures_other_than_the_baseline(root, tmp_path
     run = tmp_path / "targets-run"
     for name, gain in (("a", 0.5), ("b", 0.2), ("c", 0.0)):
         hold_out(root, folder := run / f"targets/{name}", name, gain)
-        changes = {"parameters": {"predicted_gain": {"uniform": {"gain": gain}}}}
+        changes: dict[str, Any] = {"parameters": {"predicted_gain": {"uniform": {"gain": gain}}}}
         if name == "c":
             equal = Mixture.load(folder / "4-mixture/uniform.json").weights
             changes = {"weights": equal, "parameters": {"written": "prior"}}
