@@ -117,10 +117,11 @@ class CorpusDomains:
         size = file.tokens.size
         if size <= most:
             return file
-        length = most // PLACES
-        starts = np.linspace(0, size - length, PLACES).astype(np.int64)
+        places = min(PLACES, most)
+        length = most // places
+        starts = np.linspace(0, size - length, places).astype(np.int64)
         parts = [file.tokens[start : start + length] for start in starts.tolist()]
-        return in_memory(file.prefix, np.concatenate(parts), np.full(PLACES, length, np.int32))
+        return in_memory(file.prefix, np.concatenate(parts), np.full(places, length, np.int32))
 
     def held_out(self, name: str) -> TokenFile:
         """Open the validation text of a domain."""
