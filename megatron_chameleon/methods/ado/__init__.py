@@ -33,5 +33,4 @@ ONLINE = OnlineMethod(
         ),
         "ado_min_weight": Default(0.01),
     },
-    has_target=False,
 )

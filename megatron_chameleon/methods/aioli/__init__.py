@@ -47,4 +47,5 @@ ONLINE = OnlineMethod(
         "aioli_emphasis": Default(0.75),
         "aioli_eta": Default(1.0),
     },
+    has_target=True,
 )

@@ -16,5 +16,4 @@ ONLINE = OnlineMethod(
         "online_smoothing": Default(0.9, "of rewards"),
         "online_warmup_iters": Default(None, "a hundredth of --train-iters"),
     },
-    has_target=False,
 )

@@ -43,7 +43,7 @@ class OnlineMethod:
         defaults: field of each flag that the method reads -> its default.
         options: frozen dataclass of the flags that only this method has, all None or False by
             default.
-        has_target: whether the method can be used with ``--target``.
+        has_target: whether the mixture follows ``--target``; otherwise ``--target`` is an error.
     """
 
     name: str
@@ -51,7 +51,7 @@ class OnlineMethod:
     hook: str
     defaults: Mapping[str, Default]
     options: type[CheckedOptions] | None = None
-    has_target: bool = True
+    has_target: bool = False
 
 
 SHARED_HELP = {
@@ -100,11 +100,12 @@ class OnlineFlags(OnlineOptions):
         """Raise UserError for a target that the method ignores, or an interval that is too long."""
         if not self.online:
             return
-        if target is not None and not self.METHODS[self.online].has_target:
+        method = self.METHODS[self.online]
+        if target is not None and not method.has_target:
             raise UserError(
-                f"--target {target}: --online {self.online} has no target, since it follows the "
-                "domains' training losses; use --online aioli, the --mixture of compute_mixture "
-                "--method mixmin --target, or evaluate perplexity --target later"
+                f"--target {target}: --online {self.online} has no target, since it follows "
+                f"{method.follows}; use --online aioli, the --mixture of compute_mixture --method "
+                "mixmin --target, or evaluate perplexity --target later"
             )
         interval = self.setting("online_interval")
         if interval is not None and interval >= train_iters:

@@ -120,7 +120,7 @@ class LongestNameOptions(CheckedOptions):
 
 ONLINE = OnlineMethod(
     name="longest-name", follows="the names", hook="builtins:int", options=LongestNameOptions,
-    defaults={"online_interval": Default(7), "name_power": Default(2.0)}, has_target=False,
+    defaults={"online_interval": Default(7), "name_power": Default(2.0)},
 )
 """
 
@@ -300,6 +300,7 @@ def test_mistakes_write_nothing(options):
         ("aioli", {"online": dataclasses.replace(ONLINE["aioli"], aioli_emphasis=0.3)}, "1 / 3"),
         ("odm", measured, "--online odm has no target"),
         ("ado", measured, "--online ado has no target"),
+        ("chameleon", measured, "--online chameleon has no target"),
     ):
         with pytest.raises(UserError, match=named):
             train(dataclasses.replace(options(method, "other"), **changes))
