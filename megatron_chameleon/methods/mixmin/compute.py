@@ -585,7 +585,7 @@ def write(
 
 
 def describe_estimate(plan: Plan, text: TargetText, estimate: Estimate) -> list[str]:
-    """Describe the target, the predicted gains, and documents that no domain explains."""
+    """Describe the target, the predicted gains, and what each domain or none explains."""
     target, unit = plan.target, unit_of(plan)
     parts = [f"{name} ({share:.0%})" for name, share in target.shares.items()]
     what = "the average over the domains" if target.value is None else format_names(parts)
@@ -598,6 +598,9 @@ def describe_estimate(plan: Plan, text: TargetText, estimate: Estimate) -> list[
             f"predicted gain over {name}: {gain.gain:.4f} nats per {unit} "
             f"({gain.low:.4f} to {gain.high:.4f}), perplexity x {math.exp(-gain.gain):.3f}"
         )
+    order, names = np.argsort(-estimate.explained, kind="stable"), plan.domains.names
+    shares = [f"{names[number]} {estimate.explained[number]:.1%}" for number in order]
+    lines.append(f"share of the target that each domain explains: {format_names(shares)}")
     if estimate.unexplained > 0:
         examples = "".join(f"\n    {example}" for example in estimate.examples)
         lines.append(
@@ -650,10 +653,9 @@ def decision(plan: Plan, estimate: Estimate, takes_estimate: bool) -> list[str]:
     if takes_estimate:
         return [f"written: the estimated weights{' (--accept-uncertain)' if reason else ''}"]
     names = plan.domains.names
-    rows = [["domain", "estimate", "explains"]]
+    rows = [["domain", "estimate"]]
     for number in np.argsort(-estimate.weights, kind="stable"):
-        weight, share = estimate.weights[number], estimate.explained[number]
-        rows.append([names[number], format_weight(weight), f"{share:.1%}"])
+        rows.append([names[number], format_weight(estimate.weights[number])])
     return [
         f"written: the prior '{plan.options.estimate.prior}' within the limits, since {reason}; "
         "--accept-uncertain writes the estimate",

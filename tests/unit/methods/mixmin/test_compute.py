@@ -74,8 +74,10 @@ def options(texts, tmp_path):
     return make
 
 
-def test_weights_are_the_shares_of_the_target(options):
+def test_weights_are_the_shares_of_the_target(options, capsys):
     compute(options())
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "domain explains" in each)
+    assert "sea 7" in line
     mixture = Mixture.load(options().output)
     assert mixture.parameters["written"] == "estimate"
     assert mixture.weights["sea"] == pytest.approx(0.75, abs=0.05)
