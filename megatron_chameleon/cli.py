@@ -198,8 +198,12 @@ class Choice:
             print(
                 f"{self.flag} {{{names.replace(', ', ',')}}} (default: {self.default}): each value "
                 f"has its own flags, see {self.flag} NAME --help; {self.listing_flag} describes "
-                "the values\n"
+                "the values"
             )
+            for flag, tool in self.others.items():
+                purpose = (tool.options.__doc__ or "").partition("\n")[0]
+                print(f"{flag}, instead of {self.flag}: {purpose} See {flag} --help.")
+            print()
         tools[name].run(argv, prog=f"{os.path.basename(sys.argv[0])} {self.flag} {name}")
 
 

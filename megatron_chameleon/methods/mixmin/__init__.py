@@ -125,7 +125,8 @@ class MixminOptions(DomainsAndTarget, WorkFolderOptions):
 
     The domains are those of a corpus (--corpus), or raw text (--input NAME=PATH ...), of which only
     a sample is read. The weights are shrunk towards --prior. By default the models are n-grams, so
-    no model is trained, and no GPU is used.
+    no model is trained, and no GPU is used. --headroom, instead of --method mixmin, only predicts
+    the gains.
     """
 
     experts: tuple[str, ...] = (NGRAM,)
