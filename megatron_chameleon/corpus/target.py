@@ -126,7 +126,8 @@ def parse_target(
             if not path:
                 raise UserError(
                     f"--target {value}: unknown name '{name}'; pass {SYNTAX}; choose from "
-                    f"{quoted(names)}"
+                    f"{quoted(names)}; a task also needs --tasks, which compute_mixture has with "
+                    "--method mixmin, regmix, mixing-laws and surrogate"
                 )
             if name in names or match(name) is not None or not is_domain_name(name):
                 raise UserError(f"--target {value}: '{name}' is a domain; name the text otherwise")
