@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from megatron_chameleon.methods.limits import bounds_within
 from megatron_chameleon.methods.output import by_name
 from megatron_chameleon.methods.surrogate import SurrogateOptions
 from megatron_chameleon.methods.swarm.fit import FitMethod, Fitted
+from megatron_chameleon.methods.swarm.quality import CONFIDENCE, Gain
 from megatron_chameleon.methods.swarm.sampling import require_lightgbm
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
@@ -35,7 +35,6 @@ from megatron_chameleon.mixture.surrogate import (
 )
 from megatron_chameleon.progress import SECONDS_WITHOUT_BAR, progress_bar
 
-CONFIDENCE = 0.9
 # Joint draws of the losses of the mixtures, for the intervals of their differences.
 NUM_DRAWS = 4000
 # The search for the optimum of half of the runs samples this many times fewer candidates.
@@ -128,8 +127,6 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
         baselines = {"uniform": uniform, "natural": self.token_shares, "prior": prior}
         optimism = self.optimism(table, shares, bounds)
         gains = predicted_gains(surrogate, optimum.weights, baselines, shares, optimism, seed)
-        # Predictions for a prior that samples domains of no run are extrapolated.
-        is_certain = gains["prior"].low > 0 and not prior[sampled == 0].any()
         search = f"minimized over {optimum.num_values:,} mixtures"
         if options.kl > 0:
             search += (
@@ -143,15 +140,12 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
             heading=f"Surrogate: a stack of models for each loss, {search}",
             optimum=optimum.weights,
             free_optimum=free.weights,
-            is_certain=is_certain,
+            gain=gains["prior"],
             predict=surrogate.mean,
             held_out=surrogate.report.held_out,
             folds=surrogate.report.folds,
             parameters={
-                "predicted_gain": {
-                    name: {**dataclasses.asdict(gain), "confidence": CONFIDENCE}
-                    for name, gain in gains.items()
-                },
+                "predicted_gain": {name: gain.as_json for name, gain in gains.items()},
                 "optimism": {
                     "of_half_of_the_runs": optimism.tolist(),
                     "subtracted": OPTIMISM_OF_ALL_RUNS * float(optimism.mean()),
@@ -203,21 +197,6 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Gain:
-    """By how much a mixture is predicted to lower the target loss of a baseline.
-
-    Attributes:
-        gain: prediction.
-        low: lower end of its interval.
-        high: upper end.
-    """
-
-    gain: float
-    low: float
-    high: float
-
-
 def predicted_gains(
     surrogate: Surrogate,
     weights: Array,
@@ -263,21 +242,14 @@ def headlines(
     A baseline whose mixture an earlier one has is left out. With ``is_frozen``, all baselines have
     the ratios of ``--freeze``.
     """
-    certain, uncertain, seen = [], [], list[Array]()
+    lines, seen = [], list[Array]()
     for name, gain in gains.items():
         if any(np.allclose(baselines[name], other, atol=1e-9) for other in seen):
             continue
         seen.append(baselines[name])
         baseline = BASELINE_LABELS[name] + " with the frozen ratios" * is_frozen
-        gained = f"gain {gain.gain:.4f} ({gain.low:.4f} to {gain.high:.4f})"
-        confident = f"with {CONFIDENCE:.0%} confidence: {gained}"
-        if gain.low > 0:
-            certain.append(f"predicted to beat {baseline} {confident}")
-        elif gain.high < 0:
-            uncertain.append(f"predicted to be worse than {baseline} {confident}")
-        else:
-            uncertain.append(f"not predicted to beat {baseline} {confident}")
-    return [f"the optimum is {line}" for line in [*uncertain, *certain]]
+        lines.append((gain.low > 0, gain.describe(baseline)))
+    return [line for _, line in sorted(lines, key=lambda each: each[0])]
 
 
 def model_errors(report: SurrogateReport, metrics: Sequence[str]) -> dict[str, dict[str, Any]]:

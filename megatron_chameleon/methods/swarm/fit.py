@@ -41,10 +41,13 @@ from megatron_chameleon.methods.swarm.objective import (
     warn_mixed_scales,
 )
 from megatron_chameleon.methods.swarm.quality import (
+    NO_BETTER,
+    Gain,
+    cross_validated_gain,
     cross_validation,
     fit_problems,
+    is_no_better,
     quality_table,
-    reason_for_prior,
 )
 from megatron_chameleon.methods.swarm.runs import (
     COLLECT,
@@ -97,8 +100,7 @@ class Fitted:
         remedy: how to improve a poor fit, for warnings.
         headlines: lines on the predicted gain, printed first.
         closing: lines under the table.
-        is_certain: whether the optimum is certain to be better than the prior; None if the
-            cross-validation decides.
+        gain: gain of the optimum over the prior; None if the cross-validation determines it.
     """
 
     heading: str
@@ -111,7 +113,7 @@ class Fitted:
     remedy: str
     headlines: Sequence[str] = ()
     closing: Sequence[str] = ()
-    is_certain: bool | None = None
+    gain: Gain | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -485,11 +487,19 @@ class FitMethod(abc.ABC, Generic[Options]):
         folds = fitted.folds
         linear = held_out_predictions(fit_linear, table.mixtures, table.losses, folds)
         quality = cross_validation(table, shares, fitted.held_out, linear)
-        if fitted.is_certain is None:
-            compared = np.stack([fitted.optimum, self.limits().placed_prior])
-            reason = reason_for_prior(quality, fitted.predict(compared) @ shares)
-        else:
-            reason = None if fitted.is_certain else "the optimum is not certain to be better"
+        prior, reason = self.limits().placed_prior, None
+        gain, headlines = fitted.gain, fitted.headlines
+        if gain is None:
+            compared = np.stack([fitted.optimum, prior])
+            best, usual = fitted.predict(compared) @ shares
+            errors = (fitted.held_out - table.losses) @ shares
+            gain = cross_validated_gain(table.mixtures, errors, compared, float(usual - best))
+            headlines = [gain.describe(f"the prior '{options.fallback.prior}'")]
+            reason = NO_BETTER if is_no_better(quality) else None
+        if gain.low <= 0:
+            reason = reason or "the optimum is not certain to be better"
+        elif prior[~table.mixtures.any(axis=0)].any():
+            reason = reason or "no run samples some of its domains, so its loss is unknown"
         decision = self.decide(fitted, reason)
         problems = fit_problems(quality) if decision.written == "optimum" else []
         weights = decision.weights
@@ -517,6 +527,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         mixture = Mixture(
             method=self.name,
             parameters={
+                "predicted_gain": {"prior": gain.as_json},
                 **fitted.parameters,
                 **target,
                 "written": decision.written,
@@ -552,9 +563,7 @@ class FitMethod(abc.ABC, Generic[Options]):
             mixture,
             options,
             self.corpus,
-            "\n".join(
-                [*fitted.headlines, decision.line, fitted.heading, f"fitted to {runs.origin}"]
-            ),
+            "\n".join([*headlines, decision.line, fitted.heading, f"fitted to {runs.origin}"]),
             *self.frozen_lines(weights),
             *fitted.closing,
             f"error on held-out runs ({procedure}; * marks a loss in the target):",

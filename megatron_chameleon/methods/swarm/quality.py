@@ -1,7 +1,8 @@
-"""How well a fit predicts runs that were held out of it, next to a linear fit and a constant."""
+"""How well a fit predicts runs that were held out of it, and whether it prefers its optimum."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -13,6 +14,41 @@ from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import quality_of
 
 NO_BETTER = "the fit predicts the target no better than a constant"
+CONFIDENCE = 0.9
+# Runs near a mixture that are compared, at most.
+MOST_COMPARED = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """By how much a mixture is predicted to lower the target loss of a baseline.
+
+    Attributes:
+        gain: prediction.
+        low: lower end of its interval.
+        high: upper end.
+    """
+
+    gain: float
+    low: float
+    high: float
+
+    def describe(self, baseline: str) -> str:
+        """Describe the gain of the optimum over ``baseline``."""
+        verdict = "not predicted to beat"
+        if self.low > 0:
+            verdict = "predicted to beat"
+        elif self.high < 0:
+            verdict = "predicted to be worse than"
+        return (
+            f"the optimum is {verdict} {baseline} with {CONFIDENCE:.0%} confidence: "
+            f"gain {self.gain:.4f} ({self.low:.4f} to {self.high:.4f})"
+        )
+
+    @property
+    def as_json(self) -> dict[str, float]:
+        """Fields for a mixture file."""
+        return {**dataclasses.asdict(self), "confidence": CONFIDENCE}
 
 
 def cross_validation(
@@ -47,25 +83,39 @@ def cross_validation(
     return pd.DataFrame(columns, [*table.metrics, "target"])
 
 
-def reason_for_prior(quality: pd.DataFrame, predicted: Array) -> str | None:
-    """Return why the fit does not prefer the optimum to the prior; None if it does.
+def cross_validated_gain(trained: Array, errors: Array, compared: Array, gain: float) -> Gain:
+    """Return a predicted ``gain`` with an interval.
+
+    A gain is a difference of two predictions. Its error is assumed to be like that of the
+    differences between runs near the first mixture and runs near the second one, where half of the
+    runs are near. The interval extends by the 90% quantile of abs(e_i - e_j) on both sides. The
+    noise of the losses widens it. It covers neither that the search selects a mixture whose
+    prediction is too low, nor extrapolation beyond the runs.
 
     Args:
-        quality: as from :func:`cross_validation`.
-        predicted: [2] predicted target loss of the optimum and of the prior.
+        trained: [n, k] weights of the runs.
+        errors: e, [n], target loss predicted by a fit to other runs minus the measured one.
+        compared: [2, k] weights of the optimum and of the baseline.
+        gain: predicted target loss of the baseline minus that of the optimum.
     """
+    distances = np.abs(trained - compared[:, None]).sum(axis=2)
+    count = min(max(len(trained) // 2, 2), MOST_COMPARED)
+    first, second = np.argsort(distances, axis=1, kind="stable")[:, :count]
+    differences = np.abs(errors[first][:, None] - errors[second])
+    margin = float(np.quantile(differences[first[:, None] != second], CONFIDENCE))
+    return Gain(gain, gain - margin, gain + margin)
+
+
+def is_no_better(quality: pd.DataFrame) -> bool:
+    """Return whether a constant predicts the target as well as the fit."""
     target = quality.iloc[-1]
-    if target.mae >= target.mae_of_a_constant:
-        return NO_BETTER
-    if predicted[0] >= predicted[1]:
-        return "the fit predicts no gain over it"
-    return None
+    return bool(target.mae >= target.mae_of_a_constant)
 
 
 def fit_problems(quality: pd.DataFrame) -> list[str]:
     """Return a warning if a constant or a linear fit predicts the target better than the fit."""
     target = quality.iloc[-1]
-    if target.mae >= target.mae_of_a_constant:
+    if is_no_better(quality):
         return [f"{NO_BETTER}: the mixture is arbitrary"]
     if target.mae > target.linear_mae:
         return ["a linear fit predicts the target better: the mixture is uncertain"]

@@ -174,6 +174,14 @@ def test_a_fit_to_noise_gives_the_prior_and_a_fit_to_losses_the_optimum(
     accepted = fitted(noise, **ACCEPTING)
     assert accepted.parameters["written"] == "optimum"
     assert accepted.weights == mixture.parameters["optimum"]
+    assert "no better than a constant" in capsys.readouterr().out
+    # The fit is better than a constant, but the best mixture is hardly better than Uniform.
+    flat = fitted(lambda mixtures: 2 + (mixtures - [0.4, 0.3, 0.3]) ** 2)
+    gain = flat.parameters["predicted_gain"]["prior"]
+    assert gain["low"] < 0 < gain["high"]
+    assert flat.parameters["written"] == "prior"
+    assert "no better than a constant" not in capsys.readouterr().out
     steep = fitted(lambda mixtures: 2 + (mixtures - [0.8, 0.1, 0.1]) ** 2)
+    assert steep.parameters["predicted_gain"]["prior"]["low"] > 0
     assert steep.parameters["written"] == "optimum"
     assert steep.weights["news"] > 0.6

@@ -208,7 +208,8 @@ def test_a_held_out_domain_is_a_metric_for_the_target_alone(compute, held_out_co
     names = ["news", "code", "poems"]
     keys = [str(number) for number in range(30)]
     runs = MixtureRuns(keys, names[:2], mixtures, names, losses)
-    fit = functools.partial(compute, options_type, corpus=held_out_corpus.root)
+    settings = {"corpus": held_out_corpus.root, "fallback": ACCEPTING}
+    fit = functools.partial(compute, options_type, **settings)
     mixture, target = fit(runs), fit(runs, target="poems")
     assert mixture.parameters["target_shares"] == {"news": 0.5, "code": 0.5, "poems": 0}
     assert target.parameters["target_shares"] == {"news": 0, "code": 0, "poems": 1}
@@ -304,7 +305,7 @@ def test_regmix_finds_the_best_mixture_for_the_target(compute):
         assert fit["mae"][name] < fit["linear_mae"][name]
     centres = np.eye(3) * 0.6 + 0.1
     apart = runs_of(lambda mixtures: 2 + ((mixtures[:, None] - centres) ** 2).sum(axis=2))
-    mixture = compute(RegmixOptions, apart, target="news=3,poems=1")
+    mixture = compute(RegmixOptions, apart, target="news=3,poems=1", fallback=ACCEPTING)
     assert mixture.parameters["target_shares"] == {"news": 0.75, "code": 0, "poems": 0.25}
     assert mixture.weights["news"] > mixture.weights["poems"] > mixture.weights["code"]
 
@@ -462,7 +463,8 @@ def test_rounds_never_repeat_a_mixture(corpus, tmp_path, monkeypatch):
 
 
 def test_mixing_laws_find_the_optimum_of_the_true_laws(compute):
-    mixture = compute(MixingLawsOptions, runs_of(TRUE.predict, 10), target="news=3,poems=1")
+    settings = {"target": "news=3,poems=1", "fallback": ACCEPTING}
+    mixture = compute(MixingLawsOptions, runs_of(TRUE.predict, 10), **settings)
     shares = np.array(list(mixture.parameters["target_shares"].values()))
     grid = np.concatenate(list(simplex_grid(3, 200)))
     best = grid[(TRUE.predict(grid) @ shares).argmin()]
@@ -480,12 +482,12 @@ def test_extrapolation_gives_a_warning_and_can_be_limited(compute, monkeypatch):
     near = 0.2 + 0.4 * existing.mixtures
     middle = dataclasses.replace(existing, mixtures=near, losses=TRUE.predict(near))
     with pytest.warns(MixtureWarning, match="nearest run"):
-        far = compute(MixingLawsOptions, middle, target="code")
+        far = compute(MixingLawsOptions, middle, target="code", fallback=ACCEPTING)
     assert far.weights["code"] > near[:, 1].max() + 0.1
     assert far.parameters["reach"]["extrapolates"]
     assert "code" in far.parameters["reach"]["outside_range"]
     laws = dataclasses.replace(LAWS, max_extrapolation=0.0)
-    limited = compute(MixingLawsOptions, middle, target="code", laws=laws)
+    limited = compute(MixingLawsOptions, middle, target="code", laws=laws, fallback=ACCEPTING)
     weights = np.array(list(limited.weights.values()))
     assert (near.min(axis=0) - 1e-9 <= weights).all()
     assert (weights <= near.max(axis=0) + 1e-9).all()
