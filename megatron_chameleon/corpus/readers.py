@@ -9,7 +9,8 @@ import json
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, chain, pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -193,13 +194,16 @@ class DocumentReader:
 
         Lines are counted from the beginning of the chunk, and rows from that of the source.
         """
+        return chain.from_iterable(self.read_blocks(chunk))
+
+    def read_blocks(self, chunk: Chunk) -> Iterator[list[tuple[int, Document]]]:
+        """Yield the same documents as lists: those of the bytes that were read together."""
         source = self.sources[chunk.source]
         parser = _Parser(source, self._options, self._domains, self.malformed, self._held_out)
         digest = hashlib.sha256()
         check_unchanged(source)
         read = {"lines": self._from_lines, "text": self._from_text}
-        for documents in read.get(source.kind, self._from_tables)(source, chunk, parser, digest):
-            yield from documents
+        yield from read.get(source.kind, self._from_tables)(source, chunk, parser, digest)
         # If the chunk is the whole source, no later line can have the keys.
         if (chunk.start, chunk.stop) == (0, None):
             parser.check_keys(1)
@@ -298,10 +302,14 @@ class DocumentReader:
                 num_rows = metadata.row_group(group).num_rows
                 rows = _BATCH_BYTES * num_rows // max(1, metadata.row_group(group).total_byte_size)
                 rows = min(max(1, rows), _MAX_BATCH_ROWS)
+                left = sizes[group]
                 for batch in file.iter_batches(rows, [group], columns, use_threads=False):
+                    size = sizes[group] * batch.num_rows // num_rows
+                    self._on_bytes(size)
+                    left -= size
                     yield row, batch
                     row += batch.num_rows
-                self._on_bytes(sizes[group])
+                self._on_bytes(left)
 
 
 def check_unchanged(source: Source) -> None:
@@ -561,8 +569,8 @@ def read_lines(
     with reading(path), open_file(path, size=needed) as stream:
         if is_compressed(path):
             assert (start, stop) == (0, None), f"{path} is compressed: it cannot be divided"
-            blocks = _blocks(stream, on_block, None, _COMPRESSED_BLOCK)
-            blocks = _check_start(path, _decompressed(path, blocks), is_json)
+            compressed = iter(partial(stream.read, _COMPRESSED_BLOCK), b"")
+            blocks = _check_start(path, _decompressed(path, compressed, on_block), is_json)
             yield from _split_lines(blocks, 0, longest)
             return
         end = None if stop is None else _line_start(stream, stop)
@@ -601,7 +609,10 @@ def _blocks(
         yield block
 
 
-def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
+def _decompressed(
+    path: str, blocks: Iterable[bytes], on_block: Callable[[bytes], object]
+) -> Iterator[bytes]:
+    """Decompress ``blocks``; ``on_block`` is called with the compressed bytes of each result."""
     is_gzip = PurePosixPath(path.lower()).suffix == ".gz"
 
     def new_decompressor() -> Any:
@@ -615,11 +626,13 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
     padding = b""
     try:
         for block in blocks:
-            rest = block
+            rest, done = block, 0
             while rest := rest if inside else rest.lstrip(padding):
                 text = decompressor.decompress(rest[:size])
-                yield text
                 inside, rest = not decompressor.eof, decompressor.unused_data + rest[size:]
+                on_block(block[done : len(block) - len(rest)])
+                done = len(block) - len(rest)
+                yield text
                 # This bounds memory for highly compressible text.
                 if len(text) > _BLOCK:
                     size = max(_FEWEST_BYTES, size * _BLOCK // len(text))
@@ -628,6 +641,7 @@ def _decompressed(path: str, blocks: Iterable[bytes]) -> Iterator[bytes]:
                 if not inside:
                     decompressor = new_decompressor()
                     padding = b"\0\r\n" if is_gzip else b""
+            on_block(block[done:])
     except (zlib.error, zstandard.ZstdError) as error:
         raise UserError(f"{path} is damaged: {error}; download or compress it again") from error
     # Truncation is detected here, since neither zlib nor zstandard reports a truncated file.

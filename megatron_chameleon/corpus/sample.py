@@ -26,14 +26,15 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.readers import Document, DocumentReader, row_group_bytes
+from megatron_chameleon.corpus.readers import DocumentReader, row_group_bytes
 from megatron_chameleon.corpus.sources import Chunk, Source
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.storage import is_remote
@@ -55,12 +56,15 @@ class Sample:
         documents_read: number of documents that were read.
         bytes_read: bytes on disk that were read.
         bytes_total: bytes on disk of the domain; 0 if unknown.
+        text_bytes: bytes of the domain's text in UTF-8: exact if all of it was read, and otherwise
+            an estimate; None if unknown.
     """
 
     texts: list[str]
     documents_read: int
     bytes_read: int
     bytes_total: int
+    text_bytes: float | None
 
 
 def sample_documents(
@@ -89,22 +93,26 @@ def sample_documents(
     """
     digest = hashlib.sha256(f"{seed}/{name}/documents".encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:8], "little"))
-    bytes_read = 0
+    on_disk, in_text, here = Counter[int](), Counter[int](), 0
 
     def on_bytes(count: int) -> None:
-        nonlocal bytes_read
-        bytes_read += count
+        on_disk[here] += count
 
     reader = DocumentReader(options, sources, on_bytes=on_bytes)
+
+    def read(chunk: Chunk) -> Iterator[str]:
+        nonlocal here
+        here = chunk.source
+        for block in reader.read_blocks(chunk):
+            in_text[here] += sum(len(document.text.encode()) for _, document in block)
+            for _, document in block:
+                yield document.text
+
     texts: list[str] = []
     for place in _places(sources, num_documents, characters, float(generator.random())):
-        found = _up_to(place.stop_after, map(reader.read, place.chunks))
-        before = bytes_read
-        chosen = _sample(generator, found, place.num_documents, place.characters)
-        # The first row group counts as read even if only a part of it was.
-        bytes_read = max(bytes_read, before + sum(chunk.bytes for chunk in place.chunks))
-        texts += chosen
-    malformed = reader.malformed
+        found = _up_to(place.stop_after, map(read, place.chunks))
+        texts += _sample(generator, found, place.num_documents, place.characters)
+    malformed, bytes_read = reader.malformed, on_disk.total()
     malformed.check(options.max_malformed_share)
     if not texts:
         raise UserError(
@@ -112,7 +120,9 @@ def sample_documents(
             "correct its path, or leave it out"
         )
     total = sum(source.bytes for source in sources)
-    return Sample(texts, malformed.lines - malformed.count, bytes_read, total)
+    whole = {chunk.source for chunk in reader.hashes if chunk == Chunk(chunk.source)}
+    text_bytes = _text_bytes(sources, on_disk, in_text, whole)
+    return Sample(texts, malformed.lines - malformed.count, bytes_read, total, text_bytes)
 
 
 def read_documents(options: SourceOptions, sources: Sequence[Source], name: str) -> list[str]:
@@ -142,6 +152,42 @@ def require_text(options: SourceOptions, sources: Sequence[Source], name: str) -
     if not any(document.text for document in itertools.chain.from_iterable(documents)):
         reader.malformed.check(options.max_malformed_share)
         raise UserError(f"--input: domain '{name}' has no text; correct its path, or leave it out")
+
+
+def _text_bytes(
+    sources: Sequence[Source], on_disk: Counter[int], in_text: Counter[int], whole: Collection[int]
+) -> float | None:
+    """Estimate the bytes of text; None if a source of unknown size was not read completely.
+
+    The estimate is that of a ratio: bytes of text per byte that was read of files of the same
+    format, such as ``.jsonl.gz``, times their bytes on disk.
+
+    Args:
+        sources: sources of the domain.
+        on_disk: source -> bytes that were read.
+        in_text: source -> bytes of text in them.
+        whole: sources that were read completely, whose text was counted.
+    """
+
+    def format_of(number: int) -> tuple[str, str]:
+        return sources[number].kind, PurePosixPath(sources[number].path.lower()).suffix
+
+    read, text = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for number, count in on_disk.items():
+        read[format_of(number)] += count
+        text[format_of(number)] += in_text[number]
+    total = 0.0
+    for number, source in enumerate(sources):
+        if number in whole:
+            total += in_text[number]
+            continue
+        if not source.bytes and (source.kind == "dataset" or is_remote(source.path)):
+            return None
+        form = format_of(number)
+        # Files of a format of which none was read count like the others.
+        among = (text[form], read[form]) if read[form] else (text.total(), read.total())
+        total += source.bytes * among[0] / max(among[1], 1)
+    return total
 
 
 def _sample(
@@ -214,8 +260,7 @@ def _places(
         chunk = Chunk(number)
         if sources[number].kind == "parquet":
             stop = then[1] if then and then[0] == number else None
-            first_group = int(np.diff(row_groups(number), prepend=0)[begin])
-            chunk = Chunk(number, begin, stop, first_group)
+            chunk = Chunk(number, begin, stop)
         places.append(_Place([chunk], times * per_place, times * length, times * size))
     return places
 
@@ -234,12 +279,12 @@ def _locate(ends: NDArray[np.int64], positions: NDArray[np.int64]) -> list[tuple
     return list(zip(numbers.tolist(), inside.tolist(), strict=True))
 
 
-def _up_to(characters: int | None, chunks: Iterable[Iterator[Document]]) -> Iterator[str]:
-    """Yield the texts of documents that have any, until they have ``characters`` in total."""
+def _up_to(characters: int | None, chunks: Iterable[Iterator[str]]) -> Iterator[str]:
+    """Yield the texts that are not empty, until they have ``characters`` in total."""
     left = math.inf if characters is None else characters
-    for document in itertools.chain.from_iterable(chunks):
-        if document.text:
-            yield document.text
-            left -= len(document.text)
+    for text in itertools.chain.from_iterable(chunks):
+        if text:
+            yield text
+            left -= len(text)
         if left <= 0:
             return

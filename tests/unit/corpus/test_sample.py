@@ -87,6 +87,24 @@ def test_the_bytes_read_do_not_depend_on_the_size(jsonl, tmp_path, suffix):
     assert sample(path, num_documents=PLACES, name="code").texts != found.texts
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_the_amount_of_text_does_not_depend_on_the_format(jsonl, tmp_path, suffix):
+    rng = random.Random(1)
+    texts = ["é" + rng.randbytes(rng.randrange(200)).hex() + 200 * "a" for _ in range(20_000)]
+    lines = jsonl("a.jsonl", [{"text": text, "url": 20 * "b"} for text in texts])
+    path = tmp_path / f"b.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.table({"text": texts}), path, row_group_size=5000)
+    else:
+        compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(suffix[6:], bytes)
+        path.write_bytes(compress(lines.read_bytes()))
+    expected = sum(len(text.encode()) for text in texts)
+    found = sample(path, num_documents=PLACES, characters=1)
+    assert found.bytes_read < path.stat().st_size
+    assert found.text_bytes == pytest.approx(expected, rel=0.1)
+    assert sample(path, characters=10 * expected).text_bytes == expected
+
+
 def test_the_sample_covers_all_files_and_row_groups(tmp_path, jsonl):
     texts, folder = numbered(1500), tmp_path / "text"
     folder.mkdir()
