@@ -141,22 +141,31 @@ class KeptRatios:
 
 
 def prior_weights(
-    name: str, sizes: Mapping[str, float], where: str, held_out: Collection[str] = ()
+    name: str, sizes: Mapping[str, float | None], where: str, held_out: Collection[str] = ()
 ) -> Array:
     """Return the weights [k] of ``--prior``.
 
     Args:
         name: "natural", "uniform", or the path of a mixture.json.
-        sizes: domain -> its size, in tokens or bytes; "natural" is proportional to it.
+        sizes: domain -> its size, in tokens or bytes, or None if unknown; "natural" is proportional
+            to it.
         where: location of the domains, for messages.
         held_out: domains that are never trained on, for messages.
 
     Raises:
-        UserError: if no domain has text, or the mixture cannot be read or has other domains.
+        UserError: if a size is unknown, no domain has text, or the mixture cannot be read or has
+            other domains.
     """
     if name == "natural":
+        known = [size for size in sizes.values() if size is not None]
+        if len(known) < len(sizes):
+            unknown = next(domain for domain, size in sizes.items() if size is None)
+            raise UserError(
+                f"--prior natural: {where}: the amount of text in '{unknown}' is unknown; pass "
+                "uniform or a mixture of these domains"
+            )
         try:
-            return natural_weights(list(sizes.values()))
+            return natural_weights(known)
         except ValueError as error:
             raise UserError(f"--prior natural: {where}: {error}") from error
     if name == "uniform":

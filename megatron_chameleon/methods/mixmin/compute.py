@@ -305,9 +305,12 @@ def make_plan(options: DomainsAndTarget) -> Plan:
     if len(names) < 2:
         raise UserError(f"{domains.where} has only one domain to weigh; add another domain")
     held_out = () if corpus is None else corpus.held_out
-    prior = prior_weights(estimate.prior, domains.sizes, domains.where, held_out)
     bounds = names, estimate.min_weight, estimate.max_weight
     caps = [] if limit.caps is None else [(limit.caps, "--max-epochs")]
+    low, high = bounds_within(*bounds, caps)
+    # Raw text is read for its sizes, so only if they are needed.
+    sizes = domains.sizes if estimate.prior == "natural" else dict.fromkeys(names)
+    prior = prior_weights(estimate.prior, sizes, domains.where, held_out)
     return Plan(
         options=options,
         domains=domains,
@@ -315,7 +318,7 @@ def make_plan(options: DomainsAndTarget) -> Plan:
         coder=coder,
         vocab_size=vocab_size,
         target=target,
-        limits=Limits(prior, *bounds_within(*bounds, caps)),
+        limits=Limits(prior, low, high),
         without_epochs=Limits(prior, *bounds_within(*bounds, [])),
         order=models.ngram_order or (BYTE_ORDER if is_bytes else TOKEN_ORDER),
         sample_tokens=sample_tokens,
@@ -438,8 +441,8 @@ def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText)
             text, limits, fit.strength, weights, resamples, seed, bar.update
         )
     baselines = {"uniform": np.full(len(weights), 1.0 / len(weights))}
-    sizes = list(plan.domains.sizes.values())
-    if min(sizes) > 0:
+    sizes = [size for size in plan.domains.sizes.values() if size is not None]
+    if len(sizes) == len(weights):
         baselines["natural"] = natural_weights(sizes)
     baselines["prior"] = limits.placed_prior
     gains = {
@@ -597,6 +600,12 @@ def describe_estimate(plan: Plan, text: TargetText, estimate: Estimate) -> list[
         lines.append(
             f"predicted gain over {name}: {gain.gain:.4f} nats per {unit} "
             f"({gain.low:.4f} to {gain.high:.4f}), perplexity x {math.exp(-gain.gain):.3f}"
+        )
+    if "natural" not in estimate.gains:
+        unknown = [name for name, size in plan.domains.sizes.items() if size is None]
+        lines.append(
+            "predicted gain over the natural mixture: unknown, as is the amount of text in "
+            f"{format_names(unknown)}"
         )
     order, names = np.argsort(-estimate.explained, kind="stable"), plan.domains.names
     shares = [f"{names[number]} {estimate.explained[number]:.1%}" for number in order]

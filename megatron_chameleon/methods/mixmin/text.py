@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,7 +103,7 @@ class CorpusDomains:
         return str(self.corpus.root)
 
     @property
-    def sizes(self) -> Mapping[str, float]:
+    def sizes(self) -> Mapping[str, float | None]:
         """Domain -> training tokens."""
         return {name: float(self.corpus.domains[name].train.tokens) for name in self.names}
 
@@ -157,12 +158,10 @@ class RawDomains:
     targets: tuple[str, ...]
     where: str = "--input"
 
-    @property
-    def sizes(self) -> Mapping[str, float]:
-        """Domain -> bytes on disk; 0 if unknown."""
-        return {
-            name: float(sum(source.bytes for source in self.sources[name])) for name in self.names
-        }
+    @functools.cached_property
+    def sizes(self) -> Mapping[str, float | None]:
+        """Domain -> estimated bytes of text, from its sample; None if unknown."""
+        return {name: self._read(name)[1] for name in self.names}
 
     @property
     def hash(self) -> str:
@@ -172,13 +171,13 @@ class RawDomains:
 
     def sample(self, name: str, most: int) -> TokenFile:
         """Return sampled text of a domain without the documents that are held out."""
-        return _part(self._read(name), most, held_out=False, holds_out=name in self.targets)
+        return _part(self._read(name)[0], most, held_out=False, holds_out=name in self.targets)
 
     def held_out(self, name: str) -> TokenFile:
         """Return the sampled documents that are held out: all of a domain that has no weight."""
         is_weighed = name in self.names
         return _part(
-            self._read(name), self.sample_tokens, held_out=is_weighed, holds_out=is_weighed
+            self._read(name)[0], self.sample_tokens, held_out=is_weighed, holds_out=is_weighed
         )
 
     def training_text(self, name: str) -> TokenFile:
@@ -194,18 +193,21 @@ class RawDomains:
     def _path(self, name: str) -> Path:
         return self.store / f"{file_name_of(name)}.npz"
 
-    def _load(self, name: str) -> TokenFile | None:
-        """Return the stored sample; None if it is missing, damaged or of other text."""
+    def _load(self, name: str) -> tuple[TokenFile, float | None] | None:
+        """Return what :meth:`_read` has stored; None if it is missing, damaged or of other text."""
         path = self._path(name)
         try:
             with np.load(path, allow_pickle=False) as stored:
                 if str(stored["identity"]) != self._identity(name):
                     return None
-                return in_memory(path, stored["tokens"], stored["lengths"])
+                size = float(stored["text_bytes"])
+                file = in_memory(path, stored["tokens"], stored["lengths"])
+                return file, None if math.isnan(size) else size
         except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
             return None
 
-    def _read(self, name: str) -> TokenFile:
+    def _read(self, name: str) -> tuple[TokenFile, float | None]:
+        """Return the sample of a domain, and the bytes of its text; None if unknown."""
         stored = self._load(name)
         if stored is not None:
             return stored
@@ -223,8 +225,9 @@ class RawDomains:
                 identity=np.array(self._identity(name)),
                 tokens=file.tokens[:],
                 lengths=file.lengths,
+                text_bytes=np.array(math.nan if sample.text_bytes is None else sample.text_bytes),
             )
-        return file
+        return file, sample.text_bytes
 
 
 Domains = CorpusDomains | RawDomains
