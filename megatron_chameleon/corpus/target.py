@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_chameleon.artifacts import MixtureWarning, TargetShares
 from megatron_chameleon.artifacts.files import sha256_of_json
@@ -20,6 +23,7 @@ from megatron_chameleon.corpus.options import SourceOptions, is_domain_name
 from megatron_chameleon.corpus.sample import read_documents, sample_documents
 from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
 from megatron_chameleon.errors import UserError, quoted
+from megatron_chameleon.storage import is_remote
 
 SYNTAX = "a,b or a=2,b=1 with shares, or NAME=PATH or NAME=PATH=2 for a text"
 # Documents in a sample of raw text, at least, and characters that are read for each token.
@@ -97,7 +101,8 @@ def parse_target(
 
     Args:
         value: comma-separated items NAME, NAME=SHARE, NAME=PATH or NAME=PATH=SHARE. A name of a
-            domain may contain an equals sign.
+            domain may contain an equals sign. A number after the last parameter of a URL's query is
+            the parameter's value, and a number after that is a share.
         names: domains that may be named.
         source: keys and limits of the texts; its inputs are ignored.
         match: maps another spelling of a name to one of ``names``, or any other text to None.
@@ -111,8 +116,11 @@ def parse_target(
     for item in filter(None, map(str.strip, value.split(","))):
         name, share = item, 1.0
         head, equals, number = item.rpartition("=")
-        # The path of a text may end with an equals sign and a number.
+        # The path of a text may end with an equals sign and a number, as may a URL: in URL?page=2,
+        # the number is no share, but in URL?page=2=3 it is.
         is_path = Path(item.partition("=")[2]).exists() if item.count("=") == 2 else False
+        if "?" in head and is_remote(item.partition("=")[2]):
+            is_path = "=" not in re.split("[?&]", head)[-1]
         if item not in names and equals and not is_path:
             try:
                 name, share = head.strip(), float(number)
@@ -189,6 +197,7 @@ def warn_leaked(
     text: TokenFile,
     domains: Iterable[str],
     open_training: Callable[[str], TokenFile],
+    eod_id: int,
     most_compared: int = MOST_COMPARED,
 ) -> bool:
     """Warn about documents of a target's text that are in the training text of a domain.
@@ -198,6 +207,7 @@ def warn_leaked(
         text: its documents.
         domains: domains to look them up in.
         open_training: returns the training text of a domain.
+        eod_id: the end-of-document token.
         most_compared: training documents that are read in each domain.
 
     Returns:
@@ -205,7 +215,7 @@ def warn_leaked(
     """
     found = False
     for domain in domains:
-        leaked, looked_up = count_leaked(text, open_training(domain), most_compared)
+        leaked, looked_up = count_leaked(text, open_training(domain), eod_id, most_compared)
         if leaked:
             found = True
             warnings.warn(
@@ -213,17 +223,49 @@ def warn_leaked(
                 f"training text of '{domain}': what is measured on them is too good; leave them "
                 "out of one of the two",
                 MixtureWarning,
-                stacklevel=2,
+                stacklevel=1,  # one location, so that a second check repeats no warning
+            )
+    return found
+
+
+def warn_same_sources(
+    name: str, text: Sequence[Source], domains: Mapping[str, Sequence[Source]]
+) -> set[str]:
+    """Warn about files of a target's text that are also files of a domain.
+
+    Args:
+        name: name of the text.
+        text: its files or shards of data sets.
+        domains: domain -> its files or shards of data sets.
+
+    Returns:
+        The domains that have any.
+    """
+
+    def files(sources: Sequence[Source]) -> set[tuple[str, int]]:
+        return {(os.path.realpath(source.path), source.shard) for source in sources}
+
+    found = set[str]()
+    for domain, sources in domains.items():
+        if same := files(text) & files(sources):
+            found.add(domain)
+            warnings.warn(
+                f"--target: {len(same):,} of {len(files(text)):,} files of '{name}' are also files "
+                f"of '{domain}', so they are trained on: what is measured on them is too good; "
+                "leave them out of one of the two",
+                MixtureWarning,
+                stacklevel=1,
             )
     return found
 
 
 def count_leaked(
-    target: TokenFile, training: TokenFile, most_compared: int = MOST_COMPARED
+    target: TokenFile, training: TokenFile, eod_id: int, most_compared: int = MOST_COMPARED
 ) -> tuple[int, int]:
     """Count documents of a target that occur, token by token, in the training text of a domain.
 
-    Only documents of the same length are compared, and of very many, a part spread evenly.
+    Only documents of the same length are compared, and of very many, a part spread evenly. A last
+    token ``eod_id`` is ignored, since files that the package did not write may lack it.
 
     Returns:
         The number of documents that occur, and the number of documents looked up: the longest.
@@ -232,7 +274,7 @@ def count_leaked(
     looked_up = looked_up[target.lengths[looked_up] >= 16]
     wanted: dict[int, dict[bytes, int]] = {}
     for number in looked_up.tolist():
-        tokens = target.get(number).astype(np.int64)
+        tokens = _without_eod(target.get(number), eod_id)
         same = wanted.setdefault(len(tokens), {})
         same[tokens.tobytes()] = same.get(tokens.tobytes(), 0) + 1
     found = 0
@@ -240,14 +282,20 @@ def count_leaked(
         length: {np.frombuffer(key[:64], np.int64).tobytes() for key in same}
         for length, same in wanted.items()
     }
-    same_length = np.flatnonzero(np.isin(training.lengths, list(wanted)))
+    possible = [length + eod for length in wanted for eod in (0, 1)]
+    same_length = np.flatnonzero(np.isin(training.lengths, possible))
     if len(same_length) > most_compared:
         spread = np.linspace(0, len(same_length) - 1, most_compared).astype(np.int64)
         same_length = same_length[spread]
     for number in same_length.tolist():
         length = int(training.lengths[number])
         head = training.get(number, 0, 8).astype(np.int64).tobytes()
-        if head in heads[length]:
-            key = training.get(number).astype(np.int64).tobytes()
-            found += wanted[length].pop(key, 0)
+        if head in heads.get(length, ()) or head in heads.get(length - 1, ()):
+            tokens = _without_eod(training.get(number), eod_id)
+            found += wanted.get(len(tokens), {}).pop(tokens.tobytes(), 0)
     return found, len(looked_up)
+
+
+def _without_eod(tokens: NDArray[np.integer], eod_id: int) -> NDArray[np.int64]:
+    """Return the tokens of a document, at least one, without an end-of-document token."""
+    return tokens[: -1 if tokens[-1] == eod_id else None].astype(np.int64)

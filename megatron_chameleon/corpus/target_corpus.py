@@ -110,7 +110,7 @@ def _report(corpus: Corpus, target: Target) -> None:
     domains = open_domains(corpus)
     for name in target.texts:
         text, size = domains.open(name, "valid"), corpus.held_out[name].valid
-        leaked = warn_leaked(name, text, trained, domains.open)
+        leaked = warn_leaked(name, text, trained, domains.open, corpus.tokenizer.eod_id)
         where = "" if leaked else "; none of them was found in the training text"
         print(
             f"target text '{name}': {size.documents:,} documents, {size.tokens:,} tokens{where}",

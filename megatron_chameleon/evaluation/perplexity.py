@@ -22,6 +22,7 @@ from megatron_chameleon.artifacts import (
     EvaluationResult,
     Protocol,
     Provenance,
+    Split,
     Stopwatch,
     TargetLoss,
     TokenizerIdentity,
@@ -404,7 +405,8 @@ def target_texts(
 ) -> dict[str, HeldOutDomain]:
     """Read the texts of the plan's target, on rank 0, and share them with all ranks. Collective.
 
-    Warns about documents that are in the corpus's training text.
+    Warns about documents of these texts, and of held-out domains that the target names, that are in
+    the corpus's training text.
 
     Raises:
         UserError: if a text or the tokenizer cannot be read, or a text has nothing to score.
@@ -413,17 +415,30 @@ def target_texts(
         return {}
     target, source = plan.target, SourceOptions((), text_key=plan.options.target_text_key)
     corpus, protocol, found = plan.corpus, plan.protocol, dict[str, HeldOutDomain]()
-    # Reading single documents of remote files would take hours.
-    trained = (
-        [] if is_remote(str(corpus.root)) else list(filter(corpus.train_tokens.get, corpus.names))
-    )
+
+    def is_local(name: str, split: Split) -> bool:
+        # Reading single documents of remote files would take hours.
+        return not is_remote(str(corpus.prefix(name, split)))
+
+    trained = [
+        name for name, tokens in corpus.train_tokens.items() if tokens and is_local(name, "train")
+    ]
+
+    def check(name: str, file: TokenFile) -> None:
+        warn_leaked(name, file, trained, domains.open, corpus.tokenizer.eod_id, FEW_COMPARED)
+
+    def check_held_out() -> None:
+        for name in filter(target.shares.get, corpus.held_out):
+            if is_local(name, protocol.split):
+                check(name, domains.open(name, protocol.split))
 
     def read(name: str) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
         tokenizer = corpus_tokenizer(corpus)
         file = read_target_text(source, target, name, tokenizer, protocol.max_tokens)
-        warn_leaked(name, file, trained, domains.open, FEW_COMPARED)
+        check(name, file)
         return file.tokens[:], file.lengths.astype(np.int32)
 
+    from_main(check_held_out)
     for name in target.texts:
         stream = in_memory(Path(name), *from_main(partial(read, name)))
         domain = _scored_domain(stream, uniform_loss, None, corpus.tokenizer, protocol, sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -138,6 +138,8 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
         warnings.warn(
             f"validation skips domains without a valid split: {', '.join(empty)}", stacklevel=2
         )
+    if plan.target:
+        from_main(lambda: _warn_leaked_domains(plan))
     if plan.target and plan.target.texts:
         names += plan.target.texts
         texts += from_main(lambda: read_target_texts(plan, max(windows, 1)))
@@ -155,18 +157,35 @@ def read_target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]
     assert plan.target is not None
     tokenizer, length = plan.open_tokenizer(), plan.options.seq_length
     source = SourceOptions((), text_key=plan.options.target.target_text_key)
-    # Reading single documents of remote files would take hours.
-    domains = {d.name: d for d in plan.data.domains if not is_remote(str(d.prefix))}
+    found = []
+    for name in plan.target.texts:
+        file = read_target_text(source, plan.target, name, tokenizer, max_windows * length)
+        _warn_leaked(plan, name, file)
+        found.append(choose_windows(file.tokens[:], length, max_windows * length))
+    return found
+
+
+def _warn_leaked_domains(plan: TrainingPlan) -> None:
+    """Warn about documents of the target's held-out domains that are in the training text."""
+    assert plan.target is not None
+    assert plan.valid is not None
+    for domain in _local(plan.valid.held_out):
+        if domain.name in plan.target.shares:
+            _warn_leaked(plan, domain.name, domain.open_documents())
+
+
+def _warn_leaked(plan: TrainingPlan, name: str, text: TokenFile) -> None:
+    domains = {domain.name: domain for domain in _local(plan.data.domains)}
 
     def training_text(name: str) -> TokenFile:
         return domains[name].open_documents()
 
-    found = []
-    for name in plan.target.texts:
-        file = read_target_text(source, plan.target, name, tokenizer, max_windows * length)
-        warn_leaked(name, file, domains, training_text, FEW_COMPARED)
-        found.append(choose_windows(file.tokens[:], length, max_windows * length))
-    return found
+    warn_leaked(name, text, domains, training_text, plan.data.tokenizer.eod_id, FEW_COMPARED)
+
+
+def _local(domains: Iterable[DomainTokens]) -> list[DomainTokens]:
+    """Return the domains on this machine: reading single documents of others would take hours."""
+    return [domain for domain in domains if not is_remote(str(domain.prefix))]
 
 
 def held_out_texts(

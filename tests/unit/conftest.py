@@ -63,6 +63,31 @@ def held_out_corpus(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="session")
+def leaked_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A corpus whose held-out domain poems has 20 training documents of news; for reading only."""
+    from megatron_chameleon.artifacts import SPLITS, Corpus
+    from megatron_chameleon.corpus.domains import open_domains
+    from megatron_chameleon.corpus.import_corpus import import_corpus
+    from megatron_chameleon.corpus.options import ImportOptions
+    from tests.small_corpus import DOMAINS, write_corpus, write_small_corpus
+
+    root = tmp_path_factory.mktemp("leaked")
+    opened = open_domains(write_small_corpus(root / "before"))
+    documents = {}
+    for name in DOMAINS:
+        files = {split: opened.open(name, split) for split in SPLITS}
+        documents[name] = {
+            split: [file.get(number)[:-1] for number in range(len(file))]
+            for split, file in files.items()
+        }
+    leaked = documents["news"]["train"][:20]
+    documents["poems"] |= {"valid": leaked, "test": leaked}
+    corpus = write_corpus(root / "whole", documents)
+    import_corpus(ImportOptions(root / "corpus", corpus=corpus.root, held_out="poems"))
+    return Corpus.load(root / "corpus")
+
+
+@pytest.fixture(scope="session")
 def numbers_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """A corpus whose tokenizer's words are its token ids, for reading only."""
     from megatron_chameleon.artifacts import Corpus

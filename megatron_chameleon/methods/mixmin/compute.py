@@ -17,12 +17,14 @@ from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.checkpoint.open_model import Model
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.domains import find_raw_text
+from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.target import (
     Target,
     average_target,
     parse_target,
     read_target_text,
     warn_leaked,
+    warn_same_sources,
 )
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError, format_names
@@ -387,11 +389,26 @@ def read_target(plan: Plan, longest: int = ANSWER_TOKENS) -> dict[str, Blocks]:
             file = read_target_text(
                 plan.options.source, plan.target, name, plan.coder, plan.target_tokens, seed
             )
-            warn_leaked(name, file, plan.domains.names, plan.domains.training_text)
         else:
             file = plan.domains.held_out(name)
+        _warn_trained_on(plan, name, file)
         blocks[name] = choose_blocks(file, share, seed, name)
     return blocks
+
+
+def _warn_trained_on(plan: Plan, name: str, file: TokenFile) -> None:
+    """Warn if documents ``file`` of the target's text ``name`` are trained on.
+
+    Documents of a domain to weigh are held out of its training text by the corpus, or by the
+    sample. So they are not looked up.
+    """
+    domains, same = plan.domains, set[str]()
+    if isinstance(domains, RawDomains):
+        others = {other: domains.sources[other] for other in domains.names if other != name}
+        same = warn_same_sources(name, plan.target.texts.get(name) or domains.sources[name], others)
+    if name not in domains.names:
+        looked_up = [other for other in domains.names if other not in same]
+        warn_leaked(name, file, looked_up, domains.training_text, plan.eod_id)
 
 
 def predict(plan: Plan, blocks: Mapping[str, Blocks]) -> Array:

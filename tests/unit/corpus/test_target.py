@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fsspec
 import pytest
 
 from megatron_chameleon.corpus.options import SourceOptions
@@ -37,6 +38,14 @@ def test_values_give_shares(text, value, shares):
     assert set(target.texts) == set(shares) - set(NAMES)
     for sources in target.texts.values():
         assert [source.path for source in sources] == [str(text)]
+
+
+def test_the_value_of_a_parameter_of_a_url_is_no_share():
+    fsspec.filesystem("memory").pipe("/text?page=2/a.jsonl", b'{"text": "words"}\n')
+    for value, share in (("mine=memory://text?page=2", 0.5), ("mine=memory://text?page=2=3", 0.75)):
+        target = parse_target(f"{value},a", NAMES, SOURCE)
+        assert target.shares["mine"] == share
+        assert [source.path for source in target.texts["mine"]] == ["memory:///text?page=2/a.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_chameleon.artifacts import EvaluationResult
+from megatron_chameleon.artifacts import EvaluationResult, MixtureWarning
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import perplexity
 from megatron_chameleon.evaluation.options import PerplexityOptions
@@ -88,6 +88,12 @@ def test_another_target_of_measured_domains_needs_no_evaluation(
     other.write_text(trained[1].read_text())
     with pytest.raises(TypeError):
         evaluate(f"mine={other}", target_text_key="words")
+
+
+def test_a_held_out_target_in_the_training_text_is_a_warning(evaluate, leaked_corpus, tmp_path):
+    corpus, _ = with_text(leaked_corpus, tmp_path / "corpus", "poems", "test")
+    with pytest.warns(MixtureWarning, match="20 of 20 documents of 'poems' .* of 'news'"):
+        evaluate("poems", corpus=corpus.root)
 
 
 @pytest.mark.parametrize("value", ["unknown", "news=0", "mine=missing.jsonl"])

@@ -117,6 +117,14 @@ def test_documents_of_the_target_in_the_training_text_are_a_warning(
         pretrain(options_for(corpus=corpus.root, target=target, validation=once))
 
 
+def test_documents_of_a_held_out_target_in_the_training_text_are_a_warning(
+    options_for, leaked_corpus
+):
+    target, once = TargetOptions("poems"), ValidationOptions(eval_interval=6)
+    with pytest.warns(MixtureWarning, match="20 of 20 documents of 'poems' .* of 'news'"):
+        pretrain(options_for(corpus=leaked_corpus.root, target=target, validation=once))
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_best_checkpoint_is_kept_until_there_is_a_better_one(options_for, prescribe, async_save):
     checkpointing = CheckpointingOptions(async_save=async_save, keep_last_checkpoints=1)

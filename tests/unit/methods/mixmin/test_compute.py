@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import math
 
@@ -18,6 +19,7 @@ from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.gold_answers import GoldAnswer, gold_answers
 from megatron_chameleon.methods.mixmin import (
     EstimateOptions,
+    ExpertOptions,
     ExpertTokenizer,
     HeadroomOptions,
     MixminOptions,
@@ -125,6 +127,55 @@ def test_target_documents_in_the_training_text_are_counted(options, texts, tmp_p
     leaked.write_text("\n".join(lines) + "\n")
     with pytest.warns(MixtureWarning, match="12 of 52 documents"):
         compute(options(target=f"mine={leaked}"))
+    # The same as a domain without a weight.
+    source = SourceOptions((*options().source.input, (f"mine={leaked}",)))
+    with pytest.warns(MixtureWarning, match="12 of 52 documents"):
+        compute(options(source=source, domains="sea,law,farm", target="mine"))
+    # Of a source that is larger than its sample, not all documents are looked up.
+    small = ExpertOptions(sample_tokens=2000)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(texts["sea"])
+    with pytest.warns(MixtureWarning, match="1 of 1 files of 'mine' are also files of 'sea'"):
+        compute(options(models=small, target=f"mine={link}"))
+
+
+def test_documents_of_a_held_out_target_in_the_training_text_are_counted(options, leaked_corpus):
+    with pytest.warns(MixtureWarning, match="20 of 20 documents of 'poems' .* of 'news'"):
+        compute(
+            MixminOptions(
+                corpus=leaked_corpus.root,
+                output=options().output,
+                target="poems",
+                estimate=QUICK,
+            )
+        )
+
+
+def test_natural_shares_are_those_of_the_text(options, texts, tmp_path, monkeypatch, capsys):
+    natural = EstimateOptions(bootstrap_resamples=2, prior="natural")
+    compute(options(estimate=natural))
+    expected = Mixture.load(options().output).parameters["prior"]
+    compressed = tmp_path / "sea.jsonl.gz"
+    compressed.write_bytes(gzip.compress(texts["sea"].read_bytes()))
+    inputs = dict(item[0].split("=") for item in options().source.input)
+    inputs["sea"] = str(compressed)
+    source = SourceOptions(tuple((f"{name}={path}",) for name, path in inputs.items()))
+    compute(options(source=source, estimate=natural))
+    assert Mixture.load(options().output).parameters["prior"] == expected
+    # The files of some data sets have no known size.
+    lines = [json.loads(line)["text"] for line in texts["sea"].open()]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/train.csv").write_text("\n".join(["text", *lines]) + "\n")
+    monkeypatch.setattr("megatron_chameleon.corpus.sample._COARSE", (2, 1 << 10))
+    inputs["sea"] = f"hf:{tmp_path / 'set'}"
+    source = SourceOptions(tuple((f"{name}={path}",) for name, path in inputs.items()))
+    small = ExpertOptions(sample_tokens=300)
+    with pytest.raises(UserError, match="text in 'sea' is unknown"):
+        compute(options(source=source, estimate=natural, models=small))
+    capsys.readouterr()
+    compute(options(source=source, models=small))
+    assert "over the natural mixture: unknown" in capsys.readouterr().out
+    assert "natural" not in Mixture.load(options().output).parameters["predicted_gain"]
 
 
 def test_an_added_domain_reads_only_its_own_text(options, texts, tmp_path, monkeypatch):
@@ -220,7 +271,19 @@ def test_leaked_documents_are_found_once():
     training = in_memory("t", np.arange(100, dtype=np.int32), np.array([20, 30, 50], np.int32))
     held_out = np.concatenate([np.arange(20, 50), np.arange(1, 21), np.arange(20, 50)])
     target = in_memory("x", held_out.astype(np.int32), np.array([30, 20, 30], np.int32))
-    assert count_leaked(target, training) == (2, 3)
+    assert count_leaked(target, training, 100) == (2, 3)
+
+
+@pytest.mark.parametrize("with_eod", [(0,), (1,), (0, 1), ()])
+def test_leaked_documents_are_found_with_and_without_the_end_of_document_token(with_eod):
+    documents, eod = [np.arange(30), np.arange(40, 80)], [99]
+
+    def file(has_eod):
+        found = [np.append(each, eod) if has_eod else each for each in documents]
+        lengths = np.array([len(each) for each in found], np.int32)
+        return in_memory("memory", np.concatenate(found).astype(np.int32), lengths)
+
+    assert count_leaked(file(0 in with_eod), file(1 in with_eod), 99) == (2, 2)
 
 
 @pytest.fixture
