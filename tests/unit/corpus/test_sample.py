@@ -96,8 +96,9 @@ def test_the_amount_of_text_does_not_depend_on_the_format(jsonl, tmp_path, suffi
     if suffix == "parquet":
         pq.write_table(pa.table({"text": texts}), path, row_group_size=5000)
     else:
-        compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(suffix[6:], bytes)
-        path.write_bytes(compress(lines.read_bytes()))
+        content = lines.read_bytes()
+        packed = {"gz": gzip.compress(content), "zst": zstandard.compress(content)}
+        path.write_bytes(packed.get(suffix[6:], content))
     expected = sum(len(text.encode()) for text in texts)
     found = sample(path, num_documents=PLACES, characters=1)
     assert found.bytes_read < path.stat().st_size
