@@ -23,11 +23,17 @@ from megatron_chameleon.corpus.options import SourceOptions, is_domain_name
 from megatron_chameleon.corpus.sample import read_documents, sample_documents
 from megatron_chameleon.corpus.sources import Source, find_sources, source_identity
 from megatron_chameleon.errors import UserError, quoted
+from megatron_chameleon.ranges import CheckedOptions
 from megatron_chameleon.storage import is_remote
 
 SYNTAX = "a,b or a=2,b=1 with shares, or NAME=PATH or NAME=PATH=2 for a text"
 # Documents in a sample of raw text, at least, and characters that are read for each token.
 SAMPLED_DOCUMENTS, CHARACTERS_PER_TOKEN = 256, 5
+# MixMin requires so many tokens of each part of a target: two of its smallest blocks of documents.
+# The loss of a shorter text is mostly noise.
+FEWEST_TARGET_TOKENS = 512
+# Options that select the text in the files of --target, of which a command has some.
+TEXT_OPTIONS = ("text_key", "max_malformed_share", "max_document_bytes", "target_text_key")
 # Documents of a text that are looked up in the training text.
 MOST_LOOKED_UP = 2000
 # Training documents of these lengths that are read in each domain: seconds, also of large corpora.
@@ -158,6 +164,17 @@ def parse_target(
     return Target(without_credentials(value), named, texts, reading)
 
 
+def check_text_options(options: CheckedOptions, target: Target) -> None:
+    """Check that options of texts have an effect. Not for options that also apply to --input.
+
+    Raises:
+        UserError: if one of ``TEXT_OPTIONS`` is set, and the target has no text.
+    """
+    if not target.texts:
+        fields = [name for name in TEXT_OPTIONS if hasattr(options, name)]
+        options.reject_changed(fields, "applies only to texts (NAME=PATH); --target names none")
+
+
 def read_target_text(
     source: SourceOptions,
     target: Target,
@@ -190,6 +207,19 @@ def read_target_text(
     except UserError as error:
         raise UserError(f"--target {target.value}: {error}") from error
     return encoded_documents(Path(name), encoder, texts)
+
+
+def warn_short(name: str, text: TokenFile) -> None:
+    """Warn about a text of a target with fewer than ``FEWEST_TARGET_TOKENS`` tokens."""
+    tokens = int(text.lengths.sum(dtype=np.int64))
+    if tokens < FEWEST_TARGET_TOKENS:
+        warnings.warn(
+            f"--target: '{name}' has {tokens:,} tokens; the loss of fewer than "
+            f"{FEWEST_TARGET_TOKENS:,} is mostly noise, and so is a choice that follows it; add "
+            "text",
+            MixtureWarning,
+            stacklevel=1,  # so that a text that is read twice is reported once
+        )
 
 
 def warn_leaked(

@@ -11,7 +11,7 @@ from megatron_chameleon.corpus.domains import open_domains
 from megatron_chameleon.corpus.join import link_domains, write_split
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.staging import TOKENS_NAME, corpus_folder
-from megatron_chameleon.corpus.target import Target, read_target_text, warn_leaked
+from megatron_chameleon.corpus.target import Target, read_target_text, warn_leaked, warn_short
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError, quoted
 
@@ -105,11 +105,12 @@ def _check_unchanged(found: Corpus, corpus: Corpus, texts: dict[str, Domain]) ->
 
 
 def _report(corpus: Corpus, target: Target) -> None:
-    """Print the size of each text; warn about documents that are in the training text."""
+    """Print the size of each text; warn about short texts, and documents of the training text."""
     trained = [name for name, tokens in corpus.train_tokens.items() if tokens]
     domains = open_domains(corpus)
     for name in target.texts:
         text, size = domains.open(name, "valid"), corpus.held_out[name].valid
+        warn_short(name, text)
         leaked = warn_leaked(name, text, trained, domains.open, corpus.tokenizer.eod_id)
         where = "" if leaked else "; none of them was found in the training text"
         print(

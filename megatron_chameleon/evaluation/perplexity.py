@@ -41,9 +41,11 @@ from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.target import (
     FEW_COMPARED,
     Target,
+    check_text_options,
     parse_target,
     read_target_text,
     warn_leaked,
+    warn_short,
 )
 from megatron_chameleon.corpus.tokenizer import corpus_tokenizer
 from megatron_chameleon.errors import UserError
@@ -201,6 +203,7 @@ def find_target(options: PerplexityOptions, corpus: Corpus, model: Model) -> Tar
     if options.target is not None:
         source = SourceOptions((), text_key=options.target_text_key)
         target = parse_target(options.target, list(corpus.all_domains), source)
+        check_text_options(options, target)
         if missing := target.shares.keys() - target.texts.keys() - measured:
             raise UserError(
                 f"--target {options.target}: the {options.split} split of '{min(missing)}' is "
@@ -405,8 +408,8 @@ def target_texts(
 ) -> dict[str, HeldOutDomain]:
     """Read the texts of the plan's target, on rank 0, and share them with all ranks. Collective.
 
-    Warns about documents of these texts, and of held-out domains that the target names, that are in
-    the corpus's training text.
+    Warns about short texts, and about documents of these texts, and of held-out domains that the
+    target names, that are in the corpus's training text.
 
     Raises:
         UserError: if a text or the tokenizer cannot be read, or a text has nothing to score.
@@ -435,6 +438,7 @@ def target_texts(
     def read(name: str) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
         tokenizer = corpus_tokenizer(corpus)
         file = read_target_text(source, target, name, tokenizer, protocol.max_tokens)
+        warn_short(name, file)
         check(name, file)
         return file.tokens[:], file.lengths.astype(np.int32)
 

@@ -64,8 +64,9 @@ class SeedNoiseOptions(CheckedOptions):
 
     seed_noise: str | None = None
     """Standard deviation, between seeds, of the difference of the target's loss between two paired
-    runs, in nats, for the printed number of seeds: a number, or the compare_methods.json of earlier
-    runs. Default: 0.03, as for models of 0.5 million parameters trained on 2 million tokens."""
+    runs, in nats per token, for the printed number of seeds: a number, or the JSON file that
+    compare_methods wrote for earlier runs, also with --targets. Default: 0.05, or 0.03 for the
+    average over the domains, as measured for models of 0.5 million parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,12 @@ class TrainingMethodOptions(WorkFolderOptions, MethodOptions, SeedNoiseOptions):
     """
 
     fallback: PriorOptions = dataclasses.field(default_factory=PriorOptions)
+
+    def __post_init__(self) -> None:
+        """Raise UserError for --seed-noise if no gain is predicted."""
+        super().__post_init__()
+        if self.fallback.accept_uncertain:
+            self.reject_changed(["seed_noise"], "no gain is predicted with --accept-uncertain")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

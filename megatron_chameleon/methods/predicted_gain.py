@@ -41,8 +41,8 @@ def write_prior_without_gain(
 ) -> bool:
     """Print what a mixture can gain for the target; write the prior if no gain over it is certain.
 
-    Nothing is printed or written if one of ``runs`` has started: a resumed command trains. The
-    method is also to train if the gain cannot be measured, which is printed. Called on one rank.
+    The method is also to train if one of ``runs`` has started, as in a resumed command, or if the
+    gain cannot be measured. One line then gives the reason. Called on one rank.
 
     Args:
         method: name of the method.
@@ -61,11 +61,12 @@ def write_prior_without_gain(
     Raises:
         UserError: for an invalid ``--prior`` or ``--seed-noise``.
     """
-    if any(run.exists() for run in runs):
+    if started := next(filter(Path.exists, runs), None):
+        print(f"no gain is predicted, since {started} exists; the proxies are trained", flush=True)
         return False
     stopwatch, corpus, fallback = Stopwatch(), Corpus.load(options.corpus), options.fallback
     names = list(domains or corpus.names)
-    parse_noise(options.seed_noise)
+    parse_noise(options.seed_noise, target)
     sizes = {name: corpus.train_tokens[name] for name in names}
     prior_weights(fallback.prior, sizes, str(corpus.root), corpus.held_out)
     value: str | None = None
@@ -98,7 +99,6 @@ def write_prior_without_gain(
                     prior=fallback.prior,
                     min_weight=min_weight,
                     max_weight=max_weight,
-                    bootstrap_resamples=2,  # no weights are written, so no intervals of weights
                 ),
             ),
             options.seed_noise,

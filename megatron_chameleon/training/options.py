@@ -204,7 +204,8 @@ class TargetOptions(CheckedOptions):
     """Key, or column, of the text in the files of --target."""
     keep_best: bool = True
     """Keep the checkpoint with the lowest target loss: after a validation with a new lowest loss, a
-    checkpoint is written, and kept until there is a better one. No effect without a target."""
+    checkpoint is written, and kept until there is a better one. The negative form requires a
+    target."""
 
     def __post_init__(self) -> None:
         """Raise UserError for --target-text-key without --target."""

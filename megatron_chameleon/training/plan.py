@@ -27,7 +27,12 @@ from megatron_chameleon.checkpoint.open_model import Model
 from megatron_chameleon.corpus.data_path import DataPath, split_range
 from megatron_chameleon.corpus.domains import Domains, open_data_path, open_domains
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.target import Target, parse_target, recorded_target
+from megatron_chameleon.corpus.target import (
+    Target,
+    check_text_options,
+    parse_target,
+    recorded_target,
+)
 from megatron_chameleon.corpus.tokenizer import Tokenizer, corpus_tokenizer, load_tokenizer
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.model.compiled_layers import check_compile
@@ -229,8 +234,8 @@ def find_run_target(options: PretrainOptions, data: Domains, mixture: Mixture) -
     The target of the mixture is used only if validations measure all of its domains.
 
     Raises:
-        UserError: for an invalid value, a domain that cannot be measured, or a text in a folder
-            that --overwrite deletes.
+        UserError: for an invalid value, an option without effect, a domain that cannot be measured,
+            or a text in a folder that --overwrite deletes.
     """
     value = options.target.target
     measured = [
@@ -240,10 +245,14 @@ def find_run_target(options: PretrainOptions, data: Domains, mixture: Mixture) -
     ]
     if value is None:
         recorded = recorded_target(mixture.parameters)
-        return recorded if recorded and recorded.shares.keys() <= set(measured) else None
+        if recorded and recorded.shares.keys() <= set(measured):
+            return recorded
+        options.target.reject_changed(["keep_best"], "the run has no target")
+        return None
     names = list(data.splits["train"])
     source = SourceOptions((), text_key=options.target.target_text_key)
     target = parse_target(value, names, source)
+    check_text_options(options.target, target)
     if missing := target.shares.keys() - target.texts.keys() - set(measured):
         raise UserError(
             f"--target {value}: the valid split of '{min(missing)}' is empty; name other domains, "

@@ -15,7 +15,7 @@ from megatron_chameleon.corpus.data_path import split_range
 from megatron_chameleon.corpus.domains import DomainTokens
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.target import FEW_COMPARED, read_target_text, warn_leaked
+from megatron_chameleon.corpus.target import FEW_COMPARED, read_target_text, warn_leaked, warn_short
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.held_out import HeldOutText, choose_windows, reading_flops
 from megatron_chameleon.model.config import ModelConfig
@@ -149,7 +149,7 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
 def read_target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]:
     """Read up to ``max_windows`` windows of each text of the plan's target.
 
-    Warns about documents that are in the training text.
+    Warns about short texts, and about documents that are in the training text.
 
     Raises:
         UserError: if a text or the tokenizer cannot be read.
@@ -160,6 +160,7 @@ def read_target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]
     found = []
     for name in plan.target.texts:
         file = read_target_text(source, plan.target, name, tokenizer, max_windows * length)
+        warn_short(name, file)
         _warn_leaked(plan, name, file)
         found.append(choose_windows(file.tokens[:], length, max_windows * length))
     return found

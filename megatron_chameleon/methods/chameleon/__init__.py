@@ -168,7 +168,7 @@ class ChameleonOptions(OutputOptions):
             raise UserError("pass either --corpus, or --input NAME=PATH for each domain")
         if self.corpus is not None:
             only_text = "applies only to --input"
-            if "=" not in (self.target or ""):
+            if self.target is None:
                 self.source.reject_changed(
                     ["text_key", "max_malformed_share", "max_document_bytes"], only_text
                 )

@@ -28,7 +28,13 @@ from megatron_chameleon.artifacts.provenance import Provenance
 from megatron_chameleon.artifacts.record import check_output
 from megatron_chameleon.corpus.domains import Domains, RawText, find_raw_text, open_domains
 from megatron_chameleon.corpus.indexed import TokenFile
-from megatron_chameleon.corpus.target import Target, parse_target, read_target_text
+from megatron_chameleon.corpus.target import (
+    Target,
+    check_text_options,
+    parse_target,
+    read_target_text,
+    warn_short,
+)
 from megatron_chameleon.corpus.windows import WINDOW_LENGTH
 from megatron_chameleon.embedding.embed import (
     StoreEntry,
@@ -260,6 +266,7 @@ def open_inputs(
             texts[name] = read_target_text(
                 plan.options.source, target, name, encoder, tokens, recipe.seed
             )
+            warn_short(name, texts[name])
     missing = missing_entries(store, embedding.text, plan.entries)
     embedding.text.check(entry.domain for entry in missing)
     return store, texts, missing
@@ -317,11 +324,14 @@ def plan_target(
     """Parse ``--target``, and return it with its held-out domains.
 
     Raises:
-        UserError: for an invalid target, or a held-out domain that cannot be embedded.
+        UserError: for an invalid target, an option without effect, or a held-out domain that cannot
+            be embedded.
     """
     assert options.target is not None
     known = corpus.held_out if corpus else {}
     target = parse_target(options.target, [*names, *known], options.source)
+    if corpus is not None:
+        check_text_options(options.source, target)
     held_out = [name for name in target.shares if name not in {*names, *target.texts}]
     for name in held_out:
         if known[name].valid.tokens == 0:

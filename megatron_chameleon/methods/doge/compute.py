@@ -20,7 +20,7 @@ from megatron_chameleon.blend.sampler import Batch, SampleSource
 from megatron_chameleon.blend.schedule import MixtureSchedule
 from megatron_chameleon.corpus.domains import Domains
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.target import Target, parse_target
+from megatron_chameleon.corpus.target import Target, check_text_options, parse_target
 from megatron_chameleon.corpus.target_corpus import FOLDER_NAME, corpus_with_texts
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.methods.doge import HELD_OUT, MU, MU_OUT_OF_DOMAIN, PAPER, DogeOptions
@@ -125,6 +125,7 @@ class Doge(ProxyMethod[DogeOptions, DogeState]):
         if options.target is not None:
             source = SourceOptions((), text_key=options.target_text_key)
             self.target = parse_target(options.target, list(corpus.all_domains), source)
+            check_text_options(options, self.target)
         mixed = mixed_domains(options, corpus, self.target)
         self.roles = roles_of(options, corpus, self.target, targets_mix=bool(mixed))
         if self.target and self.target.texts:

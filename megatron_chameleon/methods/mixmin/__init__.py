@@ -188,6 +188,12 @@ class HeadroomOptions(DomainsAndTarget, SeedNoiseOptions):
     differences between seeds. No mixture is written.
     """
 
+    def __post_init__(self) -> None:
+        """Raise UserError for options that contradict each other or have no effect."""
+        super().__post_init__()
+        unused = ["accept_uncertain", "bootstrap_resamples"]
+        self.estimate.reject_changed(unused, "--headroom writes no mixture")
+
 
 def run(options: MixminOptions) -> int | None:
     """Fit or train the models, and write the mixture."""

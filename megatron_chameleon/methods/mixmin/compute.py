@@ -19,8 +19,10 @@ from megatron_chameleon.console import align_columns
 from megatron_chameleon.corpus.domains import find_raw_text
 from megatron_chameleon.corpus.indexed import TokenFile
 from megatron_chameleon.corpus.target import (
+    FEWEST_TARGET_TOKENS,
     Target,
     average_target,
+    check_text_options,
     parse_target,
     read_target_text,
     warn_leaked,
@@ -174,7 +176,6 @@ class Estimate:
     Attributes:
         weights: [k] the estimate.
         fit: cross-validation.
-        resampled: [resamples, k] weights for resamples of the documents.
         explained: [k] share of the target's tokens that each domain explains.
         gains: baseline -> predicted gain over it.
         unexplained: share of the target in documents that token frequencies predict better.
@@ -184,7 +185,6 @@ class Estimate:
 
     weights: Array
     fit: CrossFit
-    resampled: Array
     explained: Array
     gains: Mapping[str, PredictedGain]
     unexplained: float
@@ -282,6 +282,7 @@ def make_plan(options: DomainsAndTarget) -> Plan:
         require_training_tokens(corpus, names, "to fit a model to")
         domains, vocab_size = CorpusDomains(corpus, names), corpus.tokenizer.vocab_size
         target = _target(options, list(corpus.all_domains), names)
+        check_text_options(options.source, target)
         encodes = bool(target.texts or options.downstream.tasks)
         coder, limit = _coder_of(corpus, encodes=encodes), EpochLimit({}, None, None)
         if isinstance(options, MixminOptions):
@@ -391,6 +392,16 @@ def read_target(plan: Plan, longest: int = ANSWER_TOKENS) -> dict[str, Blocks]:
             )
         else:
             file = plan.domains.held_out(name)
+        tokens, unit = int(file.lengths.sum(dtype=np.int64)), unit_of(plan)
+        if tokens < FEWEST_TARGET_TOKENS:
+            where, fix = f"--target {plan.target.value}", "add text"
+            if plan.target.value is None:
+                where = "the default target is the average over the domains"
+                fix = f"leave '{name}' out of --domains, pass --target, or add text"
+            raise UserError(
+                f"{where}: the text of '{name}' has {tokens:,} {unit}s, but at least "
+                f"{FEWEST_TARGET_TOKENS:,} are needed to predict a gain; {fix}"
+            )
         _warn_trained_on(plan, name, file)
         blocks[name] = choose_blocks(file, share, seed, name)
     return blocks
@@ -447,16 +458,12 @@ def target_text(plan: Plan, blocks: Mapping[str, Blocks], probabilities: Array) 
 
 
 def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText) -> Estimate:
-    """Choose the strength of the prior, and estimate weights, intervals and gains."""
+    """Choose the strength of the prior, and estimate weights and gains."""
     options, limits = plan.options.estimate, plan.limits
-    resamples, seed = options.bootstrap_resamples, options.estimate_seed
-    fits = len(STRENGTHS) * min(NUM_FOLDS, text.num_documents) + resamples
+    seed, fits = options.estimate_seed, len(STRENGTHS) * min(NUM_FOLDS, text.num_documents)
     with progress_bar(fits, " fits", "weights", delay=SECONDS_WITHOUT_BAR) as bar:
         fit = choose_strength(text, limits, seed=seed, on_fit=bar.update)
-        weights = mixmin_weights(text, limits, fit.strength)
-        resampled = bootstrap_mixmin(
-            text, limits, fit.strength, weights, resamples, seed, bar.update
-        )
+    weights = mixmin_weights(text, limits, fit.strength)
     baselines = {"uniform": np.full(len(weights), 1.0 / len(weights))}
     sizes = [size for size in plan.domains.sizes.values() if size is not None]
     if len(sizes) == len(weights):
@@ -481,13 +488,29 @@ def estimate_weights(plan: Plan, blocks: Mapping[str, Blocks], text: TargetText)
     return Estimate(
         weights=weights,
         fit=fit,
-        resampled=resampled,
         explained=explained_shares(text, weights),
         gains=gains,
         unexplained=float(sizes_of[advantage < 0].sum()),
         resembles=bool(advantage.sum() > 0) or not is_text.any(),
         examples=_examples(plan.coder, blocks, advantage / sizes_of),
     )
+
+
+def weight_intervals(plan: Plan, text: TargetText, estimate: Estimate) -> Array:
+    """Return the ends [k, 2] of the weights' intervals, from resamples of the documents."""
+    options, strength = plan.options.estimate, estimate.fit.strength
+    count, tail = options.bootstrap_resamples, (1 - options.confidence) / 2
+    with progress_bar(count, " fits", "intervals", delay=SECONDS_WITHOUT_BAR) as bar:
+        resampled = bootstrap_mixmin(
+            text,
+            plan.limits,
+            strength,
+            estimate.weights,
+            count,
+            options.estimate_seed,
+            bar.update,
+        )
+    return np.quantile(resampled, [tail, 1 - tail], axis=0).T
 
 
 def _frequency_likelihoods(block: Blocks, vocab_size: int, seed: int) -> Array:
@@ -546,11 +569,8 @@ def write(
     if plan.corpus is not None:
         limit = epoch_limit(options, plan.corpus, names)
     fields = limit.mixture_fields(free, weights)
-    tail = (1 - settings.confidence) / 2
-    intervals = None  # the prior has none
-    if takes_estimate:
-        ends = np.quantile(estimate.resampled, [tail, 1 - tail], axis=0).T
-        intervals = by_name(names, ends)
+    # The prior has no intervals.
+    intervals = by_name(names, weight_intervals(plan, text, estimate)) if takes_estimate else None
     inputs = {"corpus" if plan.corpus else "text": plan.domains.hash, **made_with.hashes}
     if plan.target.texts:
         inputs["target text"] = plan.target.texts_hash

@@ -36,7 +36,6 @@ HELD_OUT_EVERY = 20
 BLOCK_TOKENS = 2048
 # A target of fewer documents is divided into blocks that take the role of documents.
 FEWEST_DOCUMENTS, SMALL_BLOCK_TOKENS = 10, 256
-FEWEST_TARGET_TOKENS = 2 * SMALL_BLOCK_TOKENS
 
 
 class TextCoder(Protocol):
@@ -314,14 +313,8 @@ def choose_blocks(file: TokenFile, most: int, seed: int, name: str) -> Blocks:
         name: name of the text, for messages.
 
     Raises:
-        UserError: if the text has fewer than ``FEWEST_TARGET_TOKENS`` tokens.
+        UserError: if one document, or block, is chosen.
     """
-    total = int(file.lengths.sum(dtype=np.int64))
-    if total < FEWEST_TARGET_TOKENS:
-        raise UserError(
-            f"--target: the text of '{name}' has {total:,} tokens, but weights for a target need "
-            f"at least {FEWEST_TARGET_TOKENS:,}; pass more text"
-        )
     filled = np.flatnonzero(file.lengths > 0)
     is_short = len(filled) < FEWEST_DOCUMENTS
     if is_short:

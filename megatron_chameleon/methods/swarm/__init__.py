@@ -218,6 +218,8 @@ class FitOptions(TrainingMethodOptions):
             flag = "--ratios" if self.swarm_dir is None else "--swarm-dir"
             unused = ["num_proxies", "work_dir", "seed_noise", "sampling", "swarm"]
             self.reject_changed(unused, f"nothing is trained with {flag}")
+        if self.freeze is not None:
+            self.reject_changed(["seed_noise"], "no gain is predicted with --freeze")
 
     @property
     def tables(self) -> tuple[Path, Path] | None:

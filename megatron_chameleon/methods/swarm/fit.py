@@ -219,11 +219,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         self.held_out = set(self.measured.held_out)
         check_target(self.target, self.measured, options.swarm.downstream.tasks)
         mixtures = self.first_mixtures()
-        if (
-            not options.fallback.accept_uncertain
-            and self.space.frozen is None  # the prior does not have its ratios
-            and on_rank_0(self.parallel, self.needs_no_proxy)
-        ):
+        if not options.fallback.accept_uncertain and on_rank_0(self.parallel, self.needs_no_proxy):
             return True
         trained = self.train(mixtures)
         if trained is not None and is_rank_0():
@@ -360,6 +356,13 @@ class FitMethod(abc.ABC, Generic[Options]):
 
     def needs_no_proxy(self) -> bool:
         """Write the prior if no gain over it is certain; return whether it was written."""
+        if self.space.frozen is not None:
+            print(
+                f"no gain is predicted with --freeze: the prior '{self.options.fallback.prior}' "
+                "does not keep the ratios; the proxies are trained",
+                flush=True,
+            )
+            return False
         least, most = self.weight_limits
         return write_prior_without_gain(
             self.name,

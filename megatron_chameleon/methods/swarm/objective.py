@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_chameleon.artifacts import Corpus
 from megatron_chameleon.corpus.options import SourceOptions
-from megatron_chameleon.corpus.target import Target, parse_target
+from megatron_chameleon.corpus.target import Target, check_text_options, parse_target
 from megatron_chameleon.errors import UserError, format_names
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns, matched
 from megatron_chameleon.methods.output import by_name, warn
@@ -36,7 +36,9 @@ def parse_objective(options: FitOptions, value: str | None, names: Sequence[str]
     if value is None:
         return None
     source = SourceOptions((), text_key=options.target_text_key)
-    return parse_target(value, names, source, lambda name: matched([name], names).get(name))
+    target = parse_target(value, names, source, lambda name: matched([name], names).get(name))
+    check_text_options(options, target)
+    return target
 
 
 def target_shares(

@@ -69,18 +69,22 @@ def inputs(read_only, tmp_path) -> Inputs:
     return read_only._replace(text=Path(shutil.copy2(read_only.text, tmp_path / "poems.jsonl")))
 
 
-SETTINGS: dict[str, Any] = {"target_text_key": "words", "fallback": TRAIN}
+def settings_for(target: str) -> dict[str, Any]:
+    """The text key is an error for targets without texts."""
+    return {"fallback": TRAIN} | ({"target_text_key": "words"} if ".jsonl" in target else {})
 
 
 def doge(corpus: Path, target: str, output: Path, **changes: Any) -> DogeOptions:
-    settings = SETTINGS | {"proxy": PROXY, "rule": DogeRuleOptions(doge_mu=0.2)} | changes
+    settings = (
+        settings_for(target) | {"proxy": PROXY, "rule": DogeRuleOptions(doge_mu=0.2)} | changes
+    )
     return DogeOptions(corpus=corpus, target=target, output=output, **settings)
 
 
 def mixing_laws(corpus: Path, target: str, output: Path, **changes: Any) -> MixingLawsOptions:
     sampling, laws = MixtureSamplingOptions(smallest_weight=0.05), LawOptions(num_starts=2)
-    settings = SETTINGS | {"num_proxies": 4, "sampling": sampling, "swarm": SWARM, "laws": laws}
-    settings |= {"corpus": corpus, "target": target, "output": output}
+    settings = {"num_proxies": 4, "sampling": sampling, "swarm": SWARM, "laws": laws}
+    settings |= settings_for(target) | {"corpus": corpus, "target": target, "output": output}
     return MixingLawsOptions(**settings | changes)
 
 
@@ -193,6 +197,12 @@ def test_unusable_texts_are_errors(inputs, tmp_path):
             )
         )
     assert not output.exists()
+
+
+def test_a_text_key_without_a_text_is_an_error(inputs, tmp_path):
+    for options in (doge, mixing_laws):
+        with pytest.raises(UserError, match="--target-text-key words"):
+            compute(options(inputs.held_out, "poems", tmp_path / "x.json", target_text_key="words"))
 
 
 def test_a_text_in_the_training_text_is_reported(inputs, tmp_path, capsys):

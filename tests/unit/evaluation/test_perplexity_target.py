@@ -96,6 +96,12 @@ def test_a_held_out_target_in_the_training_text_is_a_warning(evaluate, leaked_co
         evaluate("poems", corpus=corpus.root)
 
 
+def test_a_text_of_a_few_tokens_is_a_warning(evaluate, tmp_path):
+    (tmp_path / "short.jsonl").write_text('{"text": "a few words"}\n')
+    with pytest.warns(MixtureWarning, match="'mine' has .* mostly noise"):
+        evaluate(f"mine={tmp_path}/short.jsonl")
+
+
 @pytest.mark.parametrize("value", ["unknown", "news=0", "mine=missing.jsonl"])
 def test_invalid_targets_are_errors(evaluate, value):
     with pytest.raises(UserError, match="--target"):

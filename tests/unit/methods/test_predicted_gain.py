@@ -123,7 +123,9 @@ def test_no_gain_is_predicted_if_the_user_accepts_none_or_proxies_exist(
         assert is_trained
         assert mixture.cost.flops + mixture.parameters["total_cost"]["flops"] > 0
         assert "headroom" not in mixture.parameters
-        assert "predicted gain" not in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "predicted gain" not in printed
+        assert ("no gain is predicted, since" in printed) == (changes is not ACCEPTING)
 
 
 def test_the_method_continues_if_the_gain_cannot_be_measured(compute, tmp_path, capsys):
@@ -138,7 +140,11 @@ def test_the_method_continues_if_the_gain_cannot_be_measured(compute, tmp_path, 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"fallback": PriorOptions("missing.json")}, {"seed_noise": "-1"}],
+    [
+        {"fallback": PriorOptions("missing.json")},
+        {"seed_noise": "-1"},
+        {"seed_noise": "0.1", **ACCEPTING},
+    ],
 )
 def test_a_mistake_is_not_a_gain_that_cannot_be_measured(compute, changes):
     with pytest.raises(UserError, match=r"missing.json|--seed-noise"):

@@ -226,6 +226,14 @@ def test_target_that_cannot_be_measured_is_an_error(options_for, tmp_path, chang
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "target", [TargetOptions(keep_best=False), TargetOptions("news", target_text_key="words")]
+)
+def test_option_without_effect_is_an_error(options_for, target):
+    with pytest.raises(UserError, match="leave it out"):
+        pretrain(options_for(target=target))
+
+
 def test_overwrite_does_not_delete_the_text_of_the_target(options_for, trained_run, text_corpus):
     text = shutil.copy(text_corpus[1], trained_run)
     options = options_for(overwrite=True, target=TargetOptions(f"mine={text}"))

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from megatron_chameleon.artifacts import Mixture, MixtureWarning
 from megatron_chameleon.corpus.indexed import in_memory
 from megatron_chameleon.corpus.options import SourceOptions
 from megatron_chameleon.corpus.sample import sample_documents
-from megatron_chameleon.corpus.target import count_leaked, parse_target
+from megatron_chameleon.corpus.target import average_target, count_leaked, parse_target
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation.gold_answers import GoldAnswer, gold_answers
 from megatron_chameleon.methods.mixmin import (
@@ -31,6 +32,7 @@ from megatron_chameleon.methods.mixmin.headroom import parse_noise, seeds_needed
 from megatron_chameleon.methods.mixmin.text import ByteCoder, answer_blocks, choose_blocks
 from tests.fixtures.task_data import write_task_data
 
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
 QUICK = EstimateOptions(bootstrap_resamples=10)
 WORDS = {
     "sea": ["wave", "tide", "reef", "sail", "gull", "salt", "deck", "rope", "fish", "port"],
@@ -292,8 +294,8 @@ def headroom(options, tmp_path, capsys):
 
     def run(**changes):
         given = options()
-        settings = {"source": given.source, "target": given.target, "estimate": QUICK}
-        settings |= {"store": tmp_path / "samples"}
+        settings = {"source": given.source, "target": given.target}
+        settings |= {} if "corpus" in changes else {"store": tmp_path / "samples"}
         compute_headroom(HeadroomOptions(**(settings | changes)))
         return capsys.readouterr().out.splitlines()
 
@@ -302,6 +304,7 @@ def headroom(options, tmp_path, capsys):
 
 def test_headroom_reports_whether_a_mixture_is_worth_computing(headroom, options):
     lines = headroom()
+    assert any("0.0125 nats per byte (assumed, for the loss of a target)" in line for line in lines)
     assert lines[-1].startswith("a mixture for this target is worth computing")
     assert not options().output.exists()
     assert headroom(target=None)[-1].startswith("train with 'uniform'")
@@ -315,30 +318,75 @@ def test_seeds_needed_are_those_of_a_t_test(gain, noise, seeds):
     assert seeds_needed(gain, noise) == f"{seeds}"
 
 
-def test_seed_noise_is_read_from_a_comparison(tmp_path):
+def test_seed_noise_is_that_of_the_target_in_a_comparison(tmp_path):
     rng = np.random.default_rng(0)
-    base = rng.normal(3, 0.5, size=(4, 2))
-    losses = {"uniform": base, "other": base + rng.normal(0, 0.1, size=(4, 1))}
+    base = rng.normal(3, 0.5, size=(4, 3))  # domains a and b, and the held-out domain mine
+    losses = {"uniform": base, "other": base + rng.normal(0, 0.1, size=(4, 3))}
     record = {
         "baseline": "uniform",
+        "domains": ["a", "b"],
         "mixtures": {
             name: {
-                "perplexity": {
-                    f"seed {seed}": {"a": math.exp(row[0]), "b": math.exp(row[1])}
+                key: {
+                    f"seed {seed}": {domain: math.exp(row["abm".index(domain[0])]) for domain in of}
                     for seed, row in enumerate(values)
                 }
+                for key, of in (("perplexity", ["a", "b"]), ("held_out_perplexity", ["mine"]))
             }
             for name, values in losses.items()
         },
     }
     path = tmp_path / "compare_methods.json"
     path.write_text(json.dumps(record))
-    expected = (losses["other"] - base).mean(axis=1).std(ddof=1)
-    assert parse_noise(str(path)) == pytest.approx(expected)
+    differences = losses["other"] - base
+    assert parse_noise(str(path), None) == parse_noise(str(path), average_target(["a", "mine"]))
+    for target, shares in {
+        "mine": [0, 0, 1],
+        "mine=3,a": [0.25, 0, 0.75],
+        "mine,unknown": [0.5, 0.5, 0],
+    }.items():
+        parsed = parse_target(target, ["a", "mine", "unknown"], SourceOptions(()))
+        noise, source = parse_noise(str(path), parsed)
+        assert noise == pytest.approx((differences @ shares).std(ddof=1))
+        assert ("training domains" in source) == (shares[2] == 0)
     path.write_text("{}")
     for value in ("-1", str(path)):
         with pytest.raises(UserError):
-            parse_noise(value)
+            parse_noise(value, None)
+
+
+def test_seed_noise_is_that_of_all_targets_in_a_comparison_of_targets():
+    """The records hold the gain of each seed, whose standard deviation is computed directly."""
+    path = RESULTS / "compare-targets-registers-methods.json"
+    found = [
+        np.var(gains, ddof=1)
+        for target in json.loads(path.read_text())["targets"].values()
+        for name, gains in target["gain"].items()
+        if not target["equals_baseline"][name]
+    ]
+    noise, source = parse_noise(str(path), None)
+    assert noise == pytest.approx(np.mean(found) ** 0.5)
+    assert "8 targets" in source
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"source": SourceOptions((), text_key="words")},
+        {"source": SourceOptions((), max_document_bytes=9), "target": "news=2,code=1"},
+        {"estimate": EstimateOptions(accept_uncertain=True)},
+    ],
+)
+def test_options_without_effect_are_errors(headroom, corpus, changes):
+    with pytest.raises(UserError, match="leave it out"):
+        headroom(**{"corpus": corpus.root, "source": SourceOptions(()), "target": "news"} | changes)
+
+
+def test_a_short_domain_of_the_default_target_is_named_with_the_fix(options, texts):
+    write_lines(texts["law"], ["a few words"] * 60)
+    with pytest.raises(UserError, match=r"'law' has \d+ bytes.* leave 'law' out of --domains"):
+        compute(options(target=None))
+    compute(options(target=None, domains="sea,farm"))
 
 
 def test_tasks_are_a_target(options, tmp_path):

@@ -112,6 +112,10 @@ def test_a_swarm_over_a_frozen_mixture_is_generated_trained_and_fitted(
     np.testing.assert_allclose(mixtures[:, 0], 3 * mixtures[:, 1], rtol=1e-12)
     assert len(np.unique(mixtures[:, 2])) == 6
     options = {**shared, "output": tmp_path / "m.json", "work_dir": folder.parent}
+    with pytest.raises(UserError, match="--seed-noise"):
+        RegmixOptions(**options, seed_noise="0.1")
+    assert not Regmix(RegmixOptions(**options, sampling=SAMPLING, trees=TREES)).needs_no_proxy()
+    assert "no gain is predicted with --freeze" in capsys.readouterr().out
     fitted = Regmix(RegmixOptions(**options, sampling=SAMPLING, trees=TREES, fallback=ACCEPTING))
     assert fitted.compute()
     assert TrainingRun.load(folder / "members" / "00000").domain_tokens.keys() == set(DOMAINS)
