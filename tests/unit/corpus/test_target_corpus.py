@@ -75,16 +75,15 @@ def settings_for(target: str) -> dict[str, Any]:
 
 
 def doge(corpus: Path, target: str, output: Path, **changes: Any) -> DogeOptions:
-    settings = (
-        settings_for(target) | {"proxy": PROXY, "rule": DogeRuleOptions(doge_mu=0.2)} | changes
-    )
+    settings = settings_for(target) | {"proxy": PROXY, "rule": DogeRuleOptions(doge_mu=0.2)}
+    settings |= changes
     return DogeOptions(corpus=corpus, target=target, output=output, **settings)
 
 
 def mixing_laws(corpus: Path, target: str, output: Path, **changes: Any) -> MixingLawsOptions:
     sampling, laws = MixtureSamplingOptions(smallest_weight=0.05), LawOptions(num_starts=2)
-    settings = {"num_proxies": 4, "sampling": sampling, "swarm": SWARM, "laws": laws}
-    settings |= settings_for(target) | {"corpus": corpus, "target": target, "output": output}
+    settings = settings_for(target) | {"corpus": corpus, "target": target, "output": output}
+    settings |= {"num_proxies": 4, "sampling": sampling, "swarm": SWARM, "laws": laws}
     return MixingLawsOptions(**settings | changes)
 
 

@@ -340,11 +340,12 @@ def test_seed_noise_is_that_of_the_target_in_a_comparison(tmp_path):
     path.write_text(json.dumps(record))
     differences = losses["other"] - base
     assert parse_noise(str(path), None) == parse_noise(str(path), average_target(["a", "mine"]))
-    for target, shares in {
+    expected: dict[str, list[float]] = {
         "mine": [0, 0, 1],
         "mine=3,a": [0.25, 0, 0.75],
         "mine,unknown": [0.5, 0.5, 0],
-    }.items():
+    }
+    for target, shares in expected.items():
         parsed = parse_target(target, ["a", "mine", "unknown"], SourceOptions(()))
         noise, source = parse_noise(str(path), parsed)
         assert noise == pytest.approx((differences @ shares).std(ddof=1))
