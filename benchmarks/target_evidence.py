@@ -75,14 +75,19 @@ def tabulate(frame: pd.DataFrame) -> Table:
     header = [*frame["record"].unique(), "all", "better", "worse", "predicted", "Pearson"]
     rows = []
     for method, found in frame.groupby("method", sort=False):
-        groups = [rest for _, rest in found.groupby("record", sort=False)["gain"]]
-        cells = [f"{one.mean():+.3f} ± {one.sem():.3f}" for one in (*groups, found["gain"])]
+        by_record = [found[found["record"] == name]["gain"] for name in frame["record"].unique()]
+        cells = [
+            f"{one.mean():+.3f} ± {one.sem():.3f}" if len(one) else MISSING
+            for one in (*by_record, found["gain"])
+        ]
         sure = found["p_value"] < LEVEL
         cells += [f"{sum(sure & side)}" for side in (found["gain"] > 0, found["gain"] < 0)]
         known = found.dropna(subset="predicted")
+        cells.append(f"{known['predicted'].mean():+.3f}" if len(known) else MISSING)
         correlation = known["gain"].corr(known["predicted"])
-        figures_of = (f"{known['predicted'].mean():+.3f}", f"{correlation:.2f}")
-        rows.append([method, *cells, *(figures_of if len(known) else (MISSING, MISSING))])
+        # A mixture that equals the baseline has gains of 0.
+        enough = (~known["equals_baseline"]).sum() >= 3
+        rows.append([method, *cells, f"{correlation:.2f}" if enough else MISSING])
     notes = [
         "Gain in nats per token; ± is the standard error over targets. Better, worse: targets of "
         f"all records whose gain is significant at {LEVEL:.0%} after Holm's correction for all "

@@ -40,6 +40,8 @@ MOST_LOOKED_UP = 2000
 MOST_COMPARED = 200_000
 # The same while the other ranks wait.
 FEW_COMPARED = 5_000
+# Training documents whose last token shows whether documents end with a token of their own.
+ENDS_READ = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +127,8 @@ def parse_target(
         # The path of a text may end with an equals sign and a number, as may a URL: in URL?page=2,
         # the number is no share, but in URL?page=2=3 it is.
         is_path = Path(item.partition("=")[2]).exists() if item.count("=") == 2 else False
-        if "?" in head and is_remote(item.partition("=")[2]):
-            is_path = "=" not in re.split("[?&]", head)[-1]
+        if "?" in head and is_remote(item.partition("=")[2]):  # a glob pattern may have a "?", too
+            is_path = bool(re.fullmatch(r"[A-Za-z_][\w-]*=[^=]*", re.split("[?&]", item)[-1]))
         if item not in names and equals and not is_path:
             try:
                 name, share = head.strip(), float(number)
@@ -312,15 +314,16 @@ def count_leaked(
         length: {np.frombuffer(key[:64], np.int64).tobytes() for key in same}
         for length, same in wanted.items()
     }
-    possible = [length + eod for length in wanted for eod in (0, 1)]
-    same_length = np.flatnonzero(np.isin(training.lengths, possible))
+    some = np.flatnonzero(training.lengths > 0)
+    some = some[:: max(len(some) // ENDS_READ, 1)]
+    eod = int(any(training.get(number)[-1] == eod_id for number in some.tolist()))
+    same_length = np.flatnonzero(np.isin(training.lengths, [length + eod for length in wanted]))
     if len(same_length) > most_compared:
         spread = np.linspace(0, len(same_length) - 1, most_compared).astype(np.int64)
         same_length = same_length[spread]
     for number in same_length.tolist():
-        length = int(training.lengths[number])
         head = training.get(number, 0, 8).astype(np.int64).tobytes()
-        if head in heads.get(length, ()) or head in heads.get(length - 1, ()):
+        if head in heads[int(training.lengths[number]) - eod]:
             tokens = _without_eod(training.get(number), eod_id)
             found += wanted.get(len(tokens), {}).pop(tokens.tobytes(), 0)
     return found, len(looked_up)

@@ -37,9 +37,14 @@ STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 NUM_FOLDS = 5
 # EM stops if f(w) is within this many nats of its maximum: a hundredth of a printed digit.
 TOLERANCE = 1e-6
+# A warning is printed if EM ends farther from it than this multiple.
+WARNED_GAP = 10.0
+# The search with curvature ends if a step gains less: near the maximum, f is flat.
+SEARCH_TOLERANCE = 1e-14
 MAX_ITERATIONS = 1000
-# EM is slow where models are nearly alike. Its slow directions are then searched with curvature.
-SEARCH_INTERVAL = 50
+# EM is slow where models are nearly alike. Its slow directions are then searched with curvature, in
+# a time that is cubic in the number of domains.
+SEARCH_INTERVAL, MOST_SEARCHED = 50, 500
 # Overrelaxed EM multiplies its exponent by this factor after each step that increases f.
 ACCELERATION = 1.3
 # EM cannot leave a weight of 0, so its weights are at least this multiple of the largest weights.
@@ -107,8 +112,9 @@ def mixmin_weights(
     of the tokens of domain i, plus tau times its prior: it scales c by one number and clips it. EM
     increases f with every step. Overrelaxation raises the steps' ratios to a power that grows while
     f increases (Salakhutdinov and Roweis, ICML 2003). After every ``SEARCH_INTERVAL`` steps,
-    sequential quadratic programming continues. The search ends when a bound on the distance
-    from the maximum, max_v grad f(w) (v - w), is below ``TOLERANCE``.
+    sequential quadratic programming continues, with up to ``MOST_SEARCHED`` domains. The search
+    ends when a bound on the distance from the maximum, max_v grad f(w) (v - w), is below
+    ``TOLERANCE``.
 
     Args:
         text: probabilities of the target.
@@ -140,8 +146,8 @@ def mixmin_weights(
         return value, gradient
 
     weights = plain = _placed(limits.placed_prior if start is None else start, low, high)
-    exponent, before = 1.0, -math.inf
-    for iteration in range(1, MAX_ITERATIONS + 1):
+    exponent, before, next_search = 1.0, -math.inf, SEARCH_INTERVAL
+    for iteration in range(MAX_ITERATIONS):
         value, gradient = value_and_gradient(weights)
         if exponent > 1.0 and not value >= before:  # lower, or NaN
             weights, exponent = plain, 1.0
@@ -154,13 +160,15 @@ def mixmin_weights(
         step = exponent * np.log(gradient)
         weights = _placed(weights * np.exp(step - step.max()), low, high)
         exponent *= ACCELERATION
-        if iteration % SEARCH_INTERVAL == 0:
+        if iteration >= next_search and len(low) <= MOST_SEARCHED:
+            next_search = iteration + SEARCH_INTERVAL
             weights, exponent = _searched(value_and_gradient, best, low, high), ACCELERATION
-    warnings.warn(
-        f"the weights have not converged after {MAX_ITERATIONS:,} steps: the log-likelihood is "
-        f"up to {gap:.1e} nats below its maximum",
-        stacklevel=2,
-    )
+    if gap > WARNED_GAP * TOLERANCE:
+        warnings.warn(
+            f"the weights have not converged after {MAX_ITERATIONS:,} steps: the log-likelihood is "
+            f"up to {gap:.1e} nats below its maximum",
+            stacklevel=2,
+        )
     return best
 
 
@@ -180,7 +188,7 @@ def _searched(
         method="SLSQP",
         bounds=np.stack([low, high], axis=1),
         constraints={"type": "eq", "fun": lambda weights: weights.sum() - 1.0},
-        options={"ftol": TOLERANCE**2, "maxiter": SEARCH_INTERVAL},
+        options={"ftol": SEARCH_TOLERANCE, "maxiter": SEARCH_INTERVAL},
     )
     return _placed(found.x, low, high)
 

@@ -499,7 +499,7 @@ class FitMethod(abc.ABC, Generic[Options]):
             gain = cross_validated_gain(table.mixtures, errors, compared, float(usual - best))
             headlines = [gain.describe(f"the prior '{options.fallback.prior}'")]
             reason = NO_BETTER if is_no_better(quality) else None
-        if gain.low <= 0:
+        if not gain.low > 0:  # also NaN
             reason = reason or "the optimum is not certain to be better"
         elif prior[~table.mixtures.any(axis=0)].any():
             reason = reason or "no run samples some of its domains, so its loss is unknown"

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pandas as pd
+from scipy.stats import t as student
 
 from megatron_chameleon.console import align_columns
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns
@@ -15,8 +16,6 @@ from megatron_chameleon.mixture.fit_quality import quality_of
 
 NO_BETTER = "the fit predicts the target no better than a constant"
 CONFIDENCE = 0.9
-# Runs near a mixture that are compared, at most.
-MOST_COMPARED = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +85,10 @@ def cross_validation(
 def cross_validated_gain(trained: Array, errors: Array, compared: Array, gain: float) -> Gain:
     """Return a predicted ``gain`` with an interval.
 
-    A gain is a difference of two predictions. Its error is assumed to be like that of the
-    differences between runs near the first mixture and runs near the second one, where half of the
-    runs are near. The interval extends by the 90% quantile of abs(e_i - e_j) on both sides. The
-    noise of the losses widens it. It covers neither that the search selects a mixture whose
-    prediction is too low, nor extrapolation beyond the runs.
+    A gain is a difference of two predictions. Their errors are assumed to be independent, and like
+    the errors for the runs that are nearest to each mixture, half of all. The interval is Student's
+    t, with the mean squares of these errors. The noise of the losses widens it. It covers neither
+    that the search selects a mixture whose prediction is too low, nor extrapolation.
 
     Args:
         trained: [n, k] weights of the runs.
@@ -99,10 +97,10 @@ def cross_validated_gain(trained: Array, errors: Array, compared: Array, gain: f
         gain: predicted target loss of the baseline minus that of the optimum.
     """
     distances = np.abs(trained - compared[:, None]).sum(axis=2)
-    count = min(max(len(trained) // 2, 2), MOST_COMPARED)
-    first, second = np.argsort(distances, axis=1, kind="stable")[:, :count]
-    differences = np.abs(errors[first][:, None] - errors[second])
-    margin = float(np.quantile(differences[first[:, None] != second], CONFIDENCE))
+    count = max(len(trained) // 2, 2)
+    near = errors[np.argsort(distances, axis=1, kind="stable")[:, :count]]
+    quantile = float(student.ppf(0.5 + CONFIDENCE / 2, count - 1))
+    margin = quantile * math.sqrt(float((near**2).mean(axis=1).sum()))
     return Gain(gain, gain - margin, gain + margin)
 
 

@@ -46,6 +46,8 @@ def test_the_value_of_a_parameter_of_a_url_is_no_share():
         target = parse_target(f"{value},a", NAMES, SOURCE)
         assert target.shares["mine"] == share
         assert [source.path for source in target.texts["mine"]] == ["memory:///text?page=2/a.jsonl"]
+    fsspec.filesystem("memory").pipe("/part-1.jsonl", b'{"text": "words"}\n')
+    assert parse_target("mine=memory://part-?.jsonl=3,a", NAMES, SOURCE).shares["mine"] == 0.75
 
 
 @pytest.mark.parametrize(
