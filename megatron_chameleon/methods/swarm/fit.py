@@ -497,7 +497,8 @@ class FitMethod(abc.ABC, Generic[Options]):
             best, usual = fitted.predict(compared) @ shares
             errors = (fitted.held_out - table.losses) @ shares
             gain = cross_validated_gain(table.mixtures, errors, compared, float(usual - best))
-            headlines = [gain.describe(f"the prior '{options.fallback.prior}'")]
+            ratios = " with the frozen ratios" * (self.space.frozen is not None)
+            headlines = [gain.describe(f"the prior '{options.fallback.prior}'{ratios}")]
             reason = NO_BETTER if is_no_better(quality) else None
         if not gain.low > 0:  # also NaN
             reason = reason or "the optimum is not certain to be better"
