@@ -316,7 +316,8 @@ def count_leaked(
     }
     some = np.flatnonzero(training.lengths > 0)
     some = some[:: max(len(some) // ENDS_READ, 1)]
-    eod = int(any(training.get(number)[-1] == eod_id for number in some.tolist()))
+    ends = [training.get(number, int(training.lengths[number]) - 1, 1) for number in some.tolist()]
+    eod = int(any(end[0] == eod_id for end in ends))
     same_length = np.flatnonzero(np.isin(training.lengths, [length + eod for length in wanted]))
     if len(same_length) > most_compared:
         spread = np.linspace(0, len(same_length) - 1, most_compared).astype(np.int64)

@@ -37,8 +37,6 @@ STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
 NUM_FOLDS = 5
 # EM stops if f(w) is within this many nats of its maximum: a hundredth of a printed digit.
 TOLERANCE = 1e-6
-# A warning is printed if EM ends farther from it than this multiple.
-WARNED_GAP = 10.0
 # The search with curvature ends if a step gains less: near the maximum, f is flat.
 SEARCH_TOLERANCE = 1e-14
 MAX_ITERATIONS = 1000
@@ -163,12 +161,11 @@ def mixmin_weights(
         if iteration >= next_search and len(low) <= MOST_SEARCHED:
             next_search = iteration + SEARCH_INTERVAL
             weights, exponent = _searched(value_and_gradient, best, low, high), ACCELERATION
-    if gap > WARNED_GAP * TOLERANCE:
-        warnings.warn(
-            f"the weights have not converged after {MAX_ITERATIONS:,} steps: the log-likelihood is "
-            f"up to {gap:.1e} nats below its maximum",
-            stacklevel=2,
-        )
+    warnings.warn(
+        f"the weights have not converged after {MAX_ITERATIONS:,} steps: the log-likelihood is "
+        f"up to {gap:.1e} nats below its maximum",
+        stacklevel=2,
+    )
     return best
 
 
