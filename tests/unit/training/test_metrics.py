@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -80,11 +81,19 @@ def test_tensorboard_survives_a_full_disk_and_a_resume(tmp_path):
         for _ in range(100):
             logger.log(2, {"loss": 2.0})
 
+    def wait_for_the_next_second():
+        # TensorBoard sorts the files of a process and second by a counter, as text: 10 before 9.
+        opened = int(time.time())
+        while int(time.time()) == opened:
+            time.sleep(0.02)
+
+    wait_for_the_next_second()
     with largest_file_size(10), pytest.raises(OSError, match=r"No space|too large"):
         log_until_error()
     for step in (3, 4, 5):
         logger.log(step, {"loss": float(step)})
     logger.close()
+    wait_for_the_next_second()
     logger = TensorBoardLogger(tmp_path, first_step=3)
     logger.log(5, {"loss": 1.5})
     logger.close()
