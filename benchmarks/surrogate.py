@@ -24,14 +24,11 @@ from scipy.stats import norm
 
 from megatron_chameleon.artifacts.swarm import METRICS_NAME, RATIOS_NAME
 from megatron_chameleon.interchange.mixture_runs import read_mixture_runs
-from megatron_chameleon.methods.surrogate.compute import (
-    HALVES_PER_SEARCH,
-    Gain,
-    predicted_gains,
-)
+from megatron_chameleon.methods.surrogate.compute import HALVES_PER_SEARCH, predicted_gains
 from megatron_chameleon.mixture import Surrogate, fit_surrogate
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict, quality_of
+from megatron_chameleon.mixture.gain import PredictedGain
 from megatron_chameleon.mixture.optimum import minimize_mixture
 from megatron_chameleon.mixture.regmix import sample_mixtures
 from megatron_chameleon.mixture.surrogate import OPTIMISM_OF_ALL_RUNS, optimism_of_halves
@@ -168,7 +165,7 @@ def regmix_gains(folder: Path, num_sets: int) -> None:
 
 def optimum_of(
     mixtures: Array, losses: Array, shares: Array, prior: Array, baselines: dict[str, Array]
-) -> tuple[Array, dict[str, Gain], Array]:
+) -> tuple[Array, dict[str, PredictedGain], Array]:
     """Return the optimum [k], its gains over the baselines, and the optimism [splits] of halves."""
     used = np.any(mixtures, axis=0).astype(np.float64)
     surrogate = fit_surrogate(mixtures, losses)

@@ -31,6 +31,7 @@ from scipy.special import rel_entr
 from scipy.stats import t as student
 
 from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.gain import CONFIDENCE, PredictedGain
 from megatron_chameleon.mixture.optimum import Limits, nearest_by_divergence
 
 STRENGTHS = (math.inf, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.0)
@@ -284,17 +285,8 @@ def choose_strength(
     return CrossFit(strengths[int(total.argmax())], by_strength, chosen, folds)
 
 
-@dataclasses.dataclass(frozen=True)
-class PredictedGain:
-    """Predicted reduction of the target's loss, in nats per token, with a confidence interval."""
-
-    gain: float
-    low: float
-    high: float
-
-
 def predicted_gain(
-    text: TargetText, fit: CrossFit, baseline: Array, confidence: float = 0.9
+    text: TargetText, fit: CrossFit, baseline: Array, confidence: float = CONFIDENCE
 ) -> PredictedGain:
     """Predict by how much the weights lower the target's loss compared with ``baseline`` [k].
 
@@ -323,7 +315,7 @@ def predicted_gain(
     variance = float((spread * counts / np.maximum(counts - 1, 1)).sum())
     freedom = max(text.num_documents - len(counts), 1)
     width = float(student.ppf(0.5 + confidence / 2, freedom)) * math.sqrt(variance)
-    return PredictedGain(gain, gain - width, gain + width)
+    return PredictedGain(gain, gain - width, gain + width, confidence)
 
 
 def bootstrap_mixmin(

@@ -48,6 +48,7 @@ from megatron_chameleon.methods.mixmin.text import (
     answer_blocks,
     choose_blocks,
 )
+from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.methods.output import (
     by_name,
     cost_totals,
@@ -58,11 +59,11 @@ from megatron_chameleon.methods.output import (
 )
 from megatron_chameleon.methods.train_proxy import forward_only, on_rank_0, train_proxy
 from megatron_chameleon.mixture.checks import Array
+from megatron_chameleon.mixture.gain import PredictedGain
 from megatron_chameleon.mixture.mixmin import (
     NUM_FOLDS,
     STRENGTHS,
     CrossFit,
-    PredictedGain,
     TargetText,
     bootstrap_mixmin,
     choose_strength,
@@ -210,7 +211,7 @@ def compute_mixture(options: MixminOptions, stops: StopRequests | None = None) -
         plan = make_plan(options)
         blocks = read_target(plan)
         text = target_text(plan, blocks, predict(plan, blocks))
-        write(options, plan, blocks, text, stopwatch)
+        write(options, plan, blocks, text, estimate_weights(plan, blocks, text), stopwatch)
     return True
 
 
@@ -220,20 +221,28 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
 
     parallel = options.training.parallel
 
-    def check() -> tuple[list[str], list[PretrainOptions]]:
+    def check() -> tuple[list[str], list[PretrainOptions]] | None:
+        """Return the domains, and the runs to train; None if the prior was written instead."""
         check_output(options.output, Mixture.KIND)
         plan = make_plan(options)
         names, runs = plan.domains.names, list[PretrainOptions]()
         if options.trains_experts:
             assert plan.corpus is not None
-            read_target(plan)  # finds its mistakes before anything is written
+            # Mistakes are found before anything is written.
+            experts.check_training(options, plan.corpus)
+            if _writes_prior(options, experts.run_folders(options, names)):
+                return None
+            read_target(plan)
             runs = experts.plan_runs(options, plan.corpus, names)
         else:
             opened = experts.passed_experts(options.experts, names)
             experts.check_experts(opened, plan.corpus, plan.coder, parallel)
         return names, runs
 
-    names, runs = on_rank_0(parallel, check)
+    checked = on_rank_0(parallel, check)
+    if checked is None:
+        return True
+    names, runs = checked
     for number, run in enumerate(runs):
         title = f"the expert of '{names[number]}', {number + 1} of {len(runs)}"
         if not train_proxy(run, stops, name=title):
@@ -261,7 +270,40 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
             layout.world_size,
         )
         text = target_text(plan, blocks, probabilities)
-        from_main(lambda: write(options, plan, blocks, text, stopwatch, made_with))
+
+        def finish() -> None:
+            estimate = estimate_weights(plan, blocks, text)
+            write(options, plan, blocks, text, estimate, stopwatch, made_with)
+
+        from_main(finish)
+    return True
+
+
+def _writes_prior(options: MixminOptions, runs: Sequence[Path]) -> bool:
+    """Predict the gain with n-grams before experts are trained; write the prior if none is certain.
+
+    Args:
+        options: options of the method; with ``--accept-uncertain``, nothing is predicted.
+        runs: folders of the experts' runs; if one exists, nothing is predicted.
+
+    Returns:
+        Whether the prior was written.
+    """
+    if options.estimate.accept_uncertain or any(map(Path.exists, runs)):
+        return False
+    stopwatch = Stopwatch()
+    plan = make_plan(
+        dataclasses.replace(options, experts=(NGRAM,), training=ProxyOptions(), work_dir=None)
+    )
+    blocks = read_target(plan)
+    text = target_text(plan, blocks, predict(plan, blocks))
+    estimate = estimate_weights(plan, blocks, text)
+    if reason_for_prior(plan, estimate) is None:
+        print("\n".join(describe_estimate(plan, text, estimate)))
+        prior = options.estimate.prior
+        print(f"a gain over '{prior}' is predicted; the experts are trained", flush=True)
+        return False
+    write(options, plan, blocks, text, estimate, stopwatch)
     return True
 
 
@@ -552,11 +594,11 @@ def write(
     plan: Plan,
     blocks: Mapping[str, Blocks],
     text: TargetText,
+    estimate: Estimate,
     stopwatch: Stopwatch,
     made_with: ModelsUsed = ModelsUsed(),
 ) -> None:
-    """Estimate the weights; write them, or the prior if they are not certain to be better."""
-    estimate = estimate_weights(plan, blocks, text)
+    """Write the estimated weights, or the prior if they are not certain to be better."""
     names, settings, limits = plan.domains.names, options.estimate, plan.limits
     takes_estimate = settings.accept_uncertain or reason_for_prior(plan, estimate) is None
     weights = estimate.weights if takes_estimate else limits.placed_prior
@@ -580,8 +622,8 @@ def write(
     strength = estimate.fit.strength
     own = stopwatch.cost(made_with.flops, made_with.num_devices)
     trained = [TrainingRun.load(folder) for folder in made_with.runs]
-    settings_of_models: dict[str, Any] = {"experts": " ".join(options.experts)}
-    if options.experts == (NGRAM,):
+    settings_of_models: dict[str, Any] = {"experts": " ".join(plan.experts)}
+    if plan.uses_ngrams:
         settings_of_models |= {"ngram_order": plan.order, "sample_tokens": plan.sample_tokens}
     if trained:
         settings_of_models |= {
@@ -603,8 +645,7 @@ def write(
             "estimate": by_name(names, estimate.weights),
             "written": "estimate" if takes_estimate else "prior",
             "predicted_gain": {
-                name: {**dataclasses.asdict(gain), "confidence": settings.confidence}
-                for name, gain in estimate.gains.items()
+                name: dataclasses.asdict(gain) for name, gain in estimate.gains.items()
             },
             "explained": by_name(names, estimate.explained),
             "unexplained": estimate.unexplained,
@@ -618,7 +659,11 @@ def write(
         provenance=provenance(options, inputs),
         cost=own,
     )
-    lines = [*describe_estimate(plan, text, estimate), *decision(plan, estimate, takes_estimate)]
+    hint = "--accept-uncertain writes the estimate"
+    if options.trains_experts and plan.uses_ngrams:
+        hint = "no expert was trained: --accept-uncertain trains the experts"
+    written = decision(plan, estimate, takes_estimate, hint)
+    lines = [*describe_estimate(plan, text, estimate), *written]
     closing = [] if plan.corpus else [f"the samples are kept in {options.samples_folder}"]
     heading = "\n".join(lines)
     write_and_print(mixture, options, plan.corpus, heading, *closing, source=options.source)
@@ -693,8 +738,8 @@ def reason_for_prior(plan: Plan, estimate: Estimate) -> str | None:
     return None
 
 
-def decision(plan: Plan, estimate: Estimate, takes_estimate: bool) -> list[str]:
-    """Describe which weights are written, and why; with the estimate, if it is not written."""
+def decision(plan: Plan, estimate: Estimate, takes_estimate: bool, hint: str) -> list[str]:
+    """Describe which weights are written, and why; the prior, with ``hint`` and the estimate."""
     reason = reason_for_prior(plan, estimate)
     if takes_estimate:
         return [f"written: the estimated weights{' (--accept-uncertain)' if reason else ''}"]
@@ -704,6 +749,6 @@ def decision(plan: Plan, estimate: Estimate, takes_estimate: bool) -> list[str]:
         rows.append([names[number], format_weight(estimate.weights[number])])
     return [
         f"written: the prior '{plan.options.estimate.prior}' within the limits, since {reason}; "
-        "--accept-uncertain writes the estimate",
+        + hint,
         *align_columns(rows),
     ]

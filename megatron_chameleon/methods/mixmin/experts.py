@@ -23,6 +23,7 @@ from megatron_chameleon.evaluation.held_out import held_out_text, reading_flops
 from megatron_chameleon.evaluation.perplexity import cluster_losses
 from megatron_chameleon.methods.mixmin import MixminOptions
 from megatron_chameleon.methods.mixmin.text import Blocks, TextCoder
+from megatron_chameleon.methods.options import ProxyOptions
 from megatron_chameleon.methods.train_proxy import is_finished, training_options
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.model.gpt import check_model_layout
@@ -40,23 +41,40 @@ WINDOWS_AT_ONCE = 32
 SMALLEST_PROBABILITY = float(np.finfo(np.float64).tiny)
 
 
+def run_folders(options: MixminOptions, names: Sequence[str]) -> list[Path]:
+    """Return the folder of each expert's run."""
+    return [options.runs_folder / file_name_of(name) / "run" for name in names]
+
+
+def check_training(options: MixminOptions, corpus: Corpus) -> None:
+    """Check the options of the experts' runs; nothing is written.
+
+    Raises:
+        UserError: for invalid options.
+    """
+    folder = options.runs_folder / "run"
+    plan_training(training_options(_proxy_of(options), corpus.root, folder))
+
+
+def _proxy_of(options: MixminOptions) -> ProxyOptions:
+    """Return the options of training, with the model that ``--experts`` names."""
+    return dataclasses.replace(options.training, model=options.experts[0])
+
+
 def plan_runs(
     options: MixminOptions, corpus: Corpus, names: Sequence[str]
 ) -> list[PretrainOptions]:
-    """Return the options of each expert's run, after checking them and linking its corpus.
+    """Return the options of each expert's run, after linking its corpus.
 
     An expert's run depends on its own domain only, so an added domain trains one more expert, and
     the others are finished.
 
     Raises:
-        UserError: for invalid options, or a folder whose run is of other text or options.
+        UserError: for a folder whose run is of other text or options.
     """
-    proxy = dataclasses.replace(options.training, model=options.experts[0])
-    # Checks the options before anything is written.
-    plan_training(training_options(proxy, corpus.root, options.runs_folder / "run"))
-    runs = []
-    for name in names:
-        folder = options.runs_folder / file_name_of(name)
+    proxy, runs = _proxy_of(options), list[PretrainOptions]()
+    for name, run_dir in zip(names, run_folders(options, names), strict=True):
+        folder = run_dir.parent
         alone = dataclasses.replace(corpus, domains={name: corpus.domains[name]}, held_out={})
         if Corpus.exists(folder / "corpus"):
             if Corpus.load(folder / "corpus").hash != alone.hash:
@@ -67,7 +85,7 @@ def plan_runs(
         else:
             made_by = provenance(options, {"corpus": corpus.hash})
             link_corpus(corpus, folder / "corpus", [name], [], made_by)
-        run = training_options(proxy, folder / "corpus", folder / "run")
+        run = training_options(proxy, folder / "corpus", run_dir)
         check_run_folder(plan_training(run))
         runs.append(run)
     return runs

@@ -75,7 +75,6 @@ class Headroom:
             "predicted_gain": {
                 name: {
                     **dataclasses.asdict(gain),
-                    "confidence": self.plan.options.estimate.confidence,
                     "seeds_needed": number_of_seeds(gain.gain, self.noise),
                 }
                 for name, gain in estimate.gains.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ from megatron_chameleon.methods.limits import bounds_within
 from megatron_chameleon.methods.output import by_name
 from megatron_chameleon.methods.surrogate import SurrogateOptions
 from megatron_chameleon.methods.swarm.fit import FitMethod, Fitted
-from megatron_chameleon.methods.swarm.quality import CONFIDENCE, Gain
 from megatron_chameleon.methods.swarm.sampling import require_lightgbm
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import Predict
+from megatron_chameleon.mixture.gain import CONFIDENCE, PredictedGain
 from megatron_chameleon.mixture.optimum import (
     Limits,
     MixtureOptimum,
@@ -145,7 +146,7 @@ class SurrogateFit(FitMethod[SurrogateOptions]):
             held_out=surrogate.report.held_out,
             folds=surrogate.report.folds,
             parameters={
-                "predicted_gain": {name: gain.as_json for name, gain in gains.items()},
+                "predicted_gain": {name: dataclasses.asdict(gain) for name, gain in gains.items()},
                 "optimism": {
                     "of_half_of_the_runs": optimism.tolist(),
                     "subtracted": OPTIMISM_OF_ALL_RUNS * float(optimism.mean()),
@@ -204,7 +205,7 @@ def predicted_gains(
     shares: Array,
     optimism: Array,
     seed: int,
-) -> dict[str, Gain]:
+) -> dict[str, PredictedGain]:
     """Predict by how much ``weights`` [k] lower the target loss of each baseline [k].
 
     The gain is the difference of the predictions, less the optimism of the search that selected
@@ -229,13 +230,13 @@ def predicted_gains(
     ends = np.quantile(gains, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     predicted = mean[1:] - mean[0] - OPTIMISM_OF_ALL_RUNS * optimism.mean()
     return {
-        name: Gain(float(gain), float(low), float(high))
+        name: PredictedGain(float(gain), float(low), float(high))
         for name, gain, low, high in zip(baselines, predicted, *ends, strict=True)
     }
 
 
 def headlines(
-    gains: Mapping[str, Gain], baselines: Mapping[str, Array], *, is_frozen: bool
+    gains: Mapping[str, PredictedGain], baselines: Mapping[str, Array], *, is_frozen: bool
 ) -> list[str]:
     """Describe the gain over each baseline; baselines that may be as good come first.
 

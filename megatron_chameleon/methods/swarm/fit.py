@@ -42,7 +42,6 @@ from megatron_chameleon.methods.swarm.objective import (
 )
 from megatron_chameleon.methods.swarm.quality import (
     NO_BETTER,
-    Gain,
     cross_validated_gain,
     cross_validation,
     fit_problems,
@@ -76,6 +75,7 @@ from megatron_chameleon.mixture.fit_quality import (
     held_out_predictions,
     reach_of,
 )
+from megatron_chameleon.mixture.gain import PredictedGain
 from megatron_chameleon.mixture.optimum import Limits, nearest_mixtures
 from megatron_chameleon.model.flops import paper_flops
 from megatron_chameleon.model.options import resolve_model
@@ -113,7 +113,7 @@ class Fitted:
     remedy: str
     headlines: Sequence[str] = ()
     closing: Sequence[str] = ()
-    gain: Gain | None = None
+    gain: PredictedGain | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -531,7 +531,7 @@ class FitMethod(abc.ABC, Generic[Options]):
         mixture = Mixture(
             method=self.name,
             parameters={
-                "predicted_gain": {"prior": gain.as_json},
+                "predicted_gain": {"prior": dataclasses.asdict(gain)},
                 **fitted.parameters,
                 **target,
                 "written": decision.written,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -13,41 +12,9 @@ from megatron_chameleon.console import align_columns
 from megatron_chameleon.interchange.mixture_runs import MixtureRuns
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.fit_quality import quality_of
+from megatron_chameleon.mixture.gain import CONFIDENCE, PredictedGain
 
 NO_BETTER = "the fit predicts the target no better than a constant"
-CONFIDENCE = 0.9
-
-
-@dataclasses.dataclass(frozen=True)
-class Gain:
-    """By how much a mixture is predicted to lower the target loss of a baseline.
-
-    Attributes:
-        gain: prediction.
-        low: lower end of its interval.
-        high: upper end.
-    """
-
-    gain: float
-    low: float
-    high: float
-
-    def describe(self, baseline: str) -> str:
-        """Describe the gain of the optimum over ``baseline``."""
-        verdict = "not predicted to beat"
-        if self.low > 0:
-            verdict = "predicted to beat"
-        elif self.high < 0:
-            verdict = "predicted to be worse than"
-        return (
-            f"the optimum is {verdict} {baseline} with {CONFIDENCE:.0%} confidence: "
-            f"gain {self.gain:.4f} ({self.low:.4f} to {self.high:.4f})"
-        )
-
-    @property
-    def as_json(self) -> dict[str, float]:
-        """Fields for a mixture file."""
-        return {**dataclasses.asdict(self), "confidence": CONFIDENCE}
 
 
 def cross_validation(
@@ -82,7 +49,9 @@ def cross_validation(
     return pd.DataFrame(columns, [*table.metrics, "target"])
 
 
-def cross_validated_gain(trained: Array, errors: Array, compared: Array, gain: float) -> Gain:
+def cross_validated_gain(
+    trained: Array, errors: Array, compared: Array, gain: float
+) -> PredictedGain:
     """Return a predicted ``gain`` with an interval.
 
     A gain is a difference of two predictions. Their errors are assumed to be independent, and like
@@ -101,7 +70,7 @@ def cross_validated_gain(trained: Array, errors: Array, compared: Array, gain: f
     near = errors[np.argsort(distances, axis=1, kind="stable")[:, :count]]
     quantile = float(student.ppf(0.5 + CONFIDENCE / 2, count - 1))
     margin = quantile * math.sqrt(float((near**2).mean(axis=1).sum()))
-    return Gain(gain, gain - margin, gain + margin)
+    return PredictedGain(gain, gain - margin, gain + margin)
 
 
 def is_no_better(quality: pd.DataFrame) -> bool:

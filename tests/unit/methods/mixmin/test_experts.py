@@ -124,6 +124,20 @@ def test_existing_models_give_the_same_mixture(trained, tmp_path):
     assert not passed.runs_folder.exists()
 
 
+def test_no_expert_is_trained_if_no_gain_is_predicted(copy, tmp_path, capsys):
+    prior = tmp_path / "prior.json"
+    assert compute_mixture(options_for(copy, prior, experts=("ngram",), training=ProxyOptions()))
+    options = options_for(
+        copy, tmp_path / "mixture.json", estimate=EstimateOptions(prior=str(prior))
+    )
+    assert compute_mixture(options)
+    mixture = Mixture.load(options.output)
+    assert mixture.weights == pytest.approx(Mixture.load(prior).weights)
+    assert (mixture.parameters["written"], mixture.parameters["experts"]) == ("prior", "ngram")
+    assert "no expert was trained" in capsys.readouterr().out
+    assert not options.runs_folder.exists()
+
+
 def test_an_added_domain_trains_one_expert(copy, tmp_path):
     fewer = dataclasses.replace(
         copy, root=tmp_path / "fewer", domains={n: copy.domains[n] for n in ("news", "code")}
@@ -131,7 +145,10 @@ def test_an_added_domain_trains_one_expert(copy, tmp_path):
     shutil.copytree(copy.root, fewer.root)
     fewer.save()
     folder = {"work_dir": tmp_path / "experts"}
-    options = options_for(copy, tmp_path / "mixture.json", target="news", **folder)
+    estimate = EstimateOptions(bootstrap_resamples=10, accept_uncertain=True)
+    options = options_for(
+        copy, tmp_path / "mixture.json", target="news", estimate=estimate, **folder
+    )
     assert compute_mixture(dataclasses.replace(options, corpus=fewer.root))
 
     def files():
