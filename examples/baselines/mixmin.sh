@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compute MixMin's weights of SlimPajama for a target text, from n-gram models of the domains; this
 # needs no training or GPU. With EXPERTS=SIZE, a model of this size is trained on each domain instead,
-# on every GPU. The paper does not include MixMin.
+# on every GPU, if n-grams predict a gain. The paper does not include MixMin.
 #
 #   TARGET='mine=notes/*.txt' bash examples/baselines/mixmin.sh
 #   SIZE=tiny bash examples/baselines/mixmin.sh       # smoke test on a small corpus

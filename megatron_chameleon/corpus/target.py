@@ -212,7 +212,7 @@ def read_target_text(
 
 
 def warn_short(name: str, text: TokenFile) -> None:
-    """Warn about a text of a target with fewer than ``FEWEST_TARGET_TOKENS`` tokens."""
+    """Warn about a text or domain of a target with fewer than ``FEWEST_TARGET_TOKENS`` tokens."""
     tokens = int(text.lengths.sum(dtype=np.int64))
     if tokens < FEWEST_TARGET_TOKENS:
         warnings.warn(

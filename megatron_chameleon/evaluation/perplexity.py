@@ -428,6 +428,7 @@ def target_texts(
     ]
 
     def check(name: str, file: TokenFile) -> None:
+        warn_short(name, file)
         warn_leaked(name, file, trained, domains.open, corpus.tokenizer.eod_id, FEW_COMPARED)
 
     def check_held_out() -> None:
@@ -438,7 +439,6 @@ def target_texts(
     def read(name: str) -> tuple[NDArray[np.integer], NDArray[np.int32]]:
         tokenizer = corpus_tokenizer(corpus)
         file = read_target_text(source, target, name, tokenizer, protocol.max_tokens)
-        warn_short(name, file)
         check(name, file)
         return file.tokens[:], file.lengths.astype(np.int32)
 

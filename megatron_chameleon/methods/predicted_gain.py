@@ -18,13 +18,10 @@ from megatron_chameleon.methods.mixmin import (
     MixminOptions,
     TargetTaskOptions,
 )
-from megatron_chameleon.methods.mixmin.compute import SAMPLE_TOKENS
+from megatron_chameleon.methods.mixmin.compute import MOST_SAMPLED_TOKENS, SAMPLE_TOKENS
 from megatron_chameleon.methods.mixmin.headroom import measure_headroom, parse_noise
 from megatron_chameleon.methods.options import TrainingMethodOptions
 from megatron_chameleon.methods.output import cost_totals, write_and_print
-
-# Maximum tokens that the models of all domains are fitted to, so that many domains take seconds.
-MOST_SAMPLED_TOKENS = 8 * SAMPLE_TOKENS
 
 
 def write_prior_without_gain(

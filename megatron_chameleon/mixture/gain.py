@@ -9,7 +9,7 @@ CONFIDENCE = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class PredictedGain:
-    """Predicted target loss of a baseline minus that of a mixture, in nats per token, or per byte.
+    """Predicted target loss of a baseline minus that of a mixture, in the unit of the losses.
 
     Attributes:
         gain: prediction.
@@ -21,7 +21,7 @@ class PredictedGain:
     gain: float
     low: float
     high: float
-    confidence: float = CONFIDENCE
+    confidence: float
 
     def describe(self, baseline: str) -> str:
         """Describe the gain of an optimum over ``baseline``."""

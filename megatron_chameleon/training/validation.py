@@ -139,7 +139,7 @@ def build_validation(plan: TrainingPlan, passes: Passes, layout: Layout) -> Vali
             f"validation skips domains without a valid split: {', '.join(empty)}", stacklevel=2
         )
     if plan.target:
-        from_main(lambda: _warn_leaked_domains(plan))
+        from_main(lambda: _warn_of_domains(plan))
     if plan.target and plan.target.texts:
         names += plan.target.texts
         texts += from_main(lambda: read_target_texts(plan, max(windows, 1)))
@@ -166,13 +166,15 @@ def read_target_texts(plan: TrainingPlan, max_windows: int) -> list[HeldOutText]
     return found
 
 
-def _warn_leaked_domains(plan: TrainingPlan) -> None:
-    """Warn about documents of the target's held-out domains that are in the training text."""
+def _warn_of_domains(plan: TrainingPlan) -> None:
+    """Warn about the target's held-out domains that are short, or in the training text."""
     assert plan.target is not None
     assert plan.valid is not None
     for domain in _local(plan.valid.held_out):
         if domain.name in plan.target.shares:
-            _warn_leaked(plan, domain.name, domain.open_documents())
+            file = domain.open_documents()
+            warn_short(domain.name, file)
+            _warn_leaked(plan, domain.name, file)
 
 
 def _warn_leaked(plan: TrainingPlan, name: str, text: TokenFile) -> None:

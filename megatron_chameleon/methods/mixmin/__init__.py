@@ -131,8 +131,8 @@ class MixminOptions(DomainsAndTarget, WorkFolderOptions):
 
     experts: tuple[str, ...] = (NGRAM,)
     """Models of the domains: 'ngram'; a name of --model, such as 60m, to train one model per domain
-    of --corpus in --work-dir; or NAME=PATH for each domain, trained models as
-    in evaluate's --checkpoint."""
+    of --corpus in --work-dir, if n-grams predict a gain; or NAME=PATH for each domain, trained
+    models as in evaluate's --checkpoint."""
     training: ProxyOptions = dataclasses.field(default_factory=ProxyOptions)
 
     def __post_init__(self) -> None:

@@ -57,7 +57,12 @@ from megatron_chameleon.methods.output import (
     select_domains,
     write_and_print,
 )
-from megatron_chameleon.methods.train_proxy import forward_only, on_rank_0, train_proxy
+from megatron_chameleon.methods.train_proxy import (
+    forward_only,
+    is_finished,
+    on_rank_0,
+    train_proxy,
+)
 from megatron_chameleon.mixture.checks import Array
 from megatron_chameleon.mixture.gain import PredictedGain
 from megatron_chameleon.mixture.mixmin import (
@@ -83,6 +88,9 @@ from megatron_chameleon.training.stopping import StopRequests
 
 TOKEN_ORDER, BYTE_ORDER = 3, 6
 SAMPLE_TOKENS, SAMPLE_BYTES = 1_000_000, 3_000_000
+# Before proxies or experts are trained, the models of all domains are fitted to this many tokens at
+# most, so that many domains take seconds.
+MOST_SAMPLED_TOKENS = 8 * SAMPLE_TOKENS
 TARGET_TOKENS, TARGET_BYTES = 1 << 17, 1 << 19
 # Tokens of a task's answer with its context that n-gram models read; trained models read windows.
 ANSWER_TOKENS = 64
@@ -230,9 +238,10 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
             assert plan.corpus is not None
             # Mistakes are found before anything is written.
             experts.check_training(options, plan.corpus)
-            if _writes_prior(options, experts.run_folders(options, names)):
+            blocks = read_target(plan)
+            trains = not all(map(is_finished, experts.run_folders(options, names)))
+            if trains and _write_prior_without_gain(options, plan, blocks):
                 return None
-            read_target(plan)
             runs = experts.plan_runs(options, plan.corpus, names)
         else:
             opened = experts.passed_experts(options.experts, names)
@@ -279,28 +288,32 @@ def _compute_with_models(options: MixminOptions, stops: StopRequests) -> bool:
     return True
 
 
-def _writes_prior(options: MixminOptions, runs: Sequence[Path]) -> bool:
+def _write_prior_without_gain(
+    options: MixminOptions, plan: Plan, blocks: Mapping[str, Blocks]
+) -> bool:
     """Predict the gain with n-grams before experts are trained; write the prior if none is certain.
 
-    Args:
-        options: options of the method; with ``--accept-uncertain``, nothing is predicted.
-        runs: folders of the experts' runs; if one exists, nothing is predicted.
+    With ``--accept-uncertain``, nothing is predicted.
 
     Returns:
         Whether the prior was written.
     """
-    if options.estimate.accept_uncertain or any(map(Path.exists, runs)):
+    if options.estimate.accept_uncertain:
         return False
     stopwatch = Stopwatch()
-    plan = make_plan(
-        dataclasses.replace(options, experts=(NGRAM,), training=ProxyOptions(), work_dir=None)
+    most = -(-MOST_SAMPLED_TOKENS // len(plan.domains.names))
+    plan = dataclasses.replace(
+        plan,
+        options=dataclasses.replace(
+            options, experts=(NGRAM,), training=ProxyOptions(), work_dir=None
+        ),
+        sample_tokens=min(plan.sample_tokens, most),
     )
-    blocks = read_target(plan)
     text = target_text(plan, blocks, predict(plan, blocks))
     estimate = estimate_weights(plan, blocks, text)
     if reason_for_prior(plan, estimate) is None:
-        print("\n".join(describe_estimate(plan, text, estimate)))
         prior = options.estimate.prior
+        print("\n".join(describe_estimate(plan, text, estimate)))
         print(f"a gain over '{prior}' is predicted; the experts are trained", flush=True)
         return False
     write(options, plan, blocks, text, estimate, stopwatch)

@@ -230,7 +230,7 @@ def predicted_gains(
     ends = np.quantile(gains, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
     predicted = mean[1:] - mean[0] - OPTIMISM_OF_ALL_RUNS * optimism.mean()
     return {
-        name: PredictedGain(float(gain), float(low), float(high))
+        name: PredictedGain(float(gain), float(low), float(high), CONFIDENCE)
         for name, gain, low, high in zip(baselines, predicted, *ends, strict=True)
     }
 

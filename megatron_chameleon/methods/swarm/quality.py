@@ -70,7 +70,7 @@ def cross_validated_gain(
     near = errors[np.argsort(distances, axis=1, kind="stable")[:, :count]]
     quantile = float(student.ppf(0.5 + CONFIDENCE / 2, count - 1))
     margin = quantile * math.sqrt(float((near**2).mean(axis=1).sum()))
-    return PredictedGain(gain, gain - margin, gain + margin)
+    return PredictedGain(gain, gain - margin, gain + margin, CONFIDENCE)
 
 
 def is_no_better(quality: pd.DataFrame) -> bool:

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from megatron_chameleon.artifacts import EvaluationResult, MixtureWarning
+from megatron_chameleon.corpus import target as target_module
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.evaluation import perplexity
 from megatron_chameleon.evaluation.options import PerplexityOptions
@@ -100,6 +101,12 @@ def test_a_text_of_a_few_tokens_is_a_warning(evaluate, tmp_path):
     (tmp_path / "short.jsonl").write_text('{"text": "a few words"}\n')
     with pytest.warns(MixtureWarning, match="'mine' has .* mostly noise"):
         evaluate(f"mine={tmp_path}/short.jsonl")
+
+
+def test_a_held_out_domain_of_a_few_tokens_is_a_warning(evaluate, monkeypatch):
+    monkeypatch.setattr(target_module, "FEWEST_TARGET_TOKENS", 1_000_000)
+    with pytest.warns(MixtureWarning, match="'poems' has .* mostly noise"):
+        evaluate("poems")
 
 
 @pytest.mark.parametrize("value", ["unknown", "news=0", "mine=missing.jsonl"])

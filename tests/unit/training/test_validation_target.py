@@ -14,6 +14,7 @@ import pytest
 
 from megatron_chameleon.artifacts import MixtureWarning, TargetShares, TrainingRun
 from megatron_chameleon.artifacts.checkpoint import FOLDER_NAME, CheckpointWarning, step_folder
+from megatron_chameleon.corpus import target as target_module
 from megatron_chameleon.errors import UserError
 from megatron_chameleon.training.options import (
     CheckpointingOptions,
@@ -117,11 +118,15 @@ def test_documents_of_the_target_in_the_training_text_are_a_warning(
         pretrain(options_for(corpus=corpus.root, target=target, validation=once))
 
 
-def test_documents_of_a_held_out_target_in_the_training_text_are_a_warning(
-    options_for, leaked_corpus
+def test_a_held_out_target_that_is_short_or_in_the_training_text_is_a_warning(
+    options_for, leaked_corpus, monkeypatch
 ):
+    monkeypatch.setattr(target_module, "FEWEST_TARGET_TOKENS", 1_000_000)
     target, once = TargetOptions("poems"), ValidationOptions(eval_interval=6)
-    with pytest.warns(MixtureWarning, match="20 of 20 documents of 'poems' .* of 'news'"):
+    with (
+        pytest.warns(MixtureWarning, match="20 of 20 documents of 'poems' .* of 'news'"),
+        pytest.warns(MixtureWarning, match="'poems' has .* mostly noise"),
+    ):
         pretrain(options_for(corpus=leaked_corpus.root, target=target, validation=once))
 
 

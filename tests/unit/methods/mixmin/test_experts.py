@@ -124,7 +124,7 @@ def test_existing_models_give_the_same_mixture(trained, tmp_path):
     assert not passed.runs_folder.exists()
 
 
-def test_no_expert_is_trained_if_no_gain_is_predicted(copy, tmp_path, capsys):
+def test_no_expert_is_trained_if_no_gain_is_predicted(copy, trained, tmp_path, capsys):
     prior = tmp_path / "prior.json"
     assert compute_mixture(options_for(copy, prior, experts=("ngram",), training=ProxyOptions()))
     options = options_for(
@@ -136,6 +136,9 @@ def test_no_expert_is_trained_if_no_gain_is_predicted(copy, tmp_path, capsys):
     assert (mixture.parameters["written"], mixture.parameters["experts"]) == ("prior", "ngram")
     assert "no expert was trained" in capsys.readouterr().out
     assert not options.runs_folder.exists()
+    # Finished models only run forward passes, so they are used without a predicted gain.
+    assert compute_mixture(dataclasses.replace(options, work_dir=trained.runs_folder))
+    assert Mixture.load(options.output).parameters["experts"] == "nano"
 
 
 def test_an_added_domain_trains_one_expert(copy, tmp_path):
