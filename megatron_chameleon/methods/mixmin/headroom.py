@@ -36,7 +36,7 @@ from megatron_chameleon.parallel.options import is_rank_0
 
 # Standard deviations, in nats per token, of paired differences in the records of
 # examples/compare_methods.sh (benchmarks/results) without fine-tuning: of the mean loss of the
-# training domains, 0.019 to 0.029 but for one; of a held-out target's loss, 0.039 to 0.071.
+# training domains, 0.019 to 0.029 but for one; of a held-out target's loss, 0.039 to 0.076.
 NOISE_OF_AVERAGE, NOISE_OF_TARGET = 0.03, 0.05
 AVERAGE = "the mean loss of the training domains"
 # Runs are counted for this power of a two-sided test at this level.
